@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from other_pytest import check_passes
 
 FOLDER = Path(sys.prefix, "transformers")
 """Folder that `make test` installs them in, each in one of its own."""
 
 VERSIONS = sorted((path.name for path in FOLDER.glob("*")), key=lambda name: [*map(int, name.split("."))])
 FILES = [
-    str(Path(__file__).with_name(f"test_{name}.py"))
+    Path(__file__).with_name(f"test_{name}.py")
     for name in ("transformers", "caches", "continuous_batching", "model_mask")
 ]
 RUN = """
@@ -39,10 +39,4 @@ def test_the_oldest_version_is_among_them() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_passes_with(version: str) -> None:
     path = os.pathsep.join([str(FOLDER / version), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--override-ini", "addopts="]
-    options += ["-m", "not exhaustive and not gpu and not slow"]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, version, *options, *FILES],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-2_000:]
+    check_passes(RUN, version, "not exhaustive and not gpu and not slow", FILES, PYTHONPATH=path)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from other_pytest import check_passes
 
 FILES = [f"test_cuda_{name}.py" for name in ("forward", "backward", "rows_of_groups")]
 RUN = """
@@ -26,11 +24,6 @@ sys.exit(pytest.main(arguments, plugins=[OneOfEach()]))
 
 @pytest.mark.parametrize("name", FILES)
 def test_of_a_gpu(name: str, seed: int) -> None:
-    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--override-ini", "addopts="]
-    options += ["-m", "not exhaustive", str(Path(__file__).with_name(name))]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(seed), *options],
-        env={**os.environ, "FA4FLEX_GPU_TESTS_ON": "cpu"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-2_000:]
-    assert "passed" in done.stdout, done.stdout
+    check_passes(
+        RUN, str(seed), "not exhaustive", [Path(__file__).with_name(name)], FA4FLEX_GPU_TESTS_ON="cpu"
+    )
