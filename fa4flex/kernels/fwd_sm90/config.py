@@ -41,7 +41,7 @@ class Config:
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
-    short_tiles              tiles of short heads that are computed next to each other, at least
+    short_tiles              tiles of heads of few keys that are computed next to each other, at least
     group                    heads of queries whose rows share tiles; 1: each head has tiles of its own
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written

@@ -28,7 +28,7 @@ PINGPONG_WIDEST = 128
 that turns only add waiting (FlashAttention-3's rule)."""
 
 SHORT_WAVES = 1.5
-"""Tiles of short heads that are computed next to each other, at least, for each multiprocessor."""
+"""Tiles of heads of few keys that are computed next to each other, at least, for each multiprocessor."""
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,8 @@ def producer_computes(problem: Problem, work: Work) -> bool:
 
 
 def _with_queries_ahead(tiles: Tiles, problem: Problem, kv_stages: int, target: Target) -> Tiles:
-    """Tiles of narrow heads, of which the next one's queries come during this one where lengths are dense, if
-    the output then has room of its own; others as they are."""
+    """Tiles of narrow heads, under a mask also of heads up to AHEAD, of which the next one's queries come
+    during this one where lengths are dense, if the output then has room of its own; others as they are."""
     widest = AHEAD if problem.uneven else NARROW
     more = replace(tiles, q_stages=2 if tiles.width <= widest else 1)
     fits = more.memory(problem, kv_stages, target).total <= target.shared_memory
