@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.domain import Shape, slots_read
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, prove_queries
 from fa4flex.codegen.analyze.tile_bounds import tile_bounds
@@ -145,7 +145,8 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     ragged = problem.lengths != "dense"
     bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, large, ragged)
     keys = facts.keys if problem.row_ends else None
-    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction == "backward", keys)
+    read = tuple(sorted(slots_read(facts.mask)))
+    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction == "backward", read, keys)
     return Lowered("tables", facts, bare, plan, _emitted(emit_tables, facts, plan))
 
 

@@ -113,7 +113,7 @@ def test_a_change_is_not_copied_to_the_host(copies: Copies, recorder: Recorder) 
                 step(programs[0], bias)
                 step(programs[1])
         assert not copies.of and not readers.names, "the host reads a tensor of the device"
-        assert len(recorder.tables) == 4, "tables are made once per change, program and pass"
+        assert len(recorder.tables) == 8, "each pass has the device look whether tables stand"
     assert len(recorder.launches) == 2 * 2 + 3 * 2 * 2 * 2
 
 
@@ -130,12 +130,11 @@ def test_what_a_mask_derives_is_derived_once_per_change(copies: Copies, recorder
         attn(*(torch.randn(2, 4, LENGTH, 64, dtype=torch.bfloat16) for _ in range(3)))
     for change in (0, 1, 0):
         offsets.mul_(1 + change)
-        for expected in (2, 0):
+        for _ in range(2):
             recorder.tables.clear()
             step(attn)
-            assert len(recorder.tables) == expected
-            if expected:
-                assert torch.equal(recorder.tables[-1][0][0], offsets // 50)
+            assert len(recorder.tables) == 2
+            assert torch.equal(recorder.tables[-1][0][0], offsets // 50)
     assert not copies.of
 
 
@@ -152,8 +151,9 @@ def test_changed_lengths_are_copied_once(copies: Copies, recorder: Recorder) -> 
         assert not readers.names, "the host reads a tensor of the device"
 
 
-def test_what_changes_is_seen(copies: Copies, recorder: Recorder) -> None:
-    """In place, through a view of the same memory, as optimisers do it, and by other memory."""
+def test_what_changes_is_read(copies: Copies, recorder: Recorder) -> None:
+    """In place, through a view of the same memory, as optimisers do it, and by other memory: the device reads
+    the tensor as it is at each call. What it finds there: tests/simulator/test_uncounted_changes.py."""
     memory = drawn(4)
     ids = memory[1:3]
     engine, call = call_of(fa4flex.compile(mask=causal & document(ids) & sliding_window(64)))
@@ -169,48 +169,14 @@ def test_what_changes_is_seen(copies: Copies, recorder: Recorder) -> None:
         lambda: torch._foreach_add_([ids], 1),
         swapped,
     )
-    for made, change in enumerate(changes, 1):
+    for change in changes:
         change()
-        for _ in range(2):  # unchanged: found again
-            engine.run(call)
-            assert len(recorder.tables) == made
+        before = len(recorder.tables)
+        engine.run(call)
+        assert len(recorder.tables) == before + 1
         assert recorder.tables[-1][0][0] is ids
         read = recorder.launches[-1][10]
         assert read.full_tiles.data_ptr() == recorder.tables[-1][WRITTEN].full_tiles.data_ptr()
-
-
-@pytest.mark.slow
-def test_memory_that_is_used_again_is_another_tensor(copies: Copies, recorder: Recorder) -> None:
-    memory = drawn()
-    engine, call = call_of(fa4flex.compile(mask=causal & document(memory) & sliding_window(64)))
-    numbers: set[int] = set()
-    for count in range(50):
-        if len(numbers) < count:
-            return  # the number of an object was used again as well
-        ids = torch.frombuffer(memory.numpy(), dtype=torch.int32).view(2, LENGTH)
-        ids.numpy()[:] = drawn().numpy()  # torch counts nothing: the tensor is as new as before
-        assert ids._version == 0 and ids.data_ptr() == memory.data_ptr()
-        numbers.add(id(ids))
-        recorder.tables.clear()
-        engine.run(call._replace(operands=(ids,)))
-        assert len(recorder.tables) == 1 and recorder.tables[-1][0][0] is ids
-        recorder.launches.clear()
-        recorder.tables.clear()
-        copies.of.clear()
-        del ids
-        gc.collect()
-    pytest.fail("no number was used again: the test shows nothing")
-
-
-def test_tables_of_inference_tensors_are_made_each_time(copies: Copies, recorder: Recorder) -> None:
-    """Torch counts no changes of these."""
-    with torch.inference_mode():
-        ids = drawn()
-        engine, call = call_of(fa4flex.compile(mask=causal & document(ids) & sliding_window(64)))
-        for made in range(1, 4):
-            ids.copy_(drawn())
-            engine.run(call)
-            assert len(recorder.tables) == made
 
 
 def test_proofs_run_on_the_host_whatever_the_default_device(copies: Copies, recorder: Recorder) -> None:

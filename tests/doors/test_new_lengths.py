@@ -135,7 +135,7 @@ def test_bounds_grow_with_lengths(recorder: Recorder, proofs: list[Shape]) -> No
 
 def test_a_launch_makes_tables_for_any_lengths(recorder: Recorder) -> None:
     """One launch for all, up to where what was captured ends; tables are made for the lengths of a call, and
-    kept for these."""
+    kept for these where they are made of no contents."""
     ids = torch.arange(500) // 50
     for mask, most in ((document(ids), 500), (lambda b, h, q, kv: (q - kv) % 3 == 0, LEAST_BOUND)):
         engine, call = call_of(fa4flex.compile(mask=mask), tensors(1, 300, 300))
@@ -145,7 +145,7 @@ def test_a_launch_makes_tables_for_any_lengths(recorder: Recorder) -> None:
         for n, new in ((300, 0), (290, 1), (300, 0), (301, 1), (most, 1)):
             engine.run(resized(call, 1, n, n))
             assert engine.find(resized(call, 1, n, n)) is first
-            made += new
+            made += new or most == 500
             assert len(recorder.tables) == made
             tables = launched(recorder)["tables"]
             assert tables.partial_ptr.shape[2] * 192 >= n

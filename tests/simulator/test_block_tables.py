@@ -85,19 +85,23 @@ def tables_alone() -> Iterator[None]:
 def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, BlockTables]], Any, Any]:
     """The tables of the forward and the backward pass, the variant, and the simulated device."""
     found: list[tuple[DeviceTables, BlockTables]] = []
-    make = DeviceTables.make
+    make = DeviceTables.__call__
 
-    def noted(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
-        tables = make(self, call, layout, lengths)
+    def noted(self: DeviceTables, call: Call, *lengths: Any) -> BlockTables:
+        tables = make(self, call, *lengths)
         found.append((self, tables))
         return tables
 
     attn = fa4flex.compile(mask=mask)
     qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16().requires_grad_() for n in (Q_LEN, KV_LEN, KV_LEN)]
-    noting = patch.object(DeviceTables, "make", noted)
+    noting = patch.object(DeviceTables, "__call__", noted)
     with tables_alone(), noting, fa4flex.simulator.device(arch, **how) as gpu:
         attn(*qkv).sum().backward()
     return found, attn, gpu
+
+
+def copied(tables: BlockTables) -> BlockTables:
+    return BlockTables(*[None if x is None else x.clone() for x in tables])  # type: ignore[arg-type]
 
 
 def classes_of(tables: BlockTables, rows: int, columns: int) -> Tensor:
@@ -148,7 +152,7 @@ def pairs(mask: Any) -> Tensor:
 
 def launched(mask: Any, turns: list[Callable[[], Any]], make: Any, **how: Any) -> list[float]:
     """The error of one kernel after each of `turns`, over that of PyTorch; `make` stands in for
-    DeviceTables.make. All rows have keys."""
+    DeviceTables.__call__. All rows have keys."""
     attn = fa4flex.compile(mask=mask)
     qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16() for n in (Q_LEN, KV_LEN, KV_LEN)]
     errors = []
@@ -157,7 +161,7 @@ def launched(mask: Any, turns: list[Callable[[], Any]], make: Any, **how: Any) -
         allowed = pairs(mask)
         exact = attention(*qkv, mask=lambda b, h, q, kv, table=allowed: table[b, h, q, kv])[0]
         plain = scaled_dot_product_attention(*qkv, attn_mask=allowed)
-        with patch.object(DeviceTables, "make", make), fa4flex.simulator.device("sm_90a", **how) as gpu:
+        with patch.object(DeviceTables, "__call__", make), fa4flex.simulator.device("sm_90a", **how) as gpu:
             found = attn(*qkv)
         assert not gpu.findings, gpu.report()
         errors.append(float((found - exact).norm() / (plain - exact).norm()))
@@ -170,11 +174,12 @@ def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
     ids = documents().to(random.choice((torch.int32, torch.int64)))
     made: list[Any] = []
     mask = random.choice((document(ids), causal & document(ids), causal & document(ids) & sliding_window(90)))
-    make = DeviceTables.make
+    make = DeviceTables.__call__
 
-    def noted(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
-        made.append(make(self, call, layout, lengths))
-        return made[-1]
+    def noted(self: DeviceTables, call: Call, *lengths: Any) -> BlockTables:
+        tables = make(self, call, *lengths)
+        made.append(copied(tables))  # the next launch writes them anew
+        return tables
 
     def mixed() -> None:
         ids[1] = ids[1, torch.randperm(KV_LEN)]
@@ -193,12 +198,13 @@ def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
 @pytest.mark.slow
 def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None:
     """Kernels that were compiled for small ids compute with 32 bits."""
-    ids, make = documents(), DeviceTables.make
+    ids, make = documents(), DeviceTables.__call__
     made: list[Any] = []
 
-    def noted(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
-        made.append(make(self, call, layout, lengths))
-        return made[-1]
+    def noted(self: DeviceTables, call: Call, *lengths: Any) -> BlockTables:
+        tables = make(self, call, *lengths)
+        made.append(copied(tables))  # the next launch writes them anew
+        return tables
 
     errors = launched(causal & document(ids), [lambda: None, lambda: ids.add_(1 << 33)], noted)
     assert [int(tables.in_order.min()) for tables in made] == [1, 0]
@@ -208,10 +214,10 @@ def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", ["ends of another row", "in order where nothing is"])
 def test_what_stands_beside_tables_is_what_kernels_read(planted: str) -> None:
-    ids, make = documents(), DeviceTables.make
+    ids, make = documents(), DeviceTables.__call__
 
-    def wrong(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
-        tables = make(self, call, layout, lengths)
+    def wrong(self: DeviceTables, call: Call, *lengths: Any) -> BlockTables:
+        tables = make(self, call, *lengths)
         if planted.startswith("ends"):
             return tables._replace(row_ends=tables.row_ends.roll(40, -1))
         return tables._replace(in_order=torch.ones(BATCH, HEADS, dtype=torch.int32))

@@ -245,6 +245,7 @@ TURNS = Parts(
 ORDERED = Parts((*_TURN_LISTS, ("found", Array("int32", ("found",)))))
 RANGES = Array("int32", ("range ends", "range batch", "range heads", "range tiles"))
 PIECES = Array("int32", ("searched", "piece batch", "piece heads", "pieces"))
+STATE = Array("int32", ("state",))
 PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))
 CUMULATIVE = Array("int32", ("lengths",))  # one more than there are sequences, which no extent can say
 USED = Array("int32", ("sequences",))
@@ -360,6 +361,8 @@ BLOCK_TABLES = Schema(
         Argument("pieces", PIECES, "launch", lambda one: bool(one.config.searched)),
         Argument("tables", TABLES, "launch", lambda one: not one.config.ordered),
         Argument("turns", ORDERED, "launch", lambda one: one.config.ordered),
+        Argument("state", STATE, "launch"),
+        Argument("turn", Number("int"), "launch"),
     )
 )
 
@@ -382,6 +385,8 @@ SEQUENCES = Schema(
         Argument("used_k", USED, "launch", _where("seqused_k")),
         Argument("starts", Array("int32", ("starts",)), "launch", _sorts),
         Argument("order", Array("int32", ("tiles", 2)), "launch", _sorts),
+        Argument("known", Array("int64", ("known",)), "launch"),
+        Argument("keeps", Number("int"), "launch"),
         replace(SCALARS, source="launch"),
         Argument("q_len", Number("int"), "launch"),
         Argument("kv_len", Number("int"), "launch"),

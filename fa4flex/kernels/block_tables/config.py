@@ -11,6 +11,9 @@ WARPS = THREADS // 32
 PIECE = 128
 """Elements of a captured tensor that a warp compares with the ones behind them."""
 
+PART = 256
+"""Words of 4 bytes of a tensor whose digest is kept: what a warp reads at once."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -33,6 +36,7 @@ class Config:
     spans    key spans per row whose ends are written as well, 0 for none
     searched slots of the captured tensors that have to be sorted for that
     ordered  both kinds of tiles stand in one list, with the turn of each: see Turns
+    read     slots of the captured tensors that tables are made of
     """
 
     tile: tuple[int, int]
@@ -43,3 +47,4 @@ class Config:
     spans: int = 0
     searched: tuple[int, ...] = ()
     ordered: bool = False
+    read: tuple[int, ...] = ()

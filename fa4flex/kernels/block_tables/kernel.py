@@ -1,10 +1,12 @@
 """Tile classes of a mask, empty, partial or full, found on the device: O(tiles) where bounds decide.
 
-ranges: least and greatest value of what depends on queries or keys alone, a warp per tile; the ends of key
-        spans, a lane per row, and whether pieces of what they search are sorted, a warp per piece
-          |
+contents: a warp per part of what tables are made of compares its digest with the last one; least and greatest
+          value of what depends on queries or keys alone, a warp per tile; whether pieces of what is searched
+          are sorted, a warp per piece
+          |  nothing more where all digests are the same
 tables: a lane bounds the mask over a tile; tiles left open are asked pair by pair, by their warp, until two
-        pairs differ; each row's tiles are listed in order; whether all pieces are sorted
+        pairs differ; each row's tiles are listed in order; whether all pieces are sorted; the ends of key
+        spans, a lane per row
           |  where sums are added up in one order
 turns:  a lane per column counts the rows that list its tile, the last row first
 """
@@ -19,6 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.kernels.block_tables.config import PIECE, THREADS, WARPS, Config
+from fa4flex.kernels.block_tables.digest import compare_part, stale
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.folds import folds_of
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
@@ -64,28 +67,39 @@ class BlockTables:
     @cute.jit
     def __call__(self, arguments: BlockTableArguments, stream: cuda.CUstream) -> None:
         rows, (batch, heads) = self.pointers(arguments).shape[2], self.maps(arguments)
+        ends = Int32(0)
         if const_expr(self.config.spans):
-            warps = self.warps_of_rows(arguments)
-            if const_expr(len(self.config.ranges)):
-                warps = cutlass.max(warps, arguments.ranges.shape[3])
-            # Ranges differ by no batch entry and no head by which tiles do not.
-            self.find_ranges(arguments).launch(
-                grid=[cute.ceil_div(warps, WARPS), heads, batch], block=[THREADS, 1, 1], stream=stream
-            )
-        elif const_expr(len(self.config.ranges)):
-            _, some, more, tiles = arguments.ranges.shape
-            self.find_ranges(arguments).launch(
-                grid=[cute.ceil_div(tiles, WARPS), more, some], block=[THREADS, 1, 1], stream=stream
-            )
+            ends = cute.ceil_div(arguments.tables.row_ends.shape[3], 32)
+        self.read_contents(arguments).launch(
+            grid=self.grid_of_contents(arguments), block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        )
         self.list_tiles(arguments).launch(
-            grid=[cute.ceil_div(rows, WARPS), heads, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[cute.ceil_div(rows, WARPS) + cute.ceil_div(ends, WARPS), heads, batch],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
         if const_expr(self.config.ordered):
             self.find_turns(arguments).launch(
                 grid=[cute.ceil_div(self.groups(arguments), WARPS), heads, batch],
                 block=[THREADS, 1, 1],
                 stream=stream,
+                use_pdl=True,
             )
+
+    def grid_of_contents(self, arguments: BlockTableArguments) -> list[Any]:
+        """A warp for each part of contents, tile that has ranges, and piece that is compared: these two for
+        each batch entry and head. Ranges differ by no batch entry and no head by which tables do not."""
+        warps, heads, batch = Int32(1), Int32(1), Int32(1)
+        if const_expr(len(self.config.ranges)):
+            _, batch, heads, warps = arguments.ranges.shape
+        if const_expr(self.config.spans):
+            batch, heads = self.maps(arguments)
+            warps = cutlass.max(warps, arguments.pieces.shape[3])
+        parts, each = Int32(arguments.state.shape[0]) // 2, Int32(heads) * Int32(batch)
+        # cute.ceil_div by a number that turns out to be 1 does not compile.
+        warps = cutlass.max(Int32(warps), (parts + (each - 1)) // each)
+        return [cute.ceil_div(warps, WARPS), heads, batch]
 
     def place(self, arguments: BlockTableArguments, b: Int32, h: Int32) -> At:
         q_len, kv_len = lengths(arguments, b)
@@ -103,24 +117,30 @@ class BlockTables:
             at = at.but(operands=at.operands + tuple(arguments.ranges[i, None, None, None] for i in ends))
         return at if self.hooks.uniform is None else at.but(uniform=tuple(self.hooks.uniform(at)))
 
-    def warps_of_rows(self, arguments: BlockTableArguments) -> Int32:
-        """Warps of a batch entry and head that find ends of rows, or compare elements."""
-        rows = cute.ceil_div(arguments.tables.row_ends.shape[3], 32)
-        return cutlass.max(rows, arguments.pieces.shape[3])
-
-    # --- ranges -------------------------------------------------------------------------------------
+    # --- contents ------------------------------------------------------------------------------------
 
     @cute.kernel
-    def find_ranges(self, arguments: BlockTableArguments) -> None:
+    def read_contents(self, arguments: BlockTableArguments) -> None:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         block, h, b = cute.arch.block_idx()
-        tile = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = self.place(arguments, b, h)
+        blocks, heads, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if arguments.turn != 0:
+            part = ((b * heads + h) * blocks + block) * WARPS + warp
+            compare_part(self.read(arguments), arguments.state, arguments.turn, part)
+        tile, at = block * WARPS + warp, self.place(arguments, b, h)
         for i in cutlass.range_constexpr(len(self.config.ranges)):
             self.find_range(arguments, at, tile, i)
         if const_expr(self.config.spans):
-            self.find_ends(arguments, at, tile * 32)
             for i in cutlass.range_constexpr(len(self.config.searched)):
                 self.compare_piece(arguments, at, tile, i)
+
+    def read(self, arguments: BlockTableArguments) -> tuple[cute.Tensor, ...]:
+        """Tensors that tables are made of: captured ones, and lengths."""
+        a = arguments
+        lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.paged_keys
+        return *(a.operands[i] for i in self.config.read), *(x for x in lengths if x is not None)
 
     @cute.jit
     def find_range(
@@ -139,7 +159,7 @@ class BlockTables:
         mine = (first < length) & (one.by_batch | (at.b == 0)) & (one.by_heads | (at.h == 0))
         if mine:
             least, greatest = Int32(GREATEST), Int32(LEAST)
-            for step in cutlass.range(0, size, 32, unroll=1):
+            for step in cutlass.range(0, size, 32, unroll=4):
                 index = cutlass.min(first + cutlass.min(step + lane, size - 1), length - 1)
                 value = Int32(evaluated(hook, at_index(at, along_q, index)))
                 least, greatest = cutlass.min(least, value), cutlass.max(greatest, value)
@@ -148,15 +168,6 @@ class BlockTables:
             if lane == 0:
                 arguments.ranges[2 * i, at.b, at.h, tile] = least
                 arguments.ranges[2 * i + 1, at.b, at.h, tile] = greatest
-
-    @cute.jit
-    def find_ends(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], first: Int32) -> None:
-        """A lane's: the ends of a row's key spans."""
-        q = first + cute.arch.lane_idx()
-        if q < at.q_len:
-            for i, (lo, hi) in enumerate(row_spans(self.hooks, at_index(at, True, q))):
-                arguments.tables.row_ends[2 * i, at.b, at.h, q] = Int32(0) if lo is None else lo
-                arguments.tables.row_ends[2 * i + 1, at.b, at.h, q] = hi
 
     @cute.jit
     def compare_piece(
@@ -185,12 +196,28 @@ class BlockTables:
 
     @cute.kernel
     def list_tiles(self, arguments: BlockTableArguments) -> None:
-        block, h, b = cute.arch.block_idx()
-        row = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if row < self.pointers(arguments).shape[2]:
-            self.list_row(arguments, self.place(arguments, b, h), row)
-        if const_expr(self.config.spans):
-            self.find_order(arguments, row, h, b)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if stale(arguments.state, arguments.turn):
+            block, h, b = cute.arch.block_idx()
+            row = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            rows = Int32(self.pointers(arguments).shape[2])
+            if row < rows:
+                self.list_row(arguments, self.place(arguments, b, h), row)
+            if const_expr(self.config.spans):
+                self.find_order(arguments, row, h, b)
+                behind = row - cute.ceil_div(rows, WARPS) * WARPS
+                if behind >= 0:
+                    self.find_ends(arguments, self.place(arguments, b, h), behind * 32)
+
+    @cute.jit
+    def find_ends(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], first: Int32) -> None:
+        """A lane's: the ends of a row's key spans."""
+        q = first + cute.arch.lane_idx()
+        if q < at.q_len:
+            for i, (lo, hi) in enumerate(row_spans(self.hooks, at_index(at, True, q))):
+                arguments.tables.row_ends[2 * i, at.b, at.h, q] = Int32(0) if lo is None else lo
+                arguments.tables.row_ends[2 * i + 1, at.b, at.h, q] = hi
 
     @cute.jit
     def find_order(self, arguments: BlockTableArguments, row: Int32, h: Int32, b: Int32) -> None:
@@ -301,9 +328,11 @@ class BlockTables:
 
     @cute.kernel
     def find_turns(self, arguments: BlockTableArguments) -> None:
-        block, h, b = cute.arch.block_idx()
-        group = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.count_rows(arguments, self.place(arguments, b, h), group)
+        cute.arch.griddepcontrol_wait()
+        if stale(arguments.state, arguments.turn):
+            block, h, b = cute.arch.block_idx()
+            group = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            self.count_rows(arguments, self.place(arguments, b, h), group)
 
     @cute.jit
     def count_rows(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], group: Int32) -> None:

@@ -16,12 +16,14 @@ from fa4flex.kernels.block_tables.config import WARPS, Config, Range
 @dataclass(frozen=True)
 class TablesPlan:
     """Tables for a kernel of `problem` on `target`, whose tiles are those of `bounds`. by_keys: its rows are
-    tiles of keys, as in backward passes. keys: intervals of which the ends are written too."""
+    tiles of keys, as in backward passes. read: slots of the captured tensors that they are made of. keys:
+    intervals of which the ends are written too."""
 
     target: Target
     problem: Problem
     bounds: TileBounds
     by_keys: bool
+    read: tuple[int, ...] = ()
     keys: Intervals | None = None
 
     module: ClassVar[str] = "fa4flex.kernels.block_tables"
@@ -40,7 +42,10 @@ class TablesPlan:
         spans = 0 if self.keys is None else len(self.keys.spans)
         searched = tuple(x.value for x in self.searched)
         lengths, ordered = self.problem.lengths, self.problem.deterministic
-        return Config(self.tile, self.by_keys, lengths, self.varies, tuple(found), spans, searched, ordered)
+        ranges = tuple(found)
+        return Config(
+            self.tile, self.by_keys, lengths, self.varies, ranges, spans, searched, ordered, self.read
+        )
 
     @property
     def searched(self) -> tuple[Expr, ...]:
@@ -55,6 +60,7 @@ class TablesPlan:
             f"full where {self.bounds.certain}",
             f"empty unless {self.bounds.possible}",
             "pairs are asked one by one in tiles that are neither",
+            "made anew where a digest of what they are made of differs from the last one's",
         ]
         if self.bounds.ragged:
             lines.append(f"{self.problem.lengths} lengths: of each sequence, tiles up to its own end")

@@ -1,5 +1,6 @@
 """Lengths of a ragged batch, on the device: one block makes them safe to use and says what was wrong, and
-sorts the tiles of queries by their work where that is asked for.
+sorts the tiles of queries by their work where that is asked for. It stops early where all lengths are those
+of the launch before.
 
 All kernels of a call get these lengths and not those that were given: cumulative ones lie within the packed
 tensor and never decrease, used ones lie within their sequence, so no kernel reads or writes past a tensor
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Int32, Int64, const_expr, cute
+from cutlass import Int32, Int64, const_expr, cute, select_
 from cutlass.memory import SmemAllocator
 
 from fa4flex.codegen.plan.arguments import SEQUENCES
@@ -36,8 +37,9 @@ class SequencesArguments(_Arguments):
     """cu_seqlens_q, cu_seqlens_k [N + 1] and seqused_q, seqused_k [N], as they were given: int32 or int64 of
     any stride, None where absent. cu_q, cu_k, used_q, used_k: the same, corrected, int32.
     starts int32 [N + 1]: tiles of queries in front of each sequence; order int32 [tiles, 2]: see Arguments.
-    q_len, kv_len: tokens of the packed tensors, or the padded lengths; heads: of the queries; faults: address
-    of the table in codegen/plan/faults.py.
+    known int64: 1 if the results of the launch before stand, and the lengths that they were made of; it is
+    not read, and left as it is, unless `keeps`. q_len, kv_len: tokens of the packed tensors, or the padded
+    lengths; heads: of the queries; faults: address of the table in codegen/plan/faults.py.
     """
 
 
@@ -73,7 +75,7 @@ class Sequences:
 
     @cute.jit
     def __call__(self, arguments: SequencesArguments, stream: cuda.CUstream) -> None:
-        self.device(arguments).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        self.device(arguments).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def device(self, arguments: SequencesArguments) -> None:
@@ -81,15 +83,57 @@ class Sequences:
         memory = SmemAllocator()
         totals = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
         found = memory.allocate_tensor(Int32, cute.make_layout((COUNT, 2)), byte_alignment=16)
+        changed = memory.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         if thread < 2 * COUNT:
             found[thread] = Int32(NONE)
+        if thread == 0:
+            changed[0] = Int32(arguments.keeps == 0)
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        if arguments.keeps != 0:
+            self.compare(arguments, changed, thread)
+            cute.arch.sync_threads()
+        if changed[0] != 0:
+            self.make(arguments, memory, found, totals, thread)
+
+    @cute.jit
+    def compare(self, arguments: cutlass.Constexpr, changed: cute.Tensor, thread: Int32) -> None:
+        """Note whether some length is another than the one that is known, which it takes the place of."""
+        a, first = arguments, Int32(1)
+        if thread == 0 and a.known[0] == 0:
+            changed[0] = Int32(1)
+        for x in (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k):
+            if const_expr(x is not None):
+                count = Int32(x.shape[0])
+                for i in cutlass.range(thread, count, THREADS, unroll=1):
+                    value = Int64(x[i])
+                    if a.known[first + i] != value:
+                        a.known[first + i] = value
+                        cute.arch.atomic_max(changed.iterator, Int32(1))
+                first = first + count
+
+    @cute.jit
+    def make(
+        self,
+        arguments: cutlass.Constexpr,
+        memory: cutlass.Constexpr[SmemAllocator],
+        found: cute.Tensor,
+        totals: cute.Tensor,
+        thread: Int32,
+    ) -> None:
+        """Write all results, and report faults. Results of faulty lengths do not stand: the next launch
+        reports them again."""
         sides = self.sides(arguments, found)
         tiles, longest = self.correct(sides, arguments.starts, totals, thread)
         cute.arch.sync_threads()
         if thread == 0:
             self.tell("q", sides[0], arguments.faults)
             self.tell("k", sides[1], arguments.faults)
+            if arguments.keeps != 0:
+                stands = Int64(1)
+                for i in cutlass.range_constexpr(2 * COUNT):
+                    stands = select_(found[i] == NONE, stands, Int64(0))
+                arguments.known[0] = stands
         if const_expr(self.config.tile_m > 0):
             counts = memory.allocate_tensor(Int32, cute.make_layout((BINS, WARPS)), byte_alignment=16)
             self.sort.run(arguments, Counted(counts, totals), tiles, longest, thread)

@@ -127,10 +127,10 @@ def _make_ready(
         plan.persistent,
         plan.stores_dq,
         plan.clears,
-        tables_of(engine.kinds, call, lowered, captured),
+        tables_of(engine.kinds, call, lowered, captured, engine.counted),
         lowered.sums,
         reach,
-        lengths_of(engine.kinds, call, lowered),
+        lengths_of(engine.kinds, call, lowered, engine.counted),
         groups_of(given.inputs, plan),
     )
 

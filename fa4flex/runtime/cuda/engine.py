@@ -126,20 +126,26 @@ class Engine:
             self.bits, self.recent_backward = found, RecentBackward()
 
     @property
+    def counted(self) -> bool:
+        """True if torch's count of changes decides if contents are new."""
+        return self.schedule.contents == "counted"
+
+    @property
     def watches_integers(self) -> bool:
         """True if later contents of captured tensors may be larger than launches take them for."""
         return bool(self._computed_with)
 
     def watch_integers(self, call: Call) -> None:
-        """Ask the device whether captured integers, once per change of these, are as small as launches take
-        them for: a later call tells. Captured CUDA graphs and their replays are not watched."""
-        read = [call.operands[slot] for slot in self._computed_with]
-        if self._looked_at.get(self.bits, read):
-            return
+        """Ask the device whether captured integers are as small as launches take them for: a later call
+        tells. Captured CUDA graphs and their replays are not watched."""
         place = capture_of(call.q)
         if place is None or place[1]:
             return
-        self._looked_at.keep(self.bits, read, True)
+        read = [call.operands[slot] for slot in self._computed_with]
+        if self.counted:
+            if self._looked_at.get(self.bits, read):
+                return
+            self._looked_at.keep(self.bits, read, True)
         known = dict(self.bits)
         for slot, x in zip(self._computed_with, read, strict=True):
             bits = known.get(slot, MODEST_BITS)
@@ -307,7 +313,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         plan.config().dynamic,
         call.pages is not NO_PAGES,
         _splitting(plan, given),
-        lengths_of(engine.kinds, call, lowered, _sorted(plan) if by_work else None),
-        tables_of(engine.kinds, call, lowered, captured),
+        lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan) if by_work else None),
+        tables_of(engine.kinds, call, lowered, captured, engine.counted),
         engine.watch_integers if engine.watches_integers else None,
     )

@@ -1,15 +1,17 @@
-"""Block tables of the calls that look alike, made anew whenever what they are made of has changed: on the
-device, in one launch; or on the host, which waits, where there is no room for them.
+"""Block tables of the calls that look alike: on the device, in one launch, wherever contents have changed;
+or on the host, which waits, where there is no room for them.
 
-A table is kept for the shape of a call and the tensors that it was made of, captured ones and lengths: their
-objects, memory and versions, and the stream that made it. Those of keys in pages are not kept. While a CUDA
-graph is captured, a launch makes it within the graph: replays follow new contents.
+Tables stand in memory that is kept for the shape of a call, the stream, and where the tensors lie that they
+are made of, captured ones and lengths. Each call launches what makes them; the device compares a digest of
+these tensors with the last one, and stops early where nothing has changed (kernels/block_tables/digest.py).
+So changes count that torch does not: by a replayed graph, by another library's kernel, by `.data`. While a
+CUDA graph is captured, tables are made within it at each replay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +21,12 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.reach import Extents, extents_of
 from fa4flex.compiler.simulated import simulating
-from fa4flex.contents import VersionedCache
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call, SequenceLengths
+from fa4flex.contents import Alike, Guards, VersionedCache, guards_of, hold
+from fa4flex.kernels.block_tables.config import PART
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.device.graphs import hold_if_captured
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, TurnTables
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 16
 """Tables of one launch, of as many sets of tensors: one per layer, say."""
+
+LAST_TURN = (1 << 31) - 1
 
 MOST_BYTES = 1 << 29
 """Room for the lists of one mask on the device: each row has room for all of its tiles."""
@@ -43,7 +47,8 @@ MOST_BLOCKS = (1 << 16) - 1
 Tables = BlockTables | TurnTables
 
 PARAMETERS = (
-    "call", "q_len", "kv_len", "num_heads", "ranges", "pieces", "tables", "turns", *SequenceLengths._fields
+    "call", "q_len", "kv_len", "num_heads", "ranges", "pieces", "tables", "turns", "state", "turn",
+    *SequenceLengths._fields,
 )  # fmt: skip
 """Parameters of a launch function of DeviceTables."""
 
@@ -146,24 +151,48 @@ def _shapes(
     return found
 
 
+class Arguments(NamedTuple):
+    """What a launch that makes tables takes besides a call and its lengths: see BlockTableArguments."""
+
+    q_len: int
+    kv_len: int
+    num_heads: int
+    ranges: Tensor | None
+    pieces: Tensor | None
+    tables: BlockTables | None
+    turns: tuple[Tensor, ...] | None
+    state: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """Tables that launches write anew where contents differ from the last ones. `guards`: of what they were
+    made of, where torch's count of changes decides."""
+
+    tables: Any
+    arguments: Arguments
+    turn: int = 0
+    guards: Guards | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
     """Makes tables on the device of a call.
 
     launch   a function of PARAMETERS
     plan     of the kernels
-    slots    of the captured tensors that the mask reads
     pieces   in which rows of captured tensors are compared that have to be sorted, if any
     on_host  makes those of shapes for which there is no room
+    counted  whether torch's count of changes decides if contents are new
     layouts  of the last few shapes
     """
 
     launch: Callable[..., None]
     plan: TablesPlan
-    slots: tuple[int, ...]
     pieces: int
     on_host: HostTables
-    _kept: VersionedCache[Any] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
+    counted: bool = False
+    _kept: VersionedCache[Kept] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
     layouts: dict[Extents, Layout] = field(default_factory=dict)
 
     def __call__(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Any:
@@ -174,14 +203,24 @@ class DeviceTables:
         if not layout.fits:
             return self.on_host(call)
         place = capture_of(call.q)
-        # Torch counts no change of what a serving engine's own kernels write: lengths of pages.
-        if place is None or place[1] or call.pages is not NO_PAGES:
+        if place is None or place[1]:
             return self.make(call, layout, lengths)
-        read = [call.operands[slot] for slot in self.slots]
-        read += [x for x in lengths if x is not None]
-        return self._kept.made(
-            (place, extents), read, lambda: _reused(self.make(call, layout, lengths), call.q)
-        )
+        captured = [call.operands[slot] for slot in self.plan.read]
+        read = captured + [x for x in (*lengths, call.pages.paged_keys) if x is not None]
+        key = place, extents, *[(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in read]
+        kept: Kept | None = self._kept.get(key, ())
+        if kept is None:
+            kept = self._kept.keep(key, (), self.room(call, layout, read))
+        elif not read:  # made of no contents: numbers are those of the launch
+            return kept.tables
+        if self.counted:
+            given = [*captured, *(x for x in (*call.lengths, call.pages.paged_keys) if x is not None)]
+            if kept.guards is not None and hold(kept.guards, given):
+                return kept.tables
+            kept.guards = guards_of(given)
+        kept.turn = kept.turn % LAST_TURN + 1
+        self.launch(call, *kept.arguments, kept.turn, *lengths)
+        return kept.tables
 
     def layout(self, shape: Shape) -> Layout:
         """Layout of the tables of calls of this shape, which is kept."""
@@ -191,19 +230,38 @@ class DeviceTables:
         return found
 
     def make(self, call: Call, layout: Layout, lengths: SequenceLengths) -> Tables:
-        """The same, made now, for a call of this layout."""
+        """The tables of a call, made now, in memory of their own."""
+        tables, arguments = self._arguments(call, layout, 1)
+        self.launch(call, *arguments, 0, *lengths)
+        return tables
+
+    def room(self, call: Call, layout: Layout, read: Sequence[Tensor]) -> Kept:
+        """Memory for the tables of calls of this layout, which are made of `read`."""
+        tables, arguments = self._arguments(call, layout, 1 + 2 * sum(map(parts_of, read)))
+        arguments.state.zero_()
+        if isinstance(tables, TurnTables) or simulating() or not call.q.is_cuda:
+            return Kept(tables, arguments)  # turns are made a part of another tuple at each launch
+        ready = prepared(tables)
+        return Kept(ready, arguments._replace(tables=ready))
+
+    def _arguments(self, call: Call, layout: Layout, state: int) -> tuple[Tables, Arguments]:
+        """New memory for tables, with `state` elements of what is known of their contents behind them."""
         _, shape, size, views = layout
-        memory = call.q.new_empty(size, dtype=torch.int32)
+        memory = call.q.new_empty(size + state, dtype=torch.int32)
         made = {name: memory.as_strided(*view) for name, view in views.items()}
         ranges, pieces = made.pop("ranges", None), made.pop("pieces", None)
-        given = call, shape.q_len, shape.kv_len, shape.heads, ranges, pieces
+        sizes, known = (shape.q_len, shape.kv_len, shape.heads), memory[size:]
         if "found" not in made:
             tables = BlockTables(**made)
-            self.launch(*given, tables, None, *lengths)
-            return tables
-        self.launch(*given, None, tuple(made.values()), *lengths)
+            return tables, Arguments(*sizes, ranges, pieces, tables, None, known)
+        turns = tuple(made.values())
         del made["found"]
-        return TurnTables(**made)
+        return TurnTables(**made), Arguments(*sizes, ranges, pieces, None, turns, known)
+
+
+def parts_of(x: Tensor) -> int:
+    """Parts of a tensor's contents whose digests are kept."""
+    return -(-x.nbytes // (4 * PART))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,22 +270,12 @@ class HostTables:
 
     make: Callable[[Call], Tables]
     slots: tuple[int, ...]
-    _kept: VersionedCache[Tables] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
+    _kept: Alike[Tables] = field(default_factory=lambda: Alike(MOST_KEPT, 1))
 
     def __call__(self, call: Call) -> Tables:
         """The tables of a call, of its lengths as they were given."""
+        require_not_capturing()
         read = [call.operands[slot] for slot in self.slots]
-        read += [x for x in call.lengths if x is not None]
-        key, paged = extents_of(call.extents()), call.pages is not NO_PAGES
-        found = None if paged else self._kept.get(key, read)
-        if found is None:
-            require_not_capturing()
-            found = self.make(call) if paged else self._kept.keep(key, read, self.make(call))
-        hold_if_captured(call.q.get_device(), found)
-        return found
-
-
-def _reused(tables: Tables, q: Tensor) -> Any:
-    """Tables for several launches; turns are made a part of another tuple at each."""
-    apart = isinstance(tables, TurnTables) or simulating() or not q.is_cuda
-    return tables if apart else prepared(tables)
+        read += [x for x in (*call.lengths, call.pages.paged_keys) if x is not None]
+        key = capture_of(call.q), extents_of(call.extents())
+        return self._kept.made(key, [x.detach().cpu() for x in read], lambda: self.make(call))

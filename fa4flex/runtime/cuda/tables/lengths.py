@@ -1,16 +1,17 @@
 """Lengths of ragged batches on a device: corrected there, with the order of tiles that follows from them, by
-one small kernel per set of lengths. The host waits for none of it.
+one small kernel. The host waits for none of it.
 
-What is launched gets the corrected lengths, never those that were given. They are kept for as long as torch
-counts no change of the tensors. While a CUDA graph is captured, the kernel becomes a part of it: replays read
-what the tensors hold then.
+What is launched gets the corrected lengths, never those that were given. They stand in memory that is kept
+for where those lie that were given; each call launches the kernel, which compares these with the last ones
+and stops early where they are the same. So changes count that torch does not. While a CUDA graph is captured,
+the kernel becomes a part of it: replays read what the tensors hold then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from fa4flex.codegen.plan.arguments import LENGTHS
 from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
-from fa4flex.contents import VersionedCache, capturing
+from fa4flex.contents import Guards, VersionedCache, capturing, guards_of, hold
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
@@ -29,19 +30,25 @@ if TYPE_CHECKING:
     from fa4flex.lower import Lowered
 
 MOST_KEPT = 16
-"""Sets of lengths whose corrected ones are kept, and orders of tiles of one set."""
+"""Sets of lengths for which one launch keeps memory."""
 
 
 @dataclass(eq=False, slots=True)
 class Corrected:
-    """Lengths that are safe to use, int32; and by sorting kernel the orders of tiles, int32 [tiles, 2]:
-    sequence and tile, those that do not exist last."""
+    """Memory that launches write anew where lengths differ from the last ones.
+
+    lengths   safe to use, int32
+    starts, order   tiles in front of each sequence, and int32 [tiles, 2]: sequence and tile in the order in
+              which they are taken, those that do not exist last; None where they are not sorted
+    known     int64: what `lengths` were made of, see SequencesArguments
+    guards    of the lengths given, where torch's count of changes decides
+    """
 
     lengths: SequenceLengths
-    orders: dict[Any, Tensor] = field(default_factory=dict)
-
-
-_kept: VersionedCache[Corrected] = VersionedCache(MOST_KEPT)
+    starts: Tensor | None
+    order: Tensor | None
+    known: Tensor
+    guards: Guards | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,50 +57,51 @@ class LengthsKernel:
 
     launch    takes the arguments of SEQUENCES
     tile_m    queries of the tiles that it sorts, 0 where it sorts none
-    sorting   what the order of tiles follows from besides lengths
     scalars   captured numbers, where the order follows from some
+    counted   whether torch's count of changes decides if lengths are new
     """
 
     launch: Callable[..., None]
     tile_m: int
-    sorting: Any
     scalars: tuple[int | float, ...] | None
+    counted: bool = False
+    _kept: VersionedCache[Corrected] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
 
     def __call__(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
         """The corrected lengths of a call, and the order of its tiles where they are sorted."""
-        key, given = _key(call), [x for x in call.lengths if x is not None]
-        known: Corrected | None = _kept.get(key, given)
-        if known is not None:
-            if not self.tile_m:
-                return known.lengths, None
-            order = known.orders.get(self.sorting)
-            if order is not None:
-                return known.lengths, order
-        return self.made(call, key, known)
-
-    def made(
-        self, call: Call, key: tuple[Any, ...], known: Corrected | None
-    ) -> tuple[SequenceLengths, Tensor | None]:
-        """The same, launched now, and kept."""
-        lengths, order = self.compute(call)
-        if known is None:
-            known = Corrected(lengths)
-            if key[0] is not None:
-                _kept.keep(key, [x for x in call.lengths if x is not None], known)
-        if order is not None:
-            known.orders[self.sorting] = order
-            if len(known.orders) > MOST_KEPT:
-                known.orders.pop(next(iter(known.orders)), None)
-        return lengths, order
+        place = capture_of(call.q)
+        if place is None or place[1]:
+            return self.compute(call)
+        given = [x for x in call.lengths if x is not None]
+        key = (
+            place, call.q.shape, call.k.shape, call.heads_first, simulated.gpu(),
+            *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in call.lengths],
+        )  # fmt: skip
+        kept: Corrected | None = self._kept.get(key, ())
+        if kept is None:
+            kept = self._kept.keep(key, (), self.room(call))
+        if self.counted:
+            if kept.guards is not None and hold(kept.guards, given):
+                return kept.lengths, kept.order
+            kept.guards = guards_of(given)
+        self._launch(call, kept, True)
+        return kept.lengths, kept.order
 
     def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
-        """The same, launched now, in memory of its own. Raises InputError for lengths of another batch."""
+        """The same, in memory of its own. Raises InputError for lengths of another batch."""
+        made = self.room(call)
+        self._launch(call, made, False)
+        return made.lengths, made.order
+
+    def room(self, call: Call) -> Corrected:
+        """Memory for the results of calls with such lengths. Raises InputError for lengths of another
+        batch."""
         shape, given = call.extents(), call.lengths
         sizes = [x.shape[0] for x in given if x is not None]
         expected = [shape.batch + (i < 2) for i, x in enumerate(given) if x is not None]
         if sizes != expected:
             Varlen(*given).check_padded(shape.batch, shape.q_len, shape.kv_len)
-        tiles = 0
+        known, tiles = call.q.new_zeros(1 + sum(sizes), dtype=torch.int64), 0
         if self.tile_m:
             per_row = -(-shape.q_len // self.tile_m) * shape.batch
             tiles = shape.q_len // self.tile_m + shape.batch if call.packed else per_row
@@ -102,33 +110,29 @@ class LengthsKernel:
         parts = iter((memory,) if len(sizes) == 1 else memory.split_with_sizes(sizes))
         made = SequenceLengths(*[None if x is None else next(parts) for x in given])
         starts, order = (next(parts), next(parts).view(tiles, 2)) if self.tile_m else (None, None)
-        self.launch(
-            *given, *made, starts, order, self.scalars, shape.q_len, shape.kv_len, shape.heads, faults.table()
-        )
-        return made, order
+        return Corrected(made, starts, order, known)
 
-
-def _key(call: Call) -> tuple[Any, ...]:
-    """Key of corrected lengths, besides those given."""
-    return capture_of(call.q), call.q.shape, call.k.shape, call.heads_first, simulated.gpu()
+    def _launch(self, call: Call, into: Corrected, keeps: bool) -> None:
+        q_len, kv_len, heads = (shape := call.extents()).q_len, shape.kv_len, shape.heads
+        rest = int(keeps), self.scalars, q_len, kv_len, heads, faults.table()
+        self.launch(*call.lengths, *into.lengths, into.starts, into.order, into.known, *rest)
 
 
 def lengths_of(
-    kinds: Kinds, call: Call, lowered: Lowered, tile: tuple[int, int] | None = None
+    kinds: Kinds, call: Call, lowered: Lowered, counted: bool = False, tile: tuple[int, int] | None = None
 ) -> LengthsKernel | None:
     """Kernel that corrects the lengths of calls like this one of a pass, and sorts their tiles of queries if
-    `tile` is given; None for dense ones."""
+    `tile` is given; None for dense ones. `counted`: see LengthsKernel."""
     asked = lengths_kernel(kinds, call, lowered, tile)
     if asked is None:
         return None
     found, signature = asked
     kernel, numbers = found.compile(signature), numbers_of(kinds, call) if signature.scalars else None
-    sorting = kernel.key, repr(numbers), call.extents().heads
-    made = LengthsKernel(kernel.launch, 0 if tile is None else tile[0], sorting, numbers)
+    made = LengthsKernel(kernel.launch, 0 if tile is None else tile[0], numbers, counted)
     if kernel.key not in _launched:
         _launched.add(kernel.key)
         # The driver loads code at its first launch, which may not be one that is captured.
-        made.made(call, _key(call), None)
+        made(call)
     return made
 
 

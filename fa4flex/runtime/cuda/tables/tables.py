@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.domain import Shape, slots_read
+from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
@@ -29,19 +29,21 @@ READ_BY = {"forward": ("tables",), "backward": ("spans", "tables")}
 """Forms of masks for which a pass reads tables."""
 
 
-def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) -> DeviceTables | None:
-    """The device makes the tables, the host those of more tiles than there is room for."""
+def tables_of(
+    kinds: Kinds, call: Call, lowered: Lowered, captured: Captured, counted: bool
+) -> DeviceTables | None:
+    """The device makes the tables, the host those of more tiles than there is room for. `counted`: torch's
+    count of changes decides if contents are new."""
     asked = tables_kernel(kinds, call, lowered, captured)
     if asked is None:
         return None
-    slots = tuple(sorted(slots_read(lowered.facts.mask)))
-    on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
     found, signature = asked
     kernel, plan = found.compile(signature), found.plan
+    on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), plan.read)
     constants = {"scalars": numbers_of(kinds, call) or None}
     conversions = conversions_of(BLOCK_TABLES, call=call._replace(lengths=NO_LENGTHS))
     launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
-    return DeviceTables(launch, plan, slots, pieces_of(plan, call), on_host)
+    return DeviceTables(launch, plan, pieces_of(plan, call), on_host, counted)
 
 
 def tables_kernel(
