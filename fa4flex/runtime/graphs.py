@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -98,11 +98,8 @@ class _Attention(HigherOrderOperator):
             floats.append(scale)
         else:
             plain = default_scale(int(q.shape[-1])) if scale is None else float(scale)
-        tile, deterministic, order, following, split, margin = options["schedule"]
-        tile = None if tile is None else (int(tile[0]), int(tile[1]))  # one that is dynamic is guarded
-        split = None if split is None else int(split)
-        schedule = Schedule(tile, deterministic, order, following, split, int(margin))
-        precision = Precision(*options["precision"])
+        schedule = Schedule(**_plain(options["schedule"]))
+        precision = Precision(**_plain(options["precision"]))
         program = publish(found.facts, schedule, precision, options["backend"]).text
         given = operands, options["sinks"]
         more = program, ints, floats, plain
@@ -199,20 +196,28 @@ def run(
 
 
 def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: Statistics) -> dict[str, Any]:
-    schedule, precision = variant.schedule, variant.precision
     return {
         "sinks": None if variant.sinks is None else variant.sinks.now(),
         "lengths": lengths,
         "max_scores": "max_scores" in statistics,
-        "schedule": _fields(schedule),
-        "precision": (precision.compute, precision.output),
+        "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
+        "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
         "backend": variant.backend,
     }
 
 
-def _fields(schedule: Schedule) -> tuple[Any, ...]:
-    how = schedule.deterministic, schedule.order, schedule.next_tile
-    return schedule.tile, *how, schedule.split, schedule.sm_margin
+_OF_SCHEDULE, _OF_PRECISION = (tuple([f.name for f in fields(kind)]) for kind in (Schedule, Precision))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose sizes are plain numbers: those that are dynamic get a guard."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return tuple(map(plain, x))
+        return int(x) if isinstance(x, torch.SymInt) else x
+
+    return {name: plain(x) for name, x in options.items()}
 
 
 def _in_pages(
@@ -259,7 +264,7 @@ def attend(
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
-    whether they are wanted; schedule and precision as tuples of their fields; backend. With pages (table,
+    whether they are wanted; schedule and precision as their fields by name; backend. With pages (table,
     numbers of keys, whether heads come before queries) lengths are (cu_seqlens_q, seqused_q).
     """
     _register()
