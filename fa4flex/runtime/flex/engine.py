@@ -161,6 +161,7 @@ class Ready:
     numbers           slots of the captured numbers that the mask reads
     dtypes            of the tensors of numbers and lengths that functions read
     padded_to         columns of zeros that q and k, and v, get
+    output            dtype of the output
     recent            parts of the last call, whoever called
     """
 
@@ -174,6 +175,7 @@ class Ready:
     numbers: tuple[int, ...]
     dtypes: dict[Buffer, torch.dtype]
     padded_to: tuple[int, int]
+    output: torch.dtype
     recent: Recent | None = None
 
     def __post_init__(self) -> None:
@@ -222,6 +224,8 @@ class Ready:
         out, lse, largest = found
         if self.padded_to[1]:
             out = out[..., : given.v.shape[-1]]
+        if out.dtype is not self.output:
+            out = out.to(self.output)
         if given.lengths.cu_seqlens_q is None:
             return out, lse, largest
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
@@ -313,6 +317,7 @@ def _made(
         numbers_read(facts.mask),
         _dtypes(facts, setting, functions),
         short,  # type: ignore[arg-type]
+        engine.precision.output_dtype(q.dtype),
     )
 
 
