@@ -40,7 +40,6 @@ class Kept:
 
     statistics  asked for by the calls that it serves; with gradients there is the log-sum-exp besides
     types       of all tensors but lengths and pages, and which of them require gradients
-    bits        of captured integers that the launch was made for: see Engine
     missed, tries   how often `family` and `repeated` were made in vain: for tensors that torch does not
                 compare at once, for modes of torch that changed since, or for captured tensors that others
                 take the place of
@@ -52,7 +51,6 @@ class Kept:
     trains: bool
     statistics: tuple[str, ...]
     types: tuple[tuple[type, bool], ...]
-    bits: tuple[tuple[int, int], ...]
     family: FamilyPath | None = None
     repeated: tuple[FastPath, Direct | None] | None = None
     missed: int = 0
@@ -110,7 +108,7 @@ class Recent(Generic[Prepared]):
         q, k, v = qkv
         bits = self.engine.bits
         for one in kept:
-            if one.statistics != statistics or one.bits != bits:
+            if one.statistics != statistics or one.ready.bits != bits:
                 continue
             repeated = one.repeated
             if dense and repeated is not None and repeated[0].fits(q, k, v):
@@ -174,7 +172,7 @@ class Recent(Generic[Prepared]):
             found = [one for one in self.once if one.key == key]
             if not found:
                 shapes = call.q.shape, call.k.shape
-                one = Kept(*key, self.engine.bits, shapes=shapes)
+                one = Kept(*key, shapes=shapes)
                 self.once = (one, *self.once)[:MOST_KEPT]
                 return
             self.once = tuple([one for one in self.once if one is not found[0]])

@@ -126,10 +126,9 @@ def _without_absent(given: Tensors) -> Tensors:
 # --- making ready -----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Recent:
+class Recent(NamedTuple):
     """Parts of the last call: text of its numbers, stream, tensors of numbers, and its block mask with guards
-    of what that was made of."""
+    of what that was made of. Threads share it: another call makes another one."""
 
     numbers: str
     stream: int
@@ -195,7 +194,9 @@ class Ready:
         if self.padded_to != (0, 0):
             q, k, v = self._wide(q, k, v)
         recent = self._now(scalars, q, recent)
-        blocks = None if self.classes is None else self._blocks(recent, operands, scalars, q)
+        blocks = None
+        if self.classes is not None:
+            blocks, recent = self._blocks(recent, operands, scalars, q)
         return Parts(q, k, v, blocks, operands, recent, sinks)
 
     def arguments(self, parts: Parts) -> tuple[Any, ...]:
@@ -252,12 +253,13 @@ class Ready:
 
     def _blocks(
         self, recent: Recent, operands: tuple[Tensor, ...], scalars: tuple[Any, ...], q: Tensor
-    ) -> Blocks:
+    ) -> tuple[Blocks, Recent]:
+        """The block mask of a call, and its parts with that."""
         assert self.classes is not None
         read = [operands[slot] for slot in self.read]
         capturing = _capturing(q)
         if recent.blocks is not None and not capturing and hold(recent.guards, read):
-            return recent.blocks
+            return recent.blocks, recent
         classes = self.classes
 
         def find(buffer: Buffer) -> Tensor:
@@ -268,12 +270,12 @@ class Ready:
                 return blocks_of(classes.classes(self.shape, find, q.device))
 
         if capturing:
-            return make()
+            return make(), recent
         numbers = repr([scalars[slot] for slot in self.numbers])
         made = self.engine.masks.made((self.shape, numbers, q.device, recent.stream), read, make)
         if not any(x.is_inference() for x in read):  # torch counts no changes of these
-            recent.guards, recent.blocks = guards_of(read), made
-        return made
+            recent = recent._replace(guards=guards_of(read), blocks=made)
+        return made, recent
 
 
 def _made(
