@@ -29,6 +29,7 @@ from fa4flex.codegen.analyze.prove import prove, proving, watched
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.contents import Guards, VersionedCache, guards_of, hold
+from fa4flex.exact import exactly
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
@@ -113,7 +114,7 @@ def _look(given: Tensors, scale: float, statistics: tuple[str, ...]) -> Hashable
     return (
         tuple([(x.shape, x.dtype, x.device, grad and x.requires_grad) for x in inputs]),
         tuple([(x.shape, x.dtype, x.device, x.layout, grad and x.requires_grad) for x in operands]),
-        sinks is None, scale, statistics, grad,
+        sinks is None, exactly(scale), statistics, grad,
         None if lengths is NO_LENGTHS else tuple([None if x is None else x.shape for x in lengths]),
     )  # fmt: skip
 
@@ -234,7 +235,7 @@ class Ready:
 
     def _now(self, scalars: tuple[int | float, ...], q: Tensor, recent: Recent | None) -> Recent:
         """The numbers of this call as tensors: those of the last one, if they are equal."""
-        text, stream = repr(scalars), _stream(q)
+        text, stream = exactly(*scalars), _stream(q)
         if recent is not None and recent.numbers == text and recent.stream == stream:
             return recent
         sizes = {"q_len": self.shape.q_len, "kv_len": self.shape.kv_len, "num_heads": self.shape.heads}
@@ -271,7 +272,7 @@ class Ready:
 
         if capturing:
             return make(), recent
-        numbers = repr([scalars[slot] for slot in self.numbers])
+        numbers = exactly(*[scalars[slot] for slot in self.numbers])
         made = self.engine.masks.made((self.shape, numbers, q.device, recent.stream), read, make)
         if not any(x.is_inference() for x in read):  # torch counts no changes of these
             recent = recent._replace(guards=guards_of(read), blocks=made)
@@ -397,7 +398,7 @@ def _number_of(
         with torch.inference_mode(False):
             return torch.full((), value, dtype=dtype, device=q.device)
 
-    return _numbers.made((buffer, repr(value), dtype, q.device, _stream(q)), (), make)
+    return _numbers.made((buffer, exactly(value), dtype, q.device, _stream(q)), (), make)
 
 
 def _inside(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
