@@ -36,8 +36,9 @@ def run(
         return out.to(dtype), lse, largest
     now: launch.Calling | None = None
     try:
-        if caller is not None and caller.recent is not None and scales is None:
-            served = caller.recent.serve(variant, qkv, varlen, paging, statistics)
+        recent = None if caller is None or scales is not None else caller.recent
+        if recent is not None:
+            served = recent.serve(variant, qkv, varlen, paging, statistics)
             if served is not None:
                 return served
         now = launch.calling(variant, caller)

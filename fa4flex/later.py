@@ -9,6 +9,7 @@ returns the tensor that the condition is about, and what follows is computed fro
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ MOST_AWAITED = 256
 
 UNKNOWN, HELD = 2, 1
 
+_taking = threading.Lock()
 _awaited: deque[tuple[Tensor, str, Callable[[], None] | None]] = deque()
 """Conditions on their way, uint8; what is said, and what is called before, if one did not hold."""
 
@@ -49,8 +51,11 @@ def require_at_each_replay(condition: Tensor, message: str) -> None:
 
 def check() -> None:
     """Raise EarlierError for a condition that is known not to have held, and forget those that are known."""
-    while _awaited and int(_awaited[0][0]) != UNKNOWN:
-        arrived, message, otherwise = _awaited.popleft()
+    while _awaited:
+        with _taking:  # two threads may look at the same one
+            if not _awaited or int(_awaited[0][0]) == UNKNOWN:
+                return
+            arrived, message, otherwise = _awaited.popleft()
         if int(arrived) != HELD:
             if otherwise is not None:
                 otherwise()

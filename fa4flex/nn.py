@@ -31,7 +31,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.score import ModScore, ScoreMod
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
-from fa4flex.variant import Variant, at_call, compose
+from fa4flex.variant import Variant, at_call, changed, compose
 
 __all__ = ["Attention"]
 
@@ -262,16 +262,7 @@ def _dataclass_fields(value: Any) -> dict[str, Any]:
 def _with_mods(variant: Variant, score: ScoreMod | None, mask: Mask | None) -> Variant:
     if score is variant.score_mod and mask is variant.mask:
         return variant
-    return Variant(
-        score,
-        mask,
-        variant.blocks,
-        variant.sinks,
-        variant.scale,
-        variant.layout,
-        variant.precision,
-        variant.schedule,
-    )
+    return changed(variant, score_mod=score, mask=mask)
 
 
 def _taken(function: Any, owned: frozenset[str], indices: int) -> tuple[str, ...]:

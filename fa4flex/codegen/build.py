@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,8 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.codegen.trace import Captures, Operand, Traced, trace
 from fa4flex.codegen.trace.dispatch import no_more_registered, registrations
 from fa4flex.codegen.trace.dtypes import same_default_dtype
-from fa4flex.codegen.trace.paths import Reader, reader_of
+from fa4flex.codegen.trace.paths import Guard, Reader, reader_of, root
+from fa4flex.codegen.trace.traced import ModKind
 from fa4flex.primitives.mask import Mask
 from fa4flex.primitives.score import ScoreMod
 from fa4flex.variant import Variant
@@ -116,45 +117,48 @@ def build(variant: Variant) -> Program:
 
 # --- kept traces --------------------------------------------------------------------------------------------
 
-_kept: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+_kept: OrderedDict[Hashable, tuple[Trace, ...]] = OrderedDict()
 _changing = threading.Lock()
-"""Held while the traces that are kept change: threads bind variants at the same time."""
+"""Held while entries are exchanged. An entry never changes: other threads look through it meanwhile."""
 
 
 def bind(variant: Variant, likely: Trace | None = None) -> Bound:
     """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first."""
-    score, mask = variant.score_mod, variant.allowed
+    mods = _mods(variant)
     if likely is not None and likely.reader is not None:
-        reading = likely.reader.read(score, mask)
+        reading = likely.reader.read(*mods)
         if reading is not None:
             return Bound(likely, *reading)
-    key = registrations(), code_key(score), code_key(mask)
-    traces = _kept.get(key, [])
+    key = registrations(), *map(code_key, mods)
+    traces = _kept.get(key, ())
     for found in traces:
-        reading = None if found is likely or found.reader is None else found.reader.read(score, mask)
+        reading = None if found is likely or found.reader is None else found.reader.read(*mods)
         if reading is not None:
             if found is not traces[0]:
-                _put_first(traces, found)
+                _put_first(key, found)
             return Bound(found, *reading)
     bound = _traced(variant)
     if bound.trace.reader is not None:
-        _keep(key, bound.trace)
+        _put_first(key, bound.trace)
     return bound
 
 
-def _put_first(traces: list[Trace], found: Trace) -> None:
+def _put_first(key: Hashable, trace: Trace) -> None:
     with _changing:
-        traces[:] = [found, *(x for x in traces if x is not found)][:MOST_TRACES]
-
-
-def _keep(key: Hashable, made: Trace) -> None:
-    with _changing:
-        traces = _kept.setdefault(key, [])
+        others = [x for x in _kept.get(key, ()) if x is not trace]
+        _kept[key] = trace, *others[: MOST_TRACES - 1]
         _kept.move_to_end(key)
-        traces.insert(0, made)
-        del traces[MOST_TRACES:]
         while len(_kept) > MOST_CODES:
             _kept.popitem(last=False)
+
+
+KINDS: tuple[ModKind, ...] = "score", "mask"
+"""Kinds of functions, in the order in which readers take them."""
+
+
+def _mods(variant: Variant) -> tuple[Mod | None, Mod | None]:
+    """The functions of a variant by kind, None for those that it does not have."""
+    return variant.score_mod, variant.allowed
 
 
 def code_key(fn: Any) -> Hashable:
@@ -176,19 +180,21 @@ def code_key(fn: Any) -> Hashable:
 def _traced(variant: Variant) -> Bound:
     """The stages: trace the functions, analyse the expressions, write down how to read what they captured."""
     captures = Captures()
-    mods: dict[Literal["score", "mask"], Mod | None] = {"score": variant.score_mod, "mask": variant.allowed}
+    mods = dict(zip(KINDS, _mods(variant), strict=True))
     traced = [trace(mod, kind, captures) for kind, mod in mods.items() if mod is not None]
     traces = {t.kind: t for t in captures.finish(*traced)}
     score, mask = traces.get("score"), traces.get("mask")
     facts = analyze(SCORE if score is None else score.root, TRUE if mask is None else mask.root)
     bases = captures.bases()
     operands = tuple(operand.at(bases) for operand in captures.operands)
-    made = Trace(score, mask, facts, operands, captures.scalar_names, _reader(captures, bases))
+    # A function that there is has guards of its own. One that there is none of has nothing to be read.
+    absent = [Guard("is", root(kind), None) for kind, mod in mods.items() if mod is None]
+    made = Trace(score, mask, facts, operands, captures.scalar_names, _reader(captures, bases, absent))
     return Bound(made, bases, captures.scalars)
 
 
-def _reader(captures: Captures, bases: tuple[Tensor, ...]) -> Reader | None:
+def _reader(captures: Captures, bases: tuple[Tensor, ...], absent: list[Guard]) -> Reader | None:
     if captures.opaque is not None:
         return None
-    guards = no_more_registered(), same_default_dtype(), *captures.guards
-    return reader_of(guards, [captures.paths[id(x)] for x in bases], captures.scalar_paths)
+    guards = *absent, no_more_registered(), same_default_dtype(), *captures.guards
+    return reader_of(KINDS, guards, [captures.paths[id(x)] for x in bases], captures.scalar_paths)

@@ -116,9 +116,10 @@ class LayerAttention:
         self._made: tuple[int, str, Attention] | None = None
 
     def named(self, name: str) -> Attention:
-        if self._made is None or self._made[:2] != (_changes, name):
-            self._made = _changes, name, self.asked.attention(assigned(name))
-        return self._made[2]
+        made = self._made  # read once: threads may ask at the same time
+        if made is None or made[:2] != (_changes, name):
+            self._made = made = _changes, name, self.asked.attention(assigned(name))
+        return made[2]
 
 
 def assign_text(text: str) -> None:

@@ -25,6 +25,7 @@ from fa4flex import variants
 from fa4flex.api import Attention, compile
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
+from fa4flex.exact import exactly
 from fa4flex.integrations.model_mask import ModelMask
 from fa4flex.integrations.paged_cache import Batch, attend
 from fa4flex.primitives.paging import Paging
@@ -66,7 +67,8 @@ def paged_attention(
         _check_protocol(type(cache).update)
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attn = _composed(layer.softcap, options.get("sliding_window"), layer.scale)
+    numbers = layer.softcap, options.get("sliding_window"), layer.scale
+    attn = _composed(*numbers, exactly(*numbers))
     if options.get("block_table") is not None:
         return _in_pages(attn, (q, k, v), layer.sinks, options).unsqueeze(0)
     cu_q, cu_k = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
@@ -76,8 +78,9 @@ def paged_attention(
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(softcap: float | None, window: int | None, scale: float | None) -> Attention:
-    """A layer's attention. It follows from these numbers alone, and is kept by them."""
+def _composed(softcap: float | None, window: int | None, scale: float | None, exact: str) -> Attention:
+    """A layer's attention. It follows from these numbers alone, and is kept by them; `exact` tells those apart
+    that compare equal."""
     score = None if softcap is None else variants.softcap(softcap)
     return compile(score, variants.causal if window is None else variants.sliding_window(window), scale=scale)
 

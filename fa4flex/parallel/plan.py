@@ -15,6 +15,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.contents import VersionedCache
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
+from fa4flex.exact import exactly
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
 from fa4flex.parallel.splits import divided
@@ -137,7 +138,7 @@ def plan_of(
     # num_heads is read where h is, if at all; a mask that reads it alone has the same work for any.
     heads = extents.heads if "num_heads" in mask.free else told_apart[1]
     shape = Shape(told_apart[0], heads, extents.q_len, extents.kv_len)
-    numbers = tuple(repr(bound.scalars[slot]) for slot in numbers_read(mask))
+    numbers = exactly(*[bound.scalars[slot] for slot in numbers_read(mask)])
     key = facts.key, numbers, shape, ranks, layout, held
     read = tuple(bound.bases[at] for at in bases_read(bound))
     return _plans.made(key, read, lambda: _planned(bound, shape, ranks, layout, held))

@@ -18,7 +18,6 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.expr import Expr, apply, nodes, scalar, substitute, sym
 from fa4flex.codegen.trace.traced import renumber
-from fa4flex.primitives.precision import Precision
 from fa4flex.runtime import ops
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.flex.choice import by_flex
@@ -130,7 +129,7 @@ class Rectangles:
         facts = shifted(self.score, self.mask, self.h_start is not None).facts
         precision = self.variant.precision
         if output is not None:
-            precision = Precision(precision.compute, output)
+            precision = replace(precision, output=output)
         return publish(facts, self.variant.schedule, precision)
 
     def _numbers(self, program: Published, start: tuple[int, int]) -> ops.Numbers:

@@ -7,7 +7,7 @@ A block map without a mask_mod is therefore a mask by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -309,7 +309,7 @@ class BlockMap:
 
     def to(self, device: torch.device | str) -> BlockMap:
         """The same map on another device."""
-        return BlockMap(self.classes.to(device), self.block_size, self.q_len, self.kv_len)
+        return replace(self, classes=self.classes.to(device))
 
     def __repr__(self) -> str:
         return f"BlockMap({show(self.classes)}, {self.block_size}, {self.q_len}, {self.kv_len})"

@@ -8,10 +8,9 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.trace import Captures, Operand, trace
-from fa4flex.codegen.trace.captures import Recipe, map_leaves
+from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -99,8 +98,8 @@ class _Attention(HigherOrderOperator):
             floats.append(scale)
         else:
             plain = default_scale(int(q.shape[-1])) if scale is None else float(scale)
-        schedule = Schedule(*map_leaves(options["schedule"], _number))
-        precision = Precision(*options["precision"])
+        schedule = Schedule(**_plain(options["schedule"]))
+        precision = Precision(**_plain(options["precision"]))
         program = publish(found.facts, schedule, precision, options["backend"]).text
         given = operands, options["sinks"]
         more = program, ints, floats, plain
@@ -197,27 +196,28 @@ def run(
 
 
 def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: Statistics) -> dict[str, Any]:
-    schedule, precision = variant.schedule, variant.precision
     return {
         "sinks": None if variant.sinks is None else variant.sinks.now(),
         "lengths": lengths,
         "max_scores": "max_scores" in statistics,
-        "schedule": _fields(schedule),
-        "precision": (precision.compute, precision.output),
+        "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
+        "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
         "backend": variant.backend,
     }
 
 
-_SCHEDULE = tuple([x.name for x in dataclasses.fields(Schedule)])
+_OF_SCHEDULE, _OF_PRECISION = (tuple([f.name for f in fields(kind)]) for kind in (Schedule, Precision))
 
 
-def _fields(schedule: Schedule) -> tuple[Any, ...]:
-    return tuple([getattr(schedule, name) for name in _SCHEDULE])
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose sizes are plain numbers: those that are dynamic get a guard."""
 
+    def plain(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return tuple(map(plain, x))
+        return int(x) if isinstance(x, torch.SymInt) else x
 
-def _number(value: Any) -> Any:
-    """A value of a schedule's field; an int that torch.compile has made dynamic is guarded."""
-    return int(value) if isinstance(value, torch.SymInt) else value
+    return {name: plain(x) for name, x in options.items()}
 
 
 def _in_pages(
@@ -264,7 +264,7 @@ def attend(
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
-    whether they are wanted; schedule and precision as tuples of their fields; backend. With pages (table,
+    whether they are wanted; schedule and precision as their fields by name; backend. With pages (table,
     numbers of keys, whether heads come before queries) lengths are (cu_seqlens_q, seqused_q).
     """
     _register()

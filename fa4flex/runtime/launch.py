@@ -48,7 +48,7 @@ from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
-from fa4flex.variant import Variant, default_scale
+from fa4flex.variant import Variant, default_scale, settings_of
 
 Statistics = tuple[str, ...]
 """Statistics wanted of "lse" and "max_scores", in this order."""
@@ -83,12 +83,13 @@ class Prepared:
 
 
 class Caller:
-    """State of one Attention between its calls: the trace and launch of the last one, checked by guards."""
+    """State of one Attention between its calls. Threads call at the same time: what belongs together is one
+    object, which is stored and read at once."""
+
+    __slots__ = ("recent",)
 
     def __init__(self) -> None:
-        self.trace: Trace | None = None
-        self.prepared: Prepared | None = None
-        self.recent: Recent | None = None
+        self.recent: Recent[Prepared] | None = None
 
 
 class Calling(NamedTuple):
@@ -97,7 +98,7 @@ class Calling(NamedTuple):
     variant: Variant
     prepared: Prepared
     bound: Bound
-    recent: Recent | None = None
+    recent: Recent[Prepared] | None = None
 
     def scale(self, q: Tensor) -> float:
         given = self.variant.scale
@@ -114,22 +115,25 @@ def calling(variant: Variant, caller: Caller | None) -> Calling:
     if caller is None:
         bound = bind(variant)
         return Calling(variant, _prepare(bound.trace, variant), bound)
-    bound, prepared = bind(variant, caller.trace), caller.prepared
-    if prepared is None or caller.trace is not bound.trace:
-        prepared = caller.prepared = _prepare(bound.trace, variant)
-        caller.trace, caller.recent = bound.trace, Recent(prepared.program, bound.trace)
-    return Calling(variant, prepared, bound, caller.recent)
+    recent = caller.recent
+    bound = bind(variant, None if recent is None else recent.trace)
+    if recent is None or recent.trace is not bound.trace or recent.settings != settings_of(variant):
+        prepared = _prepare(bound.trace, variant)
+        caller.recent = recent = Recent(prepared, prepared.program, bound.trace, settings_of(variant))
+    return Calling(variant, recent.prepared, bound, recent)
 
 
 _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
-"""Prepared programs of the traces that are kept, by schedule and precision."""
+"""Prepared programs of the traces that are kept, by settings."""
 
 
 def _prepare(trace: Trace, variant: Variant) -> Prepared:
-    known, key = _prepared.setdefault(trace, {}), (variant.schedule, variant.precision, variant.backend)
-    if key not in known:
-        known[key] = Prepared(publish(trace.facts, *key))
-    return known[key]
+    known, settings = _prepared.setdefault(trace, {}), settings_of(variant)
+    found = known.get(settings)
+    if found is None:
+        found = Prepared(publish(trace.facts, variant.schedule, variant.precision, variant.backend))
+        found = known.setdefault(settings, found)  # another thread may have been faster
+    return found
 
 
 def run(

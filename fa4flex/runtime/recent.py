@@ -4,7 +4,7 @@ those through torch's flex_attention: see flex/repeat.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.programs import Published
-from fa4flex.variant import Variant
+from fa4flex.variant import Variant, settings_of
 
 if TYPE_CHECKING:
     from fa4flex.runtime.flex.repeat import Repeats
@@ -40,7 +40,6 @@ class Kept:
 
     statistics  asked for by the calls that it serves; with gradients there is the log-sum-exp besides
     types       of all tensors but lengths and pages, and which of them require gradients
-    bits        of captured integers that the launch was made for: see Engine
     missed, tries   how often `family` and `repeated` were made in vain: for tensors that torch does not
                 compare at once, for modes of torch that changed since, or for captured tensors that others
                 take the place of
@@ -52,7 +51,6 @@ class Kept:
     trains: bool
     statistics: tuple[str, ...]
     types: tuple[tuple[type, bool], ...]
-    bits: tuple[tuple[int, int], ...]
     family: FamilyPath | None = None
     repeated: tuple[FastPath, Direct | None] | None = None
     missed: int = 0
@@ -67,12 +65,17 @@ class Kept:
         return self.ready, self.trains, self.statistics, self.types
 
 
-class Recent:
-    """State of one Attention and one trace: what is kept goes stale with nothing but these, as each way
-    compares all that a launch depends on."""
+Prepared = TypeVar("Prepared")
 
-    def __init__(self, program: Published, trace: Trace) -> None:
-        self.program = program
+
+class Recent(Generic[Prepared]):
+    """State of one Attention with one trace and one set of settings, which never change: a call of others
+    gets a Recent of its own. Each way compares whatever else a launch depends on."""
+
+    def __init__(
+        self, prepared: Prepared, program: Published, trace: Trace, settings: tuple[Any, ...]
+    ) -> None:
+        self.prepared, self.program, self.trace, self.settings = prepared, program, trace, settings
         self.reader = None if trace.derived else trace.reader
         """Derived operands are computed from others, perhaps anew at each call."""
         self.engine = program.engine
@@ -92,6 +95,8 @@ class Recent:
     ) -> Results | None:
         """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
         earlier call was wrong in, InputError or StateError for what this one is."""
+        if settings_of(variant) != self.settings:
+            return None
         kept, flex, dense = self.kept, self.flex, varlen is None and paging is None
         if dense and flex is not None and flex.kept:
             found = flex.serve(variant, qkv, statistics)
@@ -103,7 +108,7 @@ class Recent:
         q, k, v = qkv
         bits = self.engine.bits
         for one in kept:
-            if one.statistics != statistics or one.bits != bits:
+            if one.statistics != statistics or one.ready.bits != bits:
                 continue
             repeated = one.repeated
             if dense and repeated is not None and repeated[0].fits(q, k, v):
@@ -167,7 +172,7 @@ class Recent:
             found = [one for one in self.once if one.key == key]
             if not found:
                 shapes = call.q.shape, call.k.shape
-                one = Kept(*key, self.engine.bits, shapes=shapes)
+                one = Kept(*key, shapes=shapes)
                 self.once = (one, *self.once)[:MOST_KEPT]
                 return
             self.once = tuple([one for one in self.once if one is not found[0]])

@@ -184,9 +184,9 @@ def test_only_what_looks_like_the_last_backward_pass_is_one(recorder: Recorder, 
     engine, call, saved, needs = repeated()
     recent = engine.recent_backward
     again = call._replace(q=call.q.clone(), k=call.k.clone()), saved._replace(dout=saved.dout.clone())
-    assert recent.find(*again, (needs, False)) is recent.ready is not None
+    assert recent.find(*again, (needs, False, ())) is recent.ready is not None
     call, saved, needs = REPEATED[name]((call, saved, needs))
-    assert recent.find(call, saved, (needs, False)) is None
+    assert recent.find(call, saved, (needs, False, ())) is None
     assert recent.find(*again, (needs, True)) is None
 
 
@@ -212,7 +212,7 @@ def test_other_lengths_and_strides_have_the_prepared_backward_pass(
             engine, call = call_of(attn, (q, k, v), heads_first=layout == "bhsd")
         call = call._replace(q=q, k=k, v=v)
         saved = Saved(out, torch.randn(batch, HEADS, q_len), torch.randn_like(out), None)
-        assert (engine.recent_backward.find(call, saved, ((), False)) is None) == (n < 2)
+        assert (engine.recent_backward.find(call, saved, ((), False, ())) is None) == (n < 2)
         run_backward(engine, call, saved)
         launched = described_backward(recorder)
         run_backward(afresh(engine), call, saved)
@@ -225,11 +225,11 @@ def test_gradients_that_are_converted_are_repeated_at_their_own_lengths(recorder
     engine, call, saved, needs = training()
     saved = saved._replace(dlse=None, dout=saved.dout[:1, :1, :1, :1].expand_as(saved.dout))
     for n in range(4):
-        found = engine.recent_backward.find(call, saved, (needs, False))
+        found = engine.recent_backward.find(call, saved, (needs, False, ()))
         assert (found is None) == (n < 2)
         run_backward(engine, call, saved, needs)
     shorter = call._replace(k=call.k[:, :, :200], v=call.v[:, :, :200])
-    assert engine.recent_backward.find(shorter, saved, (needs, False)) is None
+    assert engine.recent_backward.find(shorter, saved, (needs, False, ())) is None
 
 
 def test_a_simulated_gpu_repeats_its_own_backward_pass(
@@ -237,7 +237,7 @@ def test_a_simulated_gpu_repeats_its_own_backward_pass(
 ) -> None:
     engine, call, saved, needs = repeated()
     monkeypatch.setattr(simulated, "gpu", lambda: ("simulated sm_90a", None))
-    assert engine.recent_backward.find(call, saved, (needs, False)) is None
+    assert engine.recent_backward.find(call, saved, (needs, False, ())) is None
 
 
 def test_large_integers_are_differentiated_by_another_backward_pass(recorder: Recorder) -> None:

@@ -220,7 +220,7 @@ def test_rows_after_the_requests_take_no_part() -> None:
     k, v = (torch.cat([each[0], each[1]]) for each in (history.k, history.v))
     q, k, v = (torch.cat([x, torch.full_like(x[:4], torch.nan)]) for x in (q, k, v))
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 4, 4], [0, 5, 12, 12]))
-    out = paged._composed(None, None, 0.5)(q, k, v, varlen=paged._padded((q, k), cu_q, cu_k))
+    out = paged._composed(None, None, 0.5, "")(q, k, v, varlen=paged._padded((q, k), cu_q, cu_k))
     torch.testing.assert_close(out[:4], history.expected(Definition(0.5), q[:4], counts))
     assert not out[4:].any()
 

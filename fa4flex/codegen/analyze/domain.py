@@ -9,6 +9,7 @@ from fa4flex import contents
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr, const, substitute, sym, walk
+from fa4flex.exact import exactly
 
 READS = ("load", "search")
 
@@ -51,7 +52,7 @@ def bind(root: Expr, shape: Shape, captured: Captured) -> Expr:
     values = shape.values()
     here = tuple((name, values[name]) for name in sorted(root.free & values.keys()))
     numbers = tuple((slot, captured.scalars[slot]) for slot in numbers_read(root))
-    return _bound(root, here, numbers, repr(numbers))
+    return _bound(root, here, numbers, exactly(*numbers))
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,7 @@ from fa4flex.codegen.evaluate import Captured, DividedByZero
 from fa4flex.codegen.expr import CONTEXT, INDICES, Expr, const, nodes, rebuild, to_float
 from fa4flex.codegen.ops import COMPARISONS, DIVISIONS
 from fa4flex.errors import UnsupportedError
+from fa4flex.exact import exactly
 
 _SAFE = 1 << 61
 """Beyond this, the difference of two int64 numbers might not be one."""
@@ -225,7 +226,7 @@ def fitted(roots: Sequence[Expr], shape: Shape, captured: Captured) -> tuple[Exp
     if slots_read(*integers(*roots)):
         return _fitted(roots, shape, captured)
     numbers = tuple(captured.scalars[slot] for slot in numbers_read(*roots))
-    return _remembered(roots, shape, captured.scalars, repr(numbers))
+    return _remembered(roots, shape, captured.scalars, exactly(*numbers))
 
 
 @lru_cache(maxsize=256)

@@ -26,6 +26,7 @@ from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import unmet
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
 from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, nodes
+from fa4flex.exact import exactly
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Watched:
 
     def numbers_of(self, numbers: tuple[int | float, ...]) -> str:
         """Text that tells numbers apart that compare equal: 0.0 from -0.0."""
-        return repr([numbers[slot] for slot in self.numbers])
+        return exactly(*[numbers[slot] for slot in self.numbers])
 
 
 @lru_cache(maxsize=1024)

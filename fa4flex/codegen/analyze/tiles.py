@@ -25,6 +25,7 @@ from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
 from fa4flex.codegen.expr import Expr, loads, nodes
 from fa4flex.contents import Alike
+from fa4flex.exact import exactly
 
 __all__ = ["Proof", "Shape", "TileMap", "tile_map"]
 
@@ -45,12 +46,12 @@ def tile_map(
     if _reads_tensors(mask):
         here = on_host(captured, mask)
         read = [here.operands[slot] for slot in sorted(slots_read(mask))]
-        key = mask, keys, shape, captured.scalars, tile, dtype
+        key = mask, keys, shape, exactly(*captured.scalars), tile, dtype
         return _maps.made(key, read, lambda: _classified(mask, keys, shape, here, tile, dtype))
     # What depends on numbers alone is the same at every layer and for every sequence of these lengths.
     alike = shape if "b" in mask.free else replace(shape, batch=1, b=None)
     numbers = captured.scalars
-    return replace(remembered(mask, keys, alike, numbers, repr(numbers), tile, dtype), shape=shape)
+    return replace(remembered(mask, keys, alike, numbers, exactly(*numbers), tile, dtype), shape=shape)
 
 
 _maps: Alike[TileMap] = Alike(32, 4)

@@ -87,13 +87,13 @@ Reading = tuple[tuple[Tensor, ...], tuple[int | float, ...]]
 
 
 class Reader(NamedTuple):
-    """Three generated functions.
+    """Three generated functions of a variant's functions, None for those that it does not have: `mods`.
 
-    read(score_mod, mask) -> captured tensors and numbers as they are now; None if a guard fails.
-    matching(tensors, numbers) -> a function of (score_mod, mask), true if the guards hold and these very
-    tensors are captured now, and numbers of the same text (0.0 equals -0.0); false or None if not.
-    tensors_with(numbers) -> a function of (score_mod, mask) -> the tensors captured now, if the guards hold
-    and the numbers have the same text; None if not.
+    read(*mods) -> captured tensors and numbers as they are now; None if a guard fails.
+    matching(tensors, numbers) -> a function of `mods`, true if the guards hold and these very tensors are
+    captured now, and numbers of the same text (0.0 == -0.0 is true); false or None if not.
+    tensors_with(numbers) -> a function of `mods` -> the tensors captured now, if the guards hold and the
+    numbers have the same text; None if not.
     """
 
     read: Callable[..., Reading | None]
@@ -105,8 +105,11 @@ _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeE
 """Errors of a path that leads nowhere any more."""
 
 
-def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequence[Path]) -> Reader:
-    """Functions that check the guards in their order, and then read tensors and numbers, or compare them."""
+def reader_of(
+    roots: Sequence[str], guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequence[Path]
+) -> Reader:
+    """Functions of `roots` that check the guards in their order, and then read tensors and numbers, or
+    compare them."""
     writer = _Writer()
     for guard in guards:
         writer.check(guard)
@@ -116,10 +119,10 @@ def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequenc
     of_tensors = [f"{_tuple([f't{i}' for i in range(len(held))])} = tensors"] * bool(held)
     of_numbers = [f"{_tuple([f'n{i}' for i in range(len(told))])} = numbers"] * bool(told)
     both = " and ".join((*the_tensors, *the_numbers)) or "True"
-    read = _function("read", [*writer.lines, f"return {_tuple(held)}, {_tuple(told)}"])
-    matches = _function("matches", [*writer.lines, f"return {both}"])
+    read = _function("read", roots, [*writer.lines, f"return {_tuple(held)}, {_tuple(told)}"])
+    matches = _function("matches", roots, [*writer.lines, f"return {both}"])
     tensors_now = f"return {_tuple(held)} if {' and '.join(the_numbers) or 'True'} else None"
-    found = _function("found", [*writer.lines, tensors_now])
+    found = _function("found", roots, [*writer.lines, tensors_now])
     lines = [
         *read,
         "def matching(tensors, numbers):",
@@ -132,10 +135,10 @@ def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequenc
     return Reader(space["read"], space["matching"], space["tensors_with"])
 
 
-def _function(name: str, body: list[str]) -> list[str]:
-    """Lines of a function of the mods that returns None where a path leads nowhere."""
+def _function(name: str, roots: Sequence[str], body: list[str]) -> list[str]:
+    """Lines of a function of `roots` that returns None where a path leads nowhere."""
     return [
-        f"def {name}(score, mask):",
+        f"def {name}({', '.join(roots)}):",
         *_indented(["try:", *_indented(body), "except MISSES:", "    return None"]),
     ]
 

@@ -16,6 +16,7 @@ from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.evaluate import Captured, Number, Value, evaluate
 from fa4flex.codegen.expr import TRUE, Expr
 from fa4flex.errors import InputError
+from fa4flex.exact import exactly
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
 from fa4flex.runtime.layouts import empty_output
 
@@ -125,7 +126,8 @@ def _seen_by_one(facts: Facts, inputs: Inputs) -> tuple[int, int] | None:
     if inputs.captured.operands:
         lo, hi = _span_of_one(*place, inputs.captured)
     else:
-        lo, hi = _span_of_numbers(*place, inputs.captured.scalars)
+        numbers = inputs.captured.scalars
+        lo, hi = _span_of_numbers(*place, numbers, exactly(*numbers))
     if isinstance(lo, Tensor) or isinstance(hi, Tensor):
         return None
     first, last = max(int(lo), 0), min(int(hi), kv_len)
@@ -139,9 +141,10 @@ def _span_of_one(span: Sequence[Expr], kv_len: int, heads: int, captured: Captur
 
 @lru_cache(maxsize=256)
 def _span_of_numbers(
-    span: Sequence[Expr], kv_len: int, heads: int, scalars: tuple[Number, ...]
+    span: Sequence[Expr], kv_len: int, heads: int, scalars: tuple[Number, ...], exact: str
 ) -> list[Value]:
-    """The same without captured tensors: it follows from the key, and a model's layers ask alike."""
+    """The same without captured tensors: it follows from the key, and a model's layers ask alike. `exact` tells
+    numbers apart that compare equal."""
     return _span_of_one(span, kv_len, heads, Captured((), scalars))
 
 

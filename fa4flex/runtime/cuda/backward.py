@@ -42,7 +42,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
     faults.check()
     deterministic = _deterministic(engine)
-    asked = tuple(needs), deterministic
+    asked = tuple(needs), deterministic, engine.bits
     known = engine.recent_backward.find(call, saved, asked)
     if known is not None:
         return known(call, saved)
@@ -50,7 +50,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
         check_lengths(call)
     found = engine.look(call)
     assert found is not None, "gradients are those of a call that was launched"
-    look, extents = (found[0], _key_of_saved(saved), *asked), found[1]
+    look, extents = (found[0], _key_of_saved(saved), *asked[:2]), found[1]
     ready = engine.backward.find(look, extents, _UNKNOWN)
     if ready is _UNKNOWN:
         try:

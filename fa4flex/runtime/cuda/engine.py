@@ -9,6 +9,7 @@ tensors take no part in that.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,9 @@ MOST_PROVED = 256
 tensors look like."""
 
 
+Bits = tuple[tuple[int, int], ...]
+
+
 class Engine:
     """One program (facts, schedule, precision) on NVIDIA GPUs, with what is ready to launch."""
 
@@ -74,8 +78,9 @@ class Engine:
         """The kind of each captured number, by slot."""
         self.watched = watched(facts)
         self._integers = sorted(slots_read(*integers(facts.score, facts.mask)))
-        self.bits: tuple[tuple[int, int], ...] = ()
-        """Slots of captured tensors that were seen to hold integers of MODEST or more: see Captured."""
+        self.bits: Bits = ()
+        """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
+        these have, which only grow: see Captured."""
         self.ready: Families[Ready] = Families(MOST_READY)
         """Launches by look, None where no kernel reads keys in place: see runtime/cuda/in_place.py."""
         self._computed_with = computed_with(facts.score, facts.mask)
@@ -83,6 +88,7 @@ class Engine:
         self.backward: Families[Any] = Families(MOST_READY)
         """Launches that runtime/cuda/backward.py keeps, by look; None where there is no kernel."""
         self.recent_backward = RecentBackward()
+        self._changing = threading.Lock()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call, default: Any = None) -> Any:
@@ -96,7 +102,8 @@ class Engine:
 
     def keep(self, call: Call, ready: Ready | None) -> None:
         """Keep what was made ready for calls that look like this one, or that nothing launches them."""
-        found = self.look(call)
+        # Another thread may have seen larger integers since it was made.
+        found = self.look(call, None if ready is None else ready.bits)
         if found is not None:
             self.ready.keep(*found, ready)
 
@@ -114,16 +121,16 @@ class Engine:
         its kind."""
         wide = (x for x in self._integers if call.operands[x].dtype in _WIDE and call.operands[x].numel())
         found = {slot: _bits(call.operands[slot]) for slot in wide}
-        known = dict(self.bits)
-        more = {slot: max(bits, known.get(slot, 0)) for slot, bits in found.items() if bits > MODEST_BITS}
-        self._hold(known | more)
+        self._hold({slot: bits for slot, bits in found.items() if bits > MODEST_BITS})
 
     def _hold(self, bits: dict[int, int]) -> None:
-        """Take captured integers for so large from now on. Forward and backward launches are found by that,
-        but for the last backward pass."""
-        found = tuple(sorted(bits.items()))
-        if found != self.bits:
-            self.bits, self.recent_backward = found, RecentBackward()
+        """Take captured integers for at least so large from now on. Launches are found by that."""
+        with self._changing:
+            known = dict(self.bits)
+            more = {slot: max(n, known.get(slot, 0)) for slot, n in bits.items()}
+            found = tuple(sorted((known | more).items()))
+            if found != self.bits:
+                self.bits = found
 
     @property
     def counted(self) -> bool:
@@ -158,14 +165,14 @@ class Engine:
         bits = MORE_BITS if x.itemsize == 4 else 63
 
         def widen() -> None:
-            self._hold(dict(self.bits) | {slot: bits})
+            self._hold({slot: bits})
 
         return widen
 
-    def look(self, call: Call) -> tuple[Look, Extents] | None:
-        """All that the launch of a call depends on, and its extents: see look_of."""
+    def look(self, call: Call, bits: Bits | None = None) -> tuple[Look, Extents] | None:
+        """All that the launch of a call depends on, and its extents: see look_of. bits: see Engine.bits."""
         found = look_of(call)
-        return None if found is None else ((*found[0], self.bits), found[1])
+        return None if found is None else ((*found[0], self.bits if bits is None else bits), found[1])
 
 
 MORE_BITS = 40
@@ -316,4 +323,5 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan) if by_work else None),
         tables_of(engine.kinds, call, lowered, captured, engine.counted),
         engine.watch_integers if engine.watches_integers else None,
+        bits=captured.bits,
     )

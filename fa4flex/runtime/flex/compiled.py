@@ -6,6 +6,7 @@ call that looks just like an earlier one, whoever kept that has compared what ma
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -40,31 +41,35 @@ class Compiled:
     def __init__(
         self, function: Attend, options: dict[str, Any] | None, fallback: Callable[[], Attend] | None
     ) -> None:
-        self._options, self._fallback = options, fallback
-        self._watched: list[Run] | None = None
-        self._chosen: Attend = torch.compile(function, fullgraph=True, backend=self._compile)
+        self._options = options
+        self._watched = threading.local()
+        """`runs`, a list that runs of the thread at hand enter; absent where nobody watches."""
+        compiled: Attend = torch.compile(function, fullgraph=True, backend=self._compile)
+        self._chosen: tuple[Attend, Callable[[], Attend] | None] = compiled, fallback
 
     def __call__(self, *arguments: Any) -> Outputs:
+        chosen, fallback = self._chosen
         try:
-            return self._chosen(*arguments)
+            return chosen(*arguments)
         except Exception as error:
-            if self._fallback is None:
+            if fallback is None:
                 ours = getattr(error, "inner_exception", None)  # Dynamo's error is around it
                 if isinstance(ours, Fa4flexError):
                     raise ours from error
                 raise
             _warn_of(error)
-            self._chosen, self._fallback = self._fallback(), None
-            return self._chosen(*arguments)
+            other = fallback()
+            self._chosen = other, None
+            return other(*arguments)
 
     def watched(self, *arguments: Any) -> tuple[Outputs, Run | None]:
         """The same, and the run of the one graph that computed it; None where there was none, or several."""
         runs: list[Run] = []
-        self._watched = runs
+        self._watched.runs = runs
         try:
             found = self(*arguments)
         finally:
-            self._watched = None
+            del self._watched.runs
         return found, runs[0] if len(runs) == 1 else None
 
     def _compile(self, module: Any, examples: Any) -> Callable[..., Any]:
@@ -77,7 +82,7 @@ class Compiled:
         inner = getattr(graph, "_torchdynamo_orig_callable", graph)
 
         def run(*inputs: Any) -> Any:
-            found, runs = inner(*inputs), self._watched
+            found, runs = inner(*inputs), getattr(self._watched, "runs", None)
             if runs is not None:
                 runs.append(Run(graph, inputs, found))
             return found

@@ -29,6 +29,7 @@ from fa4flex.codegen.analyze.prove import prove, proving, watched
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.contents import Guards, VersionedCache, guards_of, hold
+from fa4flex.exact import exactly
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
@@ -113,7 +114,7 @@ def _look(given: Tensors, scale: float, statistics: tuple[str, ...]) -> Hashable
     return (
         tuple([(x.shape, x.dtype, x.device, grad and x.requires_grad) for x in inputs]),
         tuple([(x.shape, x.dtype, x.device, x.layout, grad and x.requires_grad) for x in operands]),
-        sinks is None, scale, statistics, grad,
+        sinks is None, exactly(scale), statistics, grad,
         None if lengths is NO_LENGTHS else tuple([None if x is None else x.shape for x in lengths]),
     )  # fmt: skip
 
@@ -126,10 +127,9 @@ def _without_absent(given: Tensors) -> Tensors:
 # --- making ready -----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Recent:
+class Recent(NamedTuple):
     """Parts of the last call: text of its numbers, stream, tensors of numbers, and its block mask with guards
-    of what that was made of."""
+    of what that was made of. Threads share it: another call makes another one."""
 
     numbers: str
     stream: int
@@ -161,6 +161,7 @@ class Ready:
     numbers           slots of the captured numbers that the mask reads
     dtypes            of the tensors of numbers and lengths that functions read
     padded_to         columns of zeros that q and k, and v, get
+    output            dtype of the output
     recent            parts of the last call, whoever called
     """
 
@@ -174,6 +175,7 @@ class Ready:
     numbers: tuple[int, ...]
     dtypes: dict[Buffer, torch.dtype]
     padded_to: tuple[int, int]
+    output: torch.dtype
     recent: Recent | None = None
 
     def __post_init__(self) -> None:
@@ -193,7 +195,9 @@ class Ready:
         if self.padded_to != (0, 0):
             q, k, v = self._wide(q, k, v)
         recent = self._now(scalars, q, recent)
-        blocks = None if self.classes is None else self._blocks(recent, operands, scalars, q)
+        blocks = None
+        if self.classes is not None:
+            blocks, recent = self._blocks(recent, operands, scalars, q)
         return Parts(q, k, v, blocks, operands, recent, sinks)
 
     def arguments(self, parts: Parts) -> tuple[Any, ...]:
@@ -222,6 +226,8 @@ class Ready:
         out, lse, largest = found
         if self.padded_to[1]:
             out = out[..., : given.v.shape[-1]]
+        if out.dtype is not self.output:
+            out = out.to(self.output)
         if given.lengths.cu_seqlens_q is None:
             return out, lse, largest
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
@@ -229,7 +235,7 @@ class Ready:
 
     def _now(self, scalars: tuple[int | float, ...], q: Tensor, recent: Recent | None) -> Recent:
         """The numbers of this call as tensors: those of the last one, if they are equal."""
-        text, stream = repr(scalars), _stream(q)
+        text, stream = exactly(*scalars), _stream(q)
         if recent is not None and recent.numbers == text and recent.stream == stream:
             return recent
         sizes = {"q_len": self.shape.q_len, "kv_len": self.shape.kv_len, "num_heads": self.shape.heads}
@@ -248,12 +254,13 @@ class Ready:
 
     def _blocks(
         self, recent: Recent, operands: tuple[Tensor, ...], scalars: tuple[Any, ...], q: Tensor
-    ) -> Blocks:
+    ) -> tuple[Blocks, Recent]:
+        """The block mask of a call, and its parts with that."""
         assert self.classes is not None
         read = [operands[slot] for slot in self.read]
         capturing = _capturing(q)
         if recent.blocks is not None and not capturing and hold(recent.guards, read):
-            return recent.blocks
+            return recent.blocks, recent
         classes = self.classes
 
         def find(buffer: Buffer) -> Tensor:
@@ -264,12 +271,12 @@ class Ready:
                 return blocks_of(classes.classes(self.shape, find, q.device))
 
         if capturing:
-            return make()
-        numbers = repr([scalars[slot] for slot in self.numbers])
+            return make(), recent
+        numbers = exactly(*[scalars[slot] for slot in self.numbers])
         made = self.engine.masks.made((self.shape, numbers, q.device, recent.stream), read, make)
         if not any(x.is_inference() for x in read):  # torch counts no changes of these
-            recent.guards, recent.blocks = guards_of(read), made
-        return made
+            recent = recent._replace(guards=guards_of(read), blocks=made)
+        return made, recent
 
 
 def _made(
@@ -313,6 +320,7 @@ def _made(
         numbers_read(facts.mask),
         _dtypes(facts, setting, functions),
         short,  # type: ignore[arg-type]
+        engine.precision.output_dtype(q.dtype),
     )
 
 
@@ -390,7 +398,7 @@ def _number_of(
         with torch.inference_mode(False):
             return torch.full((), value, dtype=dtype, device=q.device)
 
-    return _numbers.made((buffer, repr(value), dtype, q.device, _stream(q)), (), make)
+    return _numbers.made((buffer, exactly(value), dtype, q.device, _stream(q)), (), make)
 
 
 def _inside(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

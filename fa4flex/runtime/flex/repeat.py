@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa4flex.codegen.trace.paths import Reader
+from fa4flex.exact import exactly
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
 from fa4flex.runtime.flex.compiled import Compiled, Graph, Outputs
@@ -78,12 +79,13 @@ class Repeat:
 
     def fits(self, qkv: QKV, now: Now) -> bool:
         """True if such a call is one of these."""
-        scale = now.scale
+        scale = self.default_scale if now.scale is None else now.scale
         return (
             (now.sinks is not None) is self.sinks
             and self.looks(*qkv, *now.others())
             and now.statistics == self.statistics
-            and (self.default_scale if scale is None else scale) == self.scale
+            and scale == self.scale
+            and (scale != 0 or exactly(scale) == exactly(self.scale))
             and torch.is_grad_enabled() is self.grad
             and forward_ad._current_level < 0
             and (not now.scalars or self.ready.engine.watched.numbers_of(now.scalars) == self.numbers)

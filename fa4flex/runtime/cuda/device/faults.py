@@ -8,6 +8,7 @@ CUDA graph: whoever wants to know at once calls `synchronize`, or sets FA4FLEX_V
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from fa4flex.errors import EarlierError
 _pending = ctypes.c_int64(0)
 """The number in front of the table, wherever that is; without one, 0."""
 
+_making = threading.Lock()
 _table: Tensor | None = None
 """int64 [ROWS, WORDS]. It is never given back: graphs may be replayed at any time."""
 
@@ -27,8 +29,11 @@ def table() -> int:
     """Address of the table, for launches. Pinned memory is at the same address for all devices."""
     global _table, _pending
     if _table is None:
-        _table = torch.zeros(ROWS, WORDS, dtype=torch.int64, device="cpu", pin_memory=_pins())
-        _pending = ctypes.c_int64.from_address(_table.data_ptr())
+        with _making:  # launches of all threads write to one
+            if _table is None:
+                made = torch.zeros(ROWS, WORDS, dtype=torch.int64, device="cpu", pin_memory=_pins())
+                _pending = ctypes.c_int64.from_address(made.data_ptr())
+                _table = made
     return _table.data_ptr()
 
 

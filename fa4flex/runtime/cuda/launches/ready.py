@@ -75,6 +75,7 @@ class Ready:
     tables      makes or finds the block tables of a call, where the mask is told by them, from it and
                 its corrected lengths
     watch       looks after contents of captured tensors that launches take for granted, where there are any
+    bits        of captured integers that the kernel was made for: see Engine
     remembered  what the last call had made that the next may use
     """
 
@@ -93,6 +94,7 @@ class Ready:
     lengths: LengthsKernel | None = None
     tables: Callable[..., Any] | None = None
     watch: Callable[[Call], None] | None = None
+    bits: tuple[tuple[int, int], ...] = ()
     remembered: Remembered = field(default_factory=Remembered)
 
     def __call__(self, call: Call, extents: Extents | None = None) -> Results:

@@ -15,8 +15,8 @@ from fa4flex.runtime.cuda.repeats.family_path import NOTHING, Dense
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
 
 MOST_TRIES = 4
-Asked = tuple[tuple[int, ...], bool]
-"""Slots of captured tensors whose gradients are wanted, and whether sums are ordered."""
+Asked = tuple[tuple[int, ...], bool, tuple[tuple[int, int], ...]]
+"""Slots of captured tensors whose gradients are wanted, whether sums are ordered, and Engine.bits."""
 
 
 class FastBackward:

@@ -17,6 +17,7 @@ from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD, Source
 from fa4flex.codegen.plan.splitting import Splits
 from fa4flex.codegen.trace.paths import Reader
+from fa4flex.exact import exactly
 from fa4flex.runtime.cuda.calls.arguments import launch_function
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
 from fa4flex.runtime.cuda.calls.prepared import prepared
@@ -99,7 +100,8 @@ class FastPath:
         """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch.
         Raises StateError or InputError for a block map that does not fit."""
         scale, sinks = variant.scale, variant.sinks
-        if (self.default_scale if scale is None else scale) != self.scale:
+        scale = self.default_scale if scale is None else scale
+        if scale != self.scale or (not scale and exactly(scale) != exactly(self.scale)):
             return False
         if (None if sinks is None else sinks.now()) is not self.sinks:
             return False
