@@ -9,6 +9,7 @@ from fa4flex.errors import InputError
 
 Order = Literal["auto", "row_major", "longest_first"]
 NextTile = Literal["auto", "in_turn", "counter", "launch_control"]
+Contents = Literal["compared", "counted"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Schedule:
     sm_margin      multiprocessors of a GPU that are left to kernels of other streams, such as those of a
                    collective: persistent kernels launch as many fewer blocks, and work is split for as many
                    fewer. Kernels with a block per tile are launched alike
+    contents       how the tensors that a mask, lengths and block maps read are recognised between calls,
+                   so that what follows from their contents is found again: "compared", with what they
+                   held, whoever wrote to them; or "counted", by torch's count of changes in place, which
+                   costs less and sees no change that torch does not count: through `.data`, in numpy's
+                   memory, of a replayed CUDA graph, of a kernel of one's own. "counted" is then the
+                   caller's word that there is none
 
     Raises InputError for anything else.
     """
@@ -41,6 +48,7 @@ class Schedule:
     next_tile: NextTile = "auto"
     split: int | None = None
     sm_margin: int = 0
+    contents: Contents = "compared"
 
     def __post_init__(self) -> None:
         if self.tile is not None:
@@ -73,3 +81,6 @@ class Schedule:
         if self.next_tile not in get_args(NextTile):
             given = f"next_tile={self.next_tile!r}"
             raise InputError(given, f"one of {get_args(NextTile)}", 'leave it at "auto"')
+        if self.contents not in get_args(Contents):
+            given = f"contents={self.contents!r}"
+            raise InputError(given, f"one of {get_args(Contents)}", 'leave it at "compared"')

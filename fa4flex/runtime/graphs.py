@@ -8,6 +8,7 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.trace import Captures, Operand, trace
-from fa4flex.codegen.trace.captures import Recipe
+from fa4flex.codegen.trace.captures import Recipe, map_leaves
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -98,10 +99,7 @@ class _Attention(HigherOrderOperator):
             floats.append(scale)
         else:
             plain = default_scale(int(q.shape[-1])) if scale is None else float(scale)
-        tile, deterministic, order, following, split, margin = options["schedule"]
-        tile = None if tile is None else (int(tile[0]), int(tile[1]))  # one that is dynamic is guarded
-        split = None if split is None else int(split)
-        schedule = Schedule(tile, deterministic, order, following, split, int(margin))
+        schedule = Schedule(*map_leaves(options["schedule"], _number))
         precision = Precision(*options["precision"])
         program = publish(found.facts, schedule, precision, options["backend"]).text
         given = operands, options["sinks"]
@@ -210,9 +208,16 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
     }
 
 
+_SCHEDULE = tuple([x.name for x in dataclasses.fields(Schedule)])
+
+
 def _fields(schedule: Schedule) -> tuple[Any, ...]:
-    how = schedule.deterministic, schedule.order, schedule.next_tile
-    return schedule.tile, *how, schedule.split, schedule.sm_margin
+    return tuple([getattr(schedule, name) for name in _SCHEDULE])
+
+
+def _number(value: Any) -> Any:
+    """A value of a schedule's field; an int that torch.compile has made dynamic is guarded."""
+    return int(value) if isinstance(value, torch.SymInt) else value
 
 
 def _in_pages(

@@ -395,7 +395,7 @@ def test_shapes_are_checked_in_compiled_code() -> None:
 
 
 def test_graphs_have_the_whole_schedule() -> None:
-    schedule = fa4flex.Schedule((32, 32), True, "row_major", "counter", 512, 3)
+    schedule = fa4flex.Schedule((32, 32), True, "row_major", "counter", 512, 3, "counted")
     assert all(getattr(schedule, x.name) != x.default for x in fields(schedule))
     attn, found = fa4flex.compile(mask=causal, schedule=schedule), EagerAndRecordGraphs()
     torch.compile(lambda q, k, v: attn(q, k, v), backend=found, fullgraph=True)(*qkv())

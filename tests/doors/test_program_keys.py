@@ -48,6 +48,7 @@ PUBLISHED: dict[str, tuple[Facts, Schedule, Precision]] = {
     "split": (analyze(SCORE, CAUSAL), Schedule(split=512), Precision()),
     "sm margin": (analyze(SCORE, CAUSAL), Schedule(sm_margin=8), Precision()),
     "next tile": (analyze(SCORE, CAUSAL), Schedule(next_tile="counter"), Precision()),
+    "contents": (analyze(SCORE, CAUSAL), Schedule(contents="counted"), Precision()),
     "compute": (analyze(SCORE, CAUSAL), Schedule(), Precision(compute="float64")),
     "output": (analyze(SCORE, CAUSAL), Schedule(), Precision(output=torch.float32)),
 }

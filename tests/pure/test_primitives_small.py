@@ -91,6 +91,11 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         InputError,
         "order='fastest'\n  expected: one of .'auto', 'row_major'",
     ),
+    (
+        lambda: Schedule(contents="guessed"),
+        InputError,
+        "contents='guessed'\n  expected: one of .'compared', 'counted'",
+    ),
 ]
 
 
