@@ -145,7 +145,7 @@ def at_call(
     """The variant with what was given along with one call in place of what was composed."""
     mask, given = variant.mask, blocks is not None
     if isinstance(blocks, BlockMask):  # torch's BlockMask that stands for none has no map
-        blocks, own = BlockMap.from_torch(blocks)
+        blocks, own = BlockMap.from_torch(blocks, variant.schedule.contents)
         mask = mask if own is None else as_mask(own)
     _check_scale(scale)
     _check_types({"blocks": blocks})

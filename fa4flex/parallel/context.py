@@ -289,7 +289,8 @@ class ContextParallel:
         if now.variant.blocks is not None:
             now.variant.blocks.fits(extents.q_len, extents.kv_len, extents.batch, extents.heads)
         held = parts_in_order(extents.kv_len, self.links.size) if in_order else None
-        return plan_of(now.bound, extents, self.links.size, self.layout, held)
+        contents = self.variant.schedule.contents
+        return plan_of(now.bound, extents, self.links.size, self.layout, held, contents)
 
     # --- agreement ------------------------------------------------------------------------------------------
 
