@@ -1,9 +1,10 @@
-"""Facts about tensors' contents: copies on the host, and whatever was made of them, for as long as torch
-counts no change.
+"""Facts that follow from tensors' contents, kept between calls.
 
-A copy to the host waits for all that a GPU still has to do. So contents are copied once per tensor and
-version, whoever asks, and what follows from them is found again as long as the tensors are the same objects,
-in the same memory, not changed since. Tensors are referred to weakly: nothing here keeps one alive.
+They are found again by a comparison with what the tensors held (`Alike`), which notices every change, whoever
+wrote. torch's count of changes in place misses what is written through `.data`, in numpy's memory, by FSDP2,
+by a replayed CUDA graph or by a kernel of the user's own: values are recognised by it (`VersionedCache`) only
+where the user says that nobody writes so, by `Schedule(contents="counted")`. `Followed` does as a schedule
+says. Tensors are referred to weakly: nothing here keeps one alive.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fa4flex.primitives.schedule import Contents
 
 Value = TypeVar("Value")
 
@@ -25,7 +29,7 @@ VALIDATE = os.environ.get("FA4FLEX_VALIDATE", "0") not in ("", "0")
 faults, and the next call tells of them."""
 
 MOST_BYTES = 256 << 20
-"""Bytes of copies on the host, all together; the oldest are forgotten first."""
+"""Bytes of copies that one kind of values is recognised by; the oldest are forgotten first."""
 
 
 class Guard(NamedTuple):
@@ -133,38 +137,71 @@ _NOTHING: Any = object()
 
 
 class Alike(Generic[Value]):
-    """Values that follow from a key and from the elements of small tensors of integers on the host.
+    """Values that follow from a key and from the elements of tensors on the host.
 
-    They are found by comparing elements, which notices every change, also those that torch does not count.
-    For other tensors nothing is kept. There are at most `keys` keys, the least recently made go first, and
-    at most `each` values per key.
+    They are found by comparing all bits with a copy, which takes as long as reading both. For other tensors,
+    whose comparison would wait for a device, nothing is kept, nor is it within torch.func's transforms. There
+    are at most `keys` keys, the least recently made go first, at most `each` values per key, and copies of at
+    most `room` bytes.
     """
 
-    def __init__(self, keys: int, each: int) -> None:
-        self._keys, self._each = keys, each
-        self._found: dict[Hashable, list[tuple[list[Tensor], Value]]] = {}
+    def __init__(self, keys: int, each: int, room: int = MOST_BYTES) -> None:
+        self._keys, self._each, self._room = keys, each, room
+        self._found: OrderedDict[Hashable, tuple[tuple[tuple[Tensor, ...], Value], ...]] = OrderedDict()
+        self._total = 0
         self._lock = threading.Lock()
 
     def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
         """Value that was kept, or that `make` makes now."""
-        if any(x.is_floating_point() or not x.is_cpu or x.nbytes > MOST_COMPARED for x in tensors):
+        if any(type(x) not in _PLAIN or not x.is_cpu for x in tensors):
             return make()
+        if tensors and torch._C._functorch.maybe_current_level() is not None:
+            return make()
+        bits = tuple([_bits_of(x) for x in tensors])
         like = key, *[(x.shape, x.dtype) for x in tensors]
-        known = self._found.get(like, [])
-        for copies, value in known:
-            if all(map(torch.equal, copies, tensors)):
+        for copies, value in self._found.get(like, ()):
+            if all(map(torch.equal, copies, bits)):
                 return value
-        copies, value = [x.clone() for x in tensors], make()
-        with self._lock:  # another thread may keep values of its own
-            self._found.pop(like, None)
-            self._found[like] = [(copies, value), *known][: self._each]
-            while len(self._found) > self._keys:
-                self._found.pop(next(iter(self._found)))
+        # Copies come first: what another thread writes meanwhile makes them differ, never the value.
+        copies, value = tuple([x.clone() for x in bits]), make()
+        self._keep(like, copies, value)
         return value
 
+    def _keep(self, like: Hashable, copies: tuple[Tensor, ...], value: Value) -> None:
+        weight = sum(x.nbytes for x in copies)  # the same for all values of a key
+        if weight > self._room:
+            return
+        with self._lock:
+            known = self._found.pop(like, ())
+            self._found[like] = kept = ((copies, value), *known)[: self._each]
+            self._total += weight * (len(kept) - len(known))
+            while len(self._found) > self._keys or self._total > self._room:
+                _, gone = self._found.popitem(last=False)
+                self._total -= sum(x.nbytes for copies, _ in gone for x in copies)
 
-MOST_COMPARED = 128 << 10
-"""Bytes of a tensor that is compared with a copy."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits_of(x: Tensor) -> Tensor:
+    """The same memory as integers: NaNs are equal to themselves there, and zeros of either sign are not."""
+    return x.detach().resolve_neg().view(_INTEGERS[x.element_size()]) if x.is_floating_point() else x
+
+
+class Followed(Generic[Value]):
+    """Values that follow from a key and from tensors' contents, which are compared or counted as a schedule
+    says. Limits are those of `Alike`; as many values are counted."""
+
+    def __init__(self, keys: int, each: int) -> None:
+        self._compared: Alike[Value] = Alike(keys, each)
+        self._counted: VersionedCache[Value] = VersionedCache(keys * each)
+
+    def made(
+        self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value], how: Contents = "compared"
+    ) -> Value:
+        """Value that was kept, or that `make` makes now."""
+        return (self._counted if how == "counted" else self._compared).made(key, tensors, make)
 
 
 def capturing() -> bool:
@@ -183,15 +220,10 @@ def checked_here(x: Tensor) -> bool:
     return x.is_cpu or validating()
 
 
-_copies: VersionedCache[Tensor] = VersionedCache(256, MOST_BYTES, lambda x: x.nbytes)
-
-
 def on_host(x: Tensor) -> Tensor:
-    """x as it is now where the host computes, without gradients; to be read only. One copy per version of a
-    tensor on a device."""
-    if torch.compiler.is_compiling() or not _elsewhere(x):
-        return x.detach().cpu()
-    return _copies.made(None, (x,), lambda: _copied(x))
+    """x as it is now where the host computes, without gradients; to be read only. Each call copies what lies
+    on a device, and waits for all that this still has to do: whether it changed, only its contents tell."""
+    return x.detach().cpu() if torch.compiler.is_compiling() or not _elsewhere(x) else _copied(x)
 
 
 def _elsewhere(x: Tensor) -> bool:

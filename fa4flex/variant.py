@@ -155,7 +155,9 @@ def at_call(
     """The variant with what was given along with one call in place of what was composed."""
     given: dict[str, Any] = {}
     if isinstance(blocks, BlockMask):
-        given["blocks"], own = BlockMap.from_torch(blocks)  # torch's that stands for none has no map
+        given["blocks"], own = BlockMap.from_torch(
+            blocks, variant.schedule.contents
+        )  # torch's that stands for none has no map
         if own is not None:
             given["mask"] = as_mask(own)
     elif blocks is not None:

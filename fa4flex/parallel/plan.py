@@ -1,4 +1,4 @@
-"""Plan of one attention over many ranks: placement and exchange, kept while the mask's contents last."""
+"""Plan of one attention over many ranks: placement and exchange, kept while what the mask reads is alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import Bound, bind
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.contents import VersionedCache
+from fa4flex.contents import Followed, on_host
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
 from fa4flex.exact import exactly
@@ -20,6 +20,7 @@ from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
 from fa4flex.parallel.splits import divided
 from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
+from fa4flex.primitives.schedule import Contents
 from fa4flex.variant import Variant
 
 TILE = 128
@@ -118,20 +119,26 @@ def plan(
     the mask reads `b` or `h`; the rest is as for `attn.parallel`.
     """
     pair = (lengths, lengths) if isinstance(lengths, int) else lengths
-    bound = bind(getattr(variant, "variant", variant))
-    return plan_of(
-        bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages, guests=guests), None
-    )
+    variant = getattr(variant, "variant", variant)
+    layout = Layout(placement, tile, stages, guests=guests)
+    extents, contents = Extents(*pair, batch, heads), variant.schedule.contents
+    return plan_of(bind(variant), extents, ranks, layout, None, contents)
 
 
-_plans: VersionedCache[Plan] = VersionedCache(64, 64, lambda _: 1)
-"""Plans by program, numbers, sizes and layout, and by captured tensors that the mask reads, as they are."""
+_plans: Followed[Plan] = Followed(64, 4)
+"""Plans by program, numbers, sizes and layout, and by what captured tensors that the mask reads hold."""
 
 
 def plan_of(
-    bound: Bound, extents: Extents, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None
+    bound: Bound,
+    extents: Extents,
+    ranks: int,
+    layout: Layout,
+    held: tuple[Ranges, ...] | None,
+    contents: Contents = "compared",
 ) -> Plan:
-    """The plan of a mask. held: where keys lie, or None for where the placement has them."""
+    """The plan of a mask. held: where keys lie, or None for where the placement has them. contents: as a
+    schedule has it; to compare those on a device they are copied to the host, which waits."""
     facts = bound.trace.facts
     mask = facts.mask
     told_apart = extents.batch if "b" in mask.free else 1, extents.heads if "h" in mask.free else 1
@@ -140,8 +147,10 @@ def plan_of(
     shape = Shape(told_apart[0], heads, extents.q_len, extents.kv_len)
     numbers = exactly(*[bound.scalars[slot] for slot in numbers_read(mask)])
     key = facts.key, numbers, shape, ranks, layout, held
-    read = tuple(bound.bases[at] for at in bases_read(bound))
-    return _plans.made(key, read, lambda: _planned(bound, shape, ranks, layout, held))
+    read = [bound.bases[at] for at in bases_read(bound)]
+    if contents == "compared":
+        read = [on_host(x) for x in read]
+    return _plans.made(key, read, lambda: _planned(bound, shape, ranks, layout, held), contents)
 
 
 def bases_read(bound: Bound) -> list[int]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from fa4flex import later
-from fa4flex.contents import VersionedCache, checked_here
+from fa4flex.contents import Followed, checked_here
 from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, Mod, call_with, kind_of, show, truth_value
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
+from fa4flex.primitives.schedule import Contents
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -125,13 +126,16 @@ class BlockMap:
         return BlockMap(classes.to(torch.uint8), size, q_len, kv_len)
 
     @staticmethod
-    def from_torch(block_mask: BlockMask) -> tuple[BlockMap | None, MaskMod | None]:
+    def from_torch(
+        block_mask: BlockMask, contents: Contents = "compared"
+    ) -> tuple[BlockMap | None, MaskMod | None]:
         """A torch BlockMask as its map and its mask_mod (None where it has none).
 
         A map without a mask_mod keeps its meaning: listed blocks are allowed, all others are not. The map is
         None for the BlockMask that torch itself makes where none is given: one block for any length.
 
-        Eager calls find the map of a BlockMask again while its tensors are the same objects and unchanged.
+        Eager calls find the map of a BlockMask on a CPU again while its lists are alike; elsewhere it is made
+        anew, which waits for nothing. `contents="counted"` recognises lists on all devices: see Schedule.
         Raises StateError for a sliced BlockMask that was given no new mask_mod.
         """
         mask_mod = block_mask.mask_mod
@@ -145,13 +149,14 @@ class BlockMap:
         if torch.compiler.is_compiling():
             return _map_of(block_mask), own
         tensors = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
-        key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+        present = tuple([getattr(block_mask, name) is not None for name in _LISTS])
+        key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths), present
 
         def make() -> BlockMap | None:
             with torch.inference_mode(False):  # what inference makes, no later call could save
                 return _map_of(block_mask)
 
-        return _maps.made(key, tensors, make), own
+        return _maps.made(key, tensors, make, contents), own
 
     @staticmethod
     def from_csr(
@@ -361,8 +366,8 @@ _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 _ANY_LENGTH = 1 << 30
 """The block size of a BlockMask that stands for none."""
 
-_maps: VersionedCache[BlockMap | None] = VersionedCache(64)
-"""Maps of BlockMasks by block size, lengths and the tensors that list their blocks."""
+_maps: Followed[BlockMap | None] = Followed(16, 4)
+"""Maps of BlockMasks by block size, lengths and the contents of the lists of their blocks."""
 
 
 def _map_of(block_mask: BlockMask) -> BlockMap | None:

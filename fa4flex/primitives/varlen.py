@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fa4flex.contents import checked_here, on_host
+from fa4flex.contents import Alike, checked_here, on_host
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import kind_of, show
 
@@ -56,7 +56,7 @@ class Varlen:
             _check_alike(given)
         # Under torch.compile there is no data; whoever computes checks it. On a device, kernels do.
         if not torch.compiler.is_compiling() and self.checked:
-            self.check_contents()
+            self._check_contents_again()
 
     @property
     def checked(self) -> bool:
@@ -75,6 +75,13 @@ class Varlen:
             used = here.get(f"seqused_{side}")
             _check_used(f"seqused_{side}", used, cu)
             self._check_max(f"max_seqlen_{side}", getattr(self, f"max_seqlen_{side}"), cu, used)
+
+    def _check_contents_again(self) -> None:
+        """`check_contents`, unless lengths with these contents were found to be right: they may have been
+        written to since this object was made."""
+        given = self._tensors()
+        key = tuple(given), self.max_seqlen_q, self.max_seqlen_k
+        _right.made(key, list(given.values()), self.check_contents)
 
     @property
     def packed(self) -> bool:
@@ -102,6 +109,7 @@ class Varlen:
                     "pass cu_seqlens_q [N + 1]",
                 )
         if self.checked:
+            self._check_contents_again()
             self.check_tokens(q_tokens, k_tokens)
 
     def check_tokens(self, q_tokens: int, k_tokens: int | None = None) -> None:
@@ -130,6 +138,7 @@ class Varlen:
                 "pass all",
             )
         if self.checked:
+            self._check_contents_again()
             self.check_used(q_len, kv_len)
 
     def check_used(self, q_len: int, kv_len: int) -> None:
@@ -181,6 +190,10 @@ class Varlen:
         bounds = (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k))
         parts += [f"{name}={bound}" for name, bound in bounds if bound is not None]
         return f"Varlen({', '.join(parts)})"
+
+
+_right: Alike[None] = Alike(64, 4)
+"""Lengths that contradict neither each other nor themselves."""
 
 
 def _check_vector(name: str, tensor: Tensor) -> None:

@@ -105,6 +105,7 @@ def _inputs(program: Published, given: Tensors, numbers: Numbers) -> cpu.Inputs:
         compute=program.precision.compute_dtype(q.dtype),
         output=program.precision.output_dtype(q.dtype),
         tile=program.schedule.tile,
+        contents=program.schedule.contents,
     )
 
 

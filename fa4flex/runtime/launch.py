@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +40,6 @@ from fa4flex.runtime.cuda.calls.call import (
     SequenceLengths,
     Tensors,
 )
-from fa4flex.runtime.cuda.calls.operands import Remembered
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready import Results
 from fa4flex.runtime.direct import Direct
@@ -56,7 +54,7 @@ Statistics = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """Program and memory that calls of one trace share. It does not hold the trace."""
+    """Program that calls of one trace share. It does not hold the trace."""
 
     program: Published
 
@@ -64,22 +62,6 @@ class Prepared:
     def engine(self) -> Engine:
         """Engine that launches this program on NVIDIA GPUs."""
         return self.program.engine
-
-    @cached_property
-    def memory(self) -> Remembered:
-        """Captured tensors of calls on GPUs."""
-        return Remembered()
-
-    def tensors(self, bound: Bound, on_gpu: bool, ragged: bool = False) -> tuple[Tensor, ...]:
-        """The captured tensors by slot."""
-        trace, bases = bound.trace, bound.bases
-        if not trace.derived:
-            return bases
-        if not on_gpu:
-            return trace.tensors(bases)
-        engine = self.engine
-        by_host = ragged or engine.schedule.deterministic
-        return self.memory.tensors(trace, bases, engine.watched.slots if by_host else frozenset())
 
 
 class Caller:
@@ -99,6 +81,11 @@ class Calling(NamedTuple):
     prepared: Prepared
     bound: Bound
     recent: Recent[Prepared] | None = None
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """The captured tensors by slot; those that the functions compute of others are computed now, at each
+        call: there is no telling that they are as they were without reading all they are made of."""
+        return self.bound.trace.tensors(self.bound.bases)
 
     def scale(self, q: Tensor) -> float:
         given = self.variant.scale
@@ -179,7 +166,7 @@ def run(
     swap = now.variant.layout == "bshd" and not (varlen is not None and varlen.packed)
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
-    operands = call.operands if call is not None else prepared.tensors(now.bound, direct_path or flex, flex)
+    operands = call.operands if call is not None else now.operands()
     _check_call(now, (q, k, v), varlen, operands)
     if call is not None:
         if not trains:
@@ -231,7 +218,7 @@ def _known_to_flex(
     swap = now.variant.layout == "bshd" and q.ndim == k.ndim == v.ndim == 4
     if swap:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    operands = now.prepared.tensors(now.bound, True, True)
+    operands = now.operands()
     given = Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     if not _own(given.sinks, *operands):
         return None
@@ -327,7 +314,7 @@ def direct_call(
     """The call on a GPU, and whether gradients of it are wanted, for which it has the log-sum-exp; None where
     there is nothing to launch, or a subclass of tensors has its own idea of operators."""
     q, k, v = qkv
-    sinks, operands = now.sinks, now.prepared.tensors(now.bound, True, varlen is not None)
+    sinks, operands = now.sinks, now.operands()
     others = operands if sinks is None else (*operands, sinks)
     if ops.empty(q, k) or not _own(*others):
         return None, False

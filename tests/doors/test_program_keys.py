@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 import fa4flex
-from fa4flex import contents
 from fa4flex.codegen.analyze import tables as tables_module
 from fa4flex.codegen.analyze import tiles
 from fa4flex.codegen.analyze.domain import Ragged, Shape, bind
@@ -25,7 +24,6 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import graphs
 from fa4flex.runtime import programs as programs_module
-from fa4flex.runtime.cuda.calls.operands import Remembered
 from fa4flex.runtime.programs import publish, read
 
 B, H, Q, KV = (sym(name) for name in ("b", "h", "q", "kv"))
@@ -196,85 +194,6 @@ def test_ranges_along_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch) ->
     for i in range(50):
         inside = lines[lo[i] : hi[i] + 1, other[i]]
         assert least[i] <= inside.min() and inside.max() <= greatest[i]
-
-
-# --- captured tensors that are computed from others -------------------------------------------------------
-
-
-def remembered() -> tuple[Remembered, Any, list[Tensor]]:
-    """Cache of three tables of a mask, its trace, and the two tensors that they are made of."""
-    first, second = torch.arange(1.0, 13.0), torch.arange(12) * 2
-
-    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return ((first * 2)[k] <= (first * 3)[q]) & ((second // 2)[k] <= q)
-
-    trace = fa4flex.compile(mask=mask).trace
-    assert len(trace.operands) == 3
-    return Remembered(), trace, [first, second]
-
-
-def values(known: Remembered, trace: Any, bases: list[Tensor]) -> tuple[Tensor, ...]:
-    found = known.tensors(trace, tuple(bases))
-    exact = {tuple((bases[0] * n).tolist()) for n in (2, 3)} | {tuple((bases[1] // 2).tolist())}
-    assert {tuple(x.tolist()) for x in found} == exact
-    return found
-
-
-@pytest.mark.parametrize("change", ("in place", "through a view", "memory", "another tensor"))
-def test_a_derived_tensor_follows_what_it_is_made_of(change: str) -> None:
-    known, trace, bases = remembered()
-    before = values(known, trace, bases)
-    assert all(a is b for a, b in zip(before, values(known, trace, bases), strict=True)), "kept"
-    if change == "in place":
-        bases[0].add_(1)
-    elif change == "through a view":
-        bases[0][3:5].zero_()
-    elif change == "memory":
-        bases[0].data = bases[0] + 5
-    elif change == "another tensor":
-        bases[0] = bases[0] + 5
-    after = values(known, trace, bases)
-    kept = sum(a is b for a, b in zip(before, after, strict=True))
-    assert kept == 1, "what is made of the other tensor stays"
-
-
-def test_an_id_that_is_used_again_is_another_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here every tensor has the same id, and a new one the memory and the version of an old one."""
-    known, trace, bases = remembered()
-    monkeypatch.setattr(contents, "id", lambda x: 7, raising=False)
-    before = values(known, trace, bases)
-    bases[0] = bases[0].detach()
-    bases[0].numpy()[:] += 1  # torch counts nothing
-    after = values(known, trace, bases)
-    assert not any(a is b for a, b in zip(before, after) if a.is_floating_point())
-
-
-def test_a_derived_tensor_with_gradients_is_made_at_each_call() -> None:
-    known, trace, bases = remembered()
-    plain = values(known, trace, bases)
-    bases[0].requires_grad_()
-    first, second = values(known, trace, bases), values(known, trace, bases)
-    trained = [x for x in first if x.is_floating_point()]
-    assert all(x.requires_grad for x in trained) and not any(x.requires_grad for x in plain)
-    assert sum(a is b for a, b in zip(first, second, strict=True)) == 1
-    with torch.no_grad():
-        assert not any(x.requires_grad for x in values(known, trace, bases))
-    (grad,) = torch.autograd.grad(sum(x.sum() for x in trained), bases[0])
-    assert torch.equal(grad, torch.full_like(grad, 5.0))
-
-
-def test_inference_mode_has_derived_tensors_of_its_own() -> None:
-    known, trace, bases = remembered()
-    with torch.inference_mode():
-        inside = values(known, trace, bases)
-        assert all(x.is_inference() for x in inside)
-    outside = values(known, trace, bases)
-    assert not any(x.is_inference() for x in outside)
-    with torch.inference_mode():
-        made_inside = [torch.arange(1.0, 13.0), torch.arange(12) * 2]
-        first = values(known, trace, made_inside)
-        made_inside[0].add_(1)  # torch counts no change of these
-        assert values(known, trace, made_inside)[0] is not first[0]
 
 
 # --- graphs ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fa4flex.codegen.analyze.intervals import KeyIntervals
 from fa4flex.codegen.analyze.tilemap import RunBuilder
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, load, nodes, substitute
-from fa4flex.contents import MOST_BYTES, VersionedCache
+from fa4flex.contents import Alike
 
 AT_ONCE = 1 << 15
 """Rows, or tiles, handled in one step: bounds the memory of a plan whatever its size."""
@@ -62,10 +62,8 @@ def _looked_up(ends: tuple[Expr, ...], free: int) -> tuple[tuple[Expr, ...], tup
     return tuple(substitute(end, found) for end in ends), tuple(slots)
 
 
-_runs: VersionedCache[tuple[Tensor, Tensor]] = VersionedCache(
-    64, MOST_BYTES, lambda runs: sum(x.nbytes for x in runs)
-)
-"""Runs of tables on the host."""
+_runs: Alike[tuple[Tensor, Tensor]] = Alike(64, 2)
+"""Runs of tables on the host, by their elements."""
 
 
 def runs_of(table: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,9 @@ from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
 from fa4flex.codegen.expr import Expr, loads, nodes
-from fa4flex.contents import Alike
+from fa4flex.contents import Followed
 from fa4flex.exact import exactly
+from fa4flex.primitives.schedule import Contents
 
 __all__ = ["Proof", "Shape", "TileMap", "tile_map"]
 
@@ -37,25 +38,27 @@ def tile_map(
     captured: Captured,
     tile: tuple[int, int],
     dtype: torch.dtype = torch.float32,
+    contents: Contents = "compared",
 ) -> TileMap:
     """Classes of all (tile[0] x tile[1]) tiles of `mask` over `shape`; tiles at the ends are clipped.
 
     `keys` are the mask's key intervals if known (`key_intervals(mask)`); they are used where what they
     assume holds for the captured tables as they are now. `dtype` is that of float arithmetic in the mask.
+    `contents` as a schedule has it.
     """
     if _reads_tensors(mask):
-        here = on_host(captured, mask)
+        here = captured if contents == "counted" else on_host(captured, mask)
         read = [here.operands[slot] for slot in sorted(slots_read(mask))]
         key = mask, keys, shape, exactly(*captured.scalars), tile, dtype
-        return _maps.made(key, read, lambda: _classified(mask, keys, shape, here, tile, dtype))
+        return _maps.made(key, read, lambda: _classified(mask, keys, shape, here, tile, dtype), contents)
     # What depends on numbers alone is the same at every layer and for every sequence of these lengths.
     alike = shape if "b" in mask.free else replace(shape, batch=1, b=None)
     numbers = captured.scalars
     return replace(remembered(mask, keys, alike, numbers, exactly(*numbers), tile, dtype), shape=shape)
 
 
-_maps: Alike[TileMap] = Alike(32, 4)
-"""Maps of masks that read captured tensors, by the tensors' elements."""
+_maps: Followed[TileMap] = Followed(32, 4)
+"""Maps of masks that read captured tensors, by the tensors' contents."""
 
 
 @lru_cache(maxsize=1024)

@@ -20,11 +20,11 @@ from fa4flex.codegen.ops import DIVISIONS
 from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, Dims, Value, is_number
+from fa4flex.codegen.trace.value import Dim, Dims, Number, Value, is_number
 
 DEFAULT_DTYPE: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
 NARROW_INTS = (torch.int8, torch.uint8, torch.int16)
-_MAY_WRAP = ("add", "sub", "mul", "neg", "abs", "shl", "sum", "prod", "bitnot")
+MAY_WRAP = ("add", "sub", "mul", "neg", "abs", "shl", "sum", "prod", "bitnot")
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
@@ -76,13 +76,23 @@ def _describe(x: Any) -> str:
     return "None" if x is None else f"a {type(x).__name__}"
 
 
+def elements_of(tensor: Tensor) -> Value | None:
+    """Elements of a tensor that the mod computed, as an expression of those of captured tensors, where they
+    are one; else None."""
+    derived = current().made.get(id(tensor))
+    return None if derived is None else derived.elements
+
+
 def from_tensor(tensor: Tensor) -> Value:
     """A captured tensor as a vector over all its dimensions; a 0-d one made inside the mod is a constant."""
     state = current()
     derived = state.made.get(id(tensor))
     recipe: Recipe | None = derived.recipe if derived else None
-    if derived and recipe is None and tensor.ndim == 0:
-        return Value(const(tensor.item()), (), tensor.dtype)
+    if derived and tensor.ndim == 0:
+        if recipe is None:
+            return Value(const(tensor.item()), (), tensor.dtype)
+        if derived.elements is not None:
+            return derived.elements
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
         name = state.found[id(tensor)][1] if id(tensor) in state.found else "tensor"
@@ -95,6 +105,8 @@ def from_tensor(tensor: Tensor) -> Value:
     state.see(id(tensor), "element")
     if derived and recipe is None:  # made of nothing that was captured, it is a constant of the trace
         state.captures.paths[id(tensor)] = Path(None, "constant", tensor)
+    if recipe is not None:  # whoever computes it again has no numbers but constants
+        recipe = recipe.exchanged(Number, Number.look)
     kind = kind_of(tensor.dtype)
     slot = state.captures.slot(recipe or tensor, _name(tensor, recipe), tensor)
     dims = tuple(Dim(state.axis_of(tensor, d), extent) for d, extent in enumerate(tensor.shape))
@@ -187,7 +199,7 @@ def refuse_zero_division(op: str, exprs: Sequence[Expr]) -> None:
 
 def refuse_wrapping(op: str, dtype: torch.dtype) -> None:
     """torch wraps narrow integers on overflow; expressions hold mathematical integers."""
-    if dtype in NARROW_INTS and op in _MAY_WRAP:
+    if dtype in NARROW_INTS and op in MAY_WRAP:
         raise current().error(
             given=f"{op} on {dtype}, which wraps around in torch",
             expected="arithmetic on int32, int64 or floating values",

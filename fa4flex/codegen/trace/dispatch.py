@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fa4flex.codegen.trace.captures import Recipe, leaves, map_leaves
+from fa4flex.codegen.trace.commuting import alike, commuted
 from fa4flex.codegen.trace.dtypes import ATTRIBUTES, DTYPES, makes_value
 from fa4flex.codegen.trace.elementwise import ELEMENTWISE, Builder, where
 from fa4flex.codegen.trace.paths import Guard, Path
@@ -158,7 +159,6 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if traced or _numbers_stay(function, args, kwargs, flat):
         with torch._C.DisableTorchFunction():
             return _build(function, args, kwargs)
-    args, kwargs = map_leaves((args, kwargs), scalar_of)
     return _run_real(_real_function(function), args, kwargs)
 
 
@@ -279,17 +279,27 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         raise _mutation(name)
     if captured and name in _READS:
         raise _reading(name)
-    result = function(*args, **kwargs)
+    elements = commuted(_named(function), function, args, kwargs) if captured else None
+    numbers = scalar_of if elements is None else (lambda x: x.value if is_number(x) else x)
+    plain_args, plain_kwargs = map_leaves((args, kwargs), numbers)
+    result = function(*plain_args, **plain_kwargs)
     if not captured:
         result = map_leaves(result, _to_keep)
     given = {id(t) for t in tensors}
     for position, leaf in enumerate(leaves(result)):
         if isinstance(leaf, Tensor) and id(leaf) not in given:
             recipe = _recipe(function, args, kwargs, position) if captured else None
-            state.made[id(leaf)] = Derived(leaf, recipe)
+            fits = elements is not None and leaf is result and alike(elements, leaf)
+            state.made[id(leaf)] = Derived(leaf, recipe, elements if fits else None)
             if not captured and _is_of_now(leaf):
                 state.opaque = state.opaque or "a tensor made where something intercepts operators"
     return result
+
+
+def _named(function: Callable[..., Any]) -> str:
+    """Name in the table of operations; of an attribute, which torch reads by `__get__`, its own."""
+    name = name_of(function)
+    return str(getattr(function.__self__, "__name__", "")) if name == "__get__" else canonical(name)
 
 
 def _to_keep(leaf: Any) -> Any:

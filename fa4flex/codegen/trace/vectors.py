@@ -17,6 +17,7 @@ from fa4flex.codegen.expr import Expr, apply, const, search, substitute, sym, to
 from fa4flex.codegen.trace.build import (
     broadcast,
     coerce,
+    elements_of,
     elementwise,
     from_tensor,
     made,
@@ -38,11 +39,22 @@ MAX_EXTENT = 1024
 
 def getitem(input: Any, index: Any) -> Value:
     """`input[index]` with ints, slices, None, `...`, and traced or captured integer indices."""
-    source = from_tensor(input) if isinstance(input, Tensor) else coerce(input)
-    entries = _expand_ellipsis(index if isinstance(index, tuple) else (index,), len(source.dims))
+    given = index if isinstance(index, tuple) else (index,)
+    rank = input.ndim if isinstance(input, Tensor) else len(coerce(input).dims)
+    entries = _expand_ellipsis(given, rank)
     vectors = [_as_index(e) for e in entries if _is_advanced(e)]
     indices, shared = broadcast(vectors) if vectors else ([], ())
-    return _pick(source, entries, iter(indices), shared)
+    whole = shared or any(entry is None or isinstance(entry, slice) for entry in entries)
+    return _pick(_source(input, not whole), entries, iter(indices), shared)
+
+
+def _source(input: Any, one: bool) -> Value:
+    """What is indexed. Of a tensor that the mod computed, one element is computed where it is read, if it can
+    be; a vector of them would be computed again and again."""
+    if not isinstance(input, Tensor):
+        return coerce(input)
+    elements = elements_of(input) if one else None
+    return from_tensor(input) if elements is None else elements
 
 
 def _pick(source: Value, entries: list[Any], indices: Any, shared: Dims) -> Value:

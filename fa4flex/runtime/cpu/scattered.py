@@ -219,7 +219,9 @@ def scattered(facts: Facts, inputs: Inputs) -> Scattered | None:
     if size is None or not all(0 < x <= LARGEST for x in size):
         return None
     with torch.device("cpu"):
-        tiles = tile_map(facts.mask, facts.keys, inputs.shape, inputs.captured, size, inputs.precision)
+        tiles = tile_map(
+            facts.mask, facts.keys, inputs.shape, inputs.captured, size, inputs.precision, inputs.contents
+        )
     return Scattered(facts, inputs, tiles) if tiles.density <= DENSEST else None
 
 

@@ -20,6 +20,7 @@ from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr
+from fa4flex.primitives.schedule import Contents
 
 QUERY_TILE, KEY_TILE = 128, 128
 SCORES = 2048 * 1024
@@ -33,8 +34,8 @@ class Inputs:
     q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] with H a multiple of Hkv; sinks [H]. `scale`
     multiplies q.k before the score mod. `sequence` fixes the index `b` when the call is one sequence of
     a ragged batch. `compute` is the dtype of scores and sums, None for `precision`'s default; `output`
-    that of the result, None for q's; `tile`
-    (queries, keys) of the walk, None for one that suits the caches.
+    that of the result, None for q's; `tile` (queries, keys) of the walk, None for one that suits the caches;
+    `contents` as a schedule has it.
     """
 
     q: Tensor
@@ -47,6 +48,7 @@ class Inputs:
     compute: torch.dtype | None = None
     output: torch.dtype | None = None
     tile: tuple[int, int] | None = None
+    contents: Contents = "compared"
 
     @property
     def shape(self) -> Shape:
@@ -254,7 +256,7 @@ class Walk:
         self.rows, self.keys = tile = fitting
         with torch.device("cpu"):  # masks are analysed on the host, whatever torch's default device is
             self.tiles = tile_map(
-                facts.mask, facts.keys, inputs.shape, inputs.captured, tile, inputs.precision
+                facts.mask, facts.keys, inputs.shape, inputs.captured, tile, inputs.precision, inputs.contents
             )
         self.plain = facts.score is SCORE
 

@@ -4,12 +4,14 @@ Kept                 key                                             stale when
 a ready call         look of the tensors, extents, numbers that      any of these differs
                      proofs read
 a compiled function  text of its module, look without extents        either differs; torch guards extents
-a block mask         extents, numbers and tensors that the mask      a tensor is another object, elsewhere, or
-                     reads, stream                                   was changed in place
+a block mask         extents, numbers and contents of tensors that   any of these differs
+                     the mask reads, stream
 tables of tokens     extents, lengths of a ragged batch, stream      likewise
 a number's tensor    its buffer, value, dtype, device, stream        any of these differs
 
-While a CUDA graph is captured, block masks and tables are made within it: replays follow new contents.
+Contents are compared on a CPU. What follows from those on a device is made anew by each call, which waits for
+nothing, and within each CUDA graph that is captured: replays follow new contents. With
+Schedule(contents="counted") torch's count of changes in place decides instead.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fa4flex.codegen.analyze.overflow import integers
 from fa4flex.codegen.analyze.prove import prove, proving, watched
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.expr import nodes
-from fa4flex.contents import Guards, VersionedCache, guards_of, hold
+from fa4flex.contents import Followed, VersionedCache
 from fa4flex.exact import exactly
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -54,10 +56,11 @@ class Engine:
     def __init__(self, facts: Facts, schedule: Schedule, precision: Precision) -> None:
         self.facts, self.schedule, self.precision = facts, schedule, precision
         self.watched = watched(facts)
-        self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)
+        self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)  # of keys alone, as the next two
         self._compiled: VersionedCache[Attend] = VersionedCache(MOST_COMPILED)
-        self._tokens: VersionedCache[tuple[Tensor, ...]] = VersionedCache(MOST_MASKS)
-        self.masks: VersionedCache[Blocks] = VersionedCache(MOST_MASKS)
+        self._plain_masks: VersionedCache[Blocks] = VersionedCache(MOST_MASKS)
+        self._tokens: Followed[tuple[Tensor, ...]] = Followed(MOST_MASKS, 4)
+        self._masks: Followed[Blocks] = Followed(MOST_MASKS, 4)
 
     def attend(
         self, given: Tensors, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
@@ -103,7 +106,14 @@ class Engine:
             return make()
         key = q.shape[:1] + k.shape[:1] if packed else (q.shape[0], q.shape[2], k.shape[2])
         absent = tuple([x is None for x in lengths])
-        return self._tokens.made((key, absent, _stream(q)), [x for x in lengths if x is not None], make)
+        present = [x for x in lengths if x is not None]
+        return self._tokens.made((key, absent, _stream(q)), present, make, self.schedule.contents)
+
+    def blocks(self, key: Hashable, read: Sequence[Tensor], make: Callable[[], Blocks]) -> Blocks:
+        """Block mask of a mask that reads these tensors, kept for a key or made now."""
+        if not read:
+            return self._plain_masks.made(key, (), make)
+        return self._masks.made(key, read, make, self.schedule.contents)
 
 
 def _look(given: Tensors, scale: float, statistics: tuple[str, ...]) -> Hashable:
@@ -128,13 +138,12 @@ def _without_absent(given: Tensors) -> Tensors:
 
 
 class Recent(NamedTuple):
-    """Parts of the last call: text of its numbers, stream, tensors of numbers, and its block mask with guards
-    of what that was made of. Threads share it: another call makes another one."""
+    """Parts of the last call: text of its numbers, stream, tensors of numbers, and its block mask, if that
+    follows from numbers alone. Threads share it: another call makes another one."""
 
     numbers: str
     stream: int
     tensors: dict[Buffer, Tensor]
-    guards: Guards = ()
     blocks: Blocks | None = None
 
 
@@ -259,7 +268,7 @@ class Ready:
         assert self.classes is not None
         read = [operands[slot] for slot in self.read]
         capturing = _capturing(q)
-        if recent.blocks is not None and not capturing and hold(recent.guards, read):
+        if recent.blocks is not None and not capturing:
             return recent.blocks, recent
         classes = self.classes
 
@@ -273,10 +282,8 @@ class Ready:
         if capturing:
             return make(), recent
         numbers = exactly(*[scalars[slot] for slot in self.numbers])
-        made = self.engine.masks.made((self.shape, numbers, q.device, recent.stream), read, make)
-        if not any(x.is_inference() for x in read):  # torch counts no changes of these
-            recent = recent._replace(guards=guards_of(read), blocks=made)
-        return made, recent
+        made = self.engine.blocks((self.shape, numbers, q.device, recent.stream), read, make)
+        return made, recent if read else recent._replace(blocks=made)
 
 
 def _made(
