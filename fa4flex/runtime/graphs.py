@@ -8,6 +8,7 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -129,9 +130,9 @@ def _register() -> None:
     class Variable(higher_order_ops.FlexAttentionHigherOrderVariable):
         _HOP_NAME = f"torch.ops.higher_order.{NAME}"
 
-        def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
-            with _floats_of_the_whole_graph():
-                return super().create_wrapped_node(*args, **kwargs)
+        def create_wrapped_node(self, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            with _floats_of_the_whole_graph(), _side_effects_in_place(tx.output):
+                return super().create_wrapped_node(tx, *args, **kwargs)
 
     higher_order_ops._hop_name_to_variable_class.setdefault(NAME, Variable)
 
@@ -165,6 +166,22 @@ def _floats_of_the_whole_graph() -> Iterator[None]:
         yield
     finally:
         VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _side_effects_in_place(output: Any) -> Iterator[None]:
+    """Within, Dynamo captures a mod; its record of side effects is the same object afterwards.
+
+    Dynamo discards what a mod did to Python objects by going on with a copy of its record, made before.
+    Dictionaries of objects that were made in the graph by then hold the record itself: attributes that are
+    set afterwards would be written to it and be lost.
+    """
+    record = output.side_effects
+    yield
+    copied = output.side_effects
+    for name in inspect.signature(type(record)).parameters.keys() & vars(record).keys():
+        setattr(record, name, getattr(copied, name))
+    output.side_effects = record
 
 
 def run(
