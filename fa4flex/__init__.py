@@ -6,12 +6,17 @@
     attn = fa4flex.compile(score_mod=alibi, mask=sliding_window)
     out = attn(q, k, v)
 
-Names are imported when first used: `import fa4flex` itself loads nothing but torch's front.
+Names are imported when first used: `import fa4flex` itself loads nothing, and torch its operators' schemas,
+once both are imported.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,3 +89,33 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+# --- operators ----------------------------------------------------------------------------------------------
+
+
+class _TorchIsImported:
+    """Finds torch as others would, and has its operators declared at the end of its import."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                importlib.import_module("fa4flex.operators")
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# Graphs that were exported are loaded by torch alone, which must know their operators by then.
+if "torch" in sys.modules:
+    importlib.import_module("fa4flex.operators")
+else:
+    sys.meta_path.insert(0, _TorchIsImported)

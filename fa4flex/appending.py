@@ -12,7 +12,6 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import append as operator  # noqa: F401  registers it
 from fa4flex.runtime.checks import check_descriptions, check_strided
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.blame import dress
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.kv_scales import KVScales
@@ -48,9 +47,5 @@ def run(
     except EarlierError:  # it is none of this variant's
         raise
     except Fa4flexError as error:
-        if now is not None:
-            trace = now.bound.trace
-            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
-            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
-        error.add_note(f"in Attention({variant!r})")
+        launch.dress(error, variant, now)
         raise

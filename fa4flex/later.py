@@ -66,13 +66,7 @@ def check() -> None:
             )
 
 
-library = torch.library.Library("fa4flex", "FRAGMENT")
-library.define(
-    "required(Tensor x, Tensor condition, str message) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
-
-def _required(x: Tensor, condition: Tensor, message: str) -> Tensor:
+def required(x: Tensor, condition: Tensor, message: str) -> Tensor:
     """A copy of `x`. Raises InputError if `condition` is not true everywhere, on a GPU at a later call."""
     if not condition.is_cpu:
         require_at_each_replay(condition, message)
@@ -85,10 +79,5 @@ def _required(x: Tensor, condition: Tensor, message: str) -> Tensor:
     return x.clone()
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("required", _required, _device)
-
-
-@torch.library.register_fake("fa4flex::required", lib=library)
-def _(x: Tensor, condition: Tensor, message: str) -> Tensor:
+def required_fake(x: Tensor, condition: Tensor, message: str) -> Tensor:
     return torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""The registered operator `fa4flex::append`: what it checks and computes on a CPU, and its shapes. What it
+"""The operator `fa4flex::append`: what it checks and computes on a CPU, and its shapes. What it
 does on a GPU is in runtime/cuda/append.py."""
 
 from __future__ import annotations
@@ -16,17 +16,9 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda import append as on_gpu
 from fa4flex.runtime.cuda.append import New, Pool
 
-library = torch.library.Library("fa4flex", "FRAGMENT")
-library.define(
-    "append(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
-    " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q)"
-    " -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 @on_the_host
-def _append(
+def append(
     k: Tensor,
     v: Tensor,
     k_pool: Tensor,
@@ -51,12 +43,9 @@ def _append(
     return lengths, k.new_empty(0) if rotated is None else rotated
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("append", _append, _device)
-
-
-@torch.library.register_fake("fa4flex::append", lib=library)
-def _(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, used: Tensor, *rest: Any) -> Any:
+def append_fake(
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, used: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     q = rest[-1]
     rotated = k.new_empty(0) if q is None else q.new_empty(q.shape)
     return used.new_empty(used.shape), rotated

@@ -1,4 +1,4 @@
-"""The registered operator `fa4flex::attention_in_pages`: keys and values in pages, without gradients, as code
+"""The operator `fa4flex::attention_in_pages`: keys and values in pages, without gradients, as code
 under torch.compile calls it. Kernels read pages where they lie; where there is none for a call, and on a CPU,
 all pages of the table are copied first.
 
@@ -30,17 +30,9 @@ Results = tuple[Tensor, Tensor, Tensor]
 """out in the layout of q; lse [B, Hq, Sq], or [Hq, Tq] of packed queries; max_scores alike, empty where they
 are not asked for."""
 
-library = torch.library.Library("fa4flex", "FRAGMENT")
-library.define(
-    "attention_in_pages(Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor paged_keys,"
-    " Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor[] operands, Tensor? sinks, str program, SymInt[] ints,"
-    " Tensor[] floats, float? scale, bool heads_first, bool max_scores) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 @on_the_host
-def _attention_in_pages(
+def attention_in_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -115,12 +107,7 @@ def packed_pages(paging: Paging, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return k.flatten(0, 1), v.flatten(0, 1), starts
 
 
-for _device in ("CPU", "CUDA", "XPU"):
-    library.impl("attention_in_pages", _attention_in_pages, _device)
-
-
-@torch.library.register_fake("fa4flex::attention_in_pages", lib=library)
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+def attention_in_pages_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
     cu_seqlens_q, (text, *_, heads_first, max_scores) = rest[2], rest[6:]
     precision = read(text).precision
     compute, output = precision.compute_dtype(q.dtype), precision.output_dtype(q.dtype)

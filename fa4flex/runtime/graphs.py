@@ -8,6 +8,7 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import autocast
+from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.attention_in_pages import packed_pages
 from fa4flex.runtime.checks import (
     Sizes,
@@ -78,8 +79,10 @@ class _Attention(HigherOrderOperator):
         options: dict[str, Any],
         score_lifted: Sequence[Any] = (),
         mask_lifted: Sequence[Any] = (),
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Results:
         """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`."""
+        if not isinstance(score_mod, fx.GraphModule):
+            return _eager(score_mod.__self__.variant, (q, k, v), options)
         check_tensors(q, k, v)
         pages = options.get("pages")
         _check_shapes(*((q, k, v) if pages is None else _as_dense(q, k, v, pages)), options["lengths"][0])
@@ -126,9 +129,9 @@ def _register() -> None:
     class Variable(higher_order_ops.FlexAttentionHigherOrderVariable):
         _HOP_NAME = f"torch.ops.higher_order.{NAME}"
 
-        def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
-            with _floats_of_the_whole_graph():
-                return super().create_wrapped_node(*args, **kwargs)
+        def create_wrapped_node(self, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            with _floats_of_the_whole_graph(), _side_effects_in_place(tx.output):
+                return super().create_wrapped_node(tx, *args, **kwargs)
 
     higher_order_ops._hop_name_to_variable_class.setdefault(NAME, Variable)
 
@@ -162,6 +165,22 @@ def _floats_of_the_whole_graph() -> Iterator[None]:
         yield
     finally:
         VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _side_effects_in_place(output: Any) -> Iterator[None]:
+    """Within, Dynamo captures a mod; its record of side effects is the same object afterwards.
+
+    Dynamo discards what a mod did to Python objects by going on with a copy of its record, made before.
+    Dictionaries of objects that were made in the graph by then hold the record itself: attributes that are
+    set afterwards would be written to it and be lost.
+    """
+    record = output.side_effects
+    yield
+    copied = output.side_effects
+    for name in inspect.signature(type(record)).parameters.keys() & vars(record).keys():
+        setattr(record, name, getattr(copied, name))
+    output.side_effects = record
 
 
 def run(
@@ -268,25 +287,49 @@ def attend(
     numbers of keys, whether heads come before queries) lengths are (cu_seqlens_q, seqused_q).
     """
     _register()
-    score, mask, scale = variant.score_mod, variant.allowed, variant.scale
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
-    q_len, kv_len, heads = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
-    lengths = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
-
-    def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        if score is None:
-            return s
-        return score(s, b, h, q, kv, **{name: lengths[name] for name in score.context})
-
-    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        if mask is None:
-            return torch.ones_like(b, dtype=torch.bool)
-        return mask(b, h, q, kv, **{name: lengths[name] for name in mask.context})
-
+    context = [torch.zeros((), dtype=torch.int64) for _ in CONTEXT]
+    mods, scale = _Mods(variant, dict(zip(CONTEXT, context))), variant.scale
     if scale is not None:
         scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
-    options = {**options, "context": (q_len, kv_len, heads), "contract": _CONTRACT}
-    return attention(*qkv, score_mod, (mask_mod,), scale, options)  # type: ignore[arg-type]
+    options = {**options, "context": tuple(context), "contract": _CONTRACT}
+    found: tuple[Tensor, Tensor, Tensor] = attention(*qkv, mods.score, (mods.mask,), scale, options)  # type: ignore[arg-type]
+    return found
+
+
+class _Mods:
+    """The functions of a variant as graphs take them, of positional arguments."""
+
+    def __init__(self, variant: Variant, context: dict[str, Tensor]) -> None:
+        self.variant, self.context = variant, context
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        mod = self.variant.score_mod
+        if mod is None:
+            return s
+        return mod(s, b, h, q, kv, **{name: self.context[name] for name in mod.context})
+
+    def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        mod = self.variant.allowed
+        if mod is None:
+            return torch.ones_like(b, dtype=torch.bool)
+        return mod(b, h, q, kv, **{name: self.context[name] for name in mod.context})
+
+
+@torch.compiler.disable
+def _eager(variant: Variant, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Results:
+    """Results of eager mode: where Dynamo cannot trace a mod, it leaves the call out of its graphs."""
+    pages = options.get("pages")
+    if pages is None:
+        lengths, paging, layout = options["lengths"], None, "bhsd"
+    else:
+        table, keys, heads_first = pages
+        cu_seqlens_q, used = options["lengths"]
+        lengths = cu_seqlens_q, None, used
+        paging, layout = Paging(table, keys), "bhsd" if heads_first else "bshd"
+    varlen = None if all(x is None for x in lengths) else Varlen(*lengths)
+    statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
+    return launch.attend(replace(variant, layout=layout), qkv, varlen, paging, statistics)
 
 
 # --- from graphs to a program -------------------------------------------------------------------------------

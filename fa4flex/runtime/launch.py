@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fa4flex.codegen import blame
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import validating
+from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.kv_scales import is_eight_bit
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
@@ -121,6 +123,34 @@ def _prepare(trace: Trace, variant: Variant) -> Prepared:
         found = Prepared(publish(trace.facts, variant.schedule, variant.precision, variant.backend))
         found = known.setdefault(settings, found)  # another thread may have been faster
     return found
+
+
+def attend(
+    variant: Variant,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+) -> Results:
+    """One call of a variant from which nothing is kept."""
+    now: Calling | None = None
+    try:
+        now = calling(variant, None)
+        return run(now, *qkv, varlen, paging, statistics)
+    except EarlierError:  # it is none of this variant's
+        raise
+    except Fa4flexError as error:
+        dress(error, variant, now)
+        raise
+
+
+def dress(error: Fa4flexError, variant: Variant, now: Calling | None) -> None:
+    """Tell an error of a call of the variant, as far as it came, in the user's words."""
+    if now is not None:
+        trace = now.bound.trace
+        origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
+        blame.dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
+    error.add_note(f"in Attention({variant!r})")
 
 
 def run(

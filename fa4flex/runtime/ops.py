@@ -1,4 +1,5 @@
-"""The registered torch operators `fa4flex::attention` and its backward, and the same calls without them.
+"""The torch operators `fa4flex::attention` and its backward (operators.py has their schemas), and the same
+calls without them.
 
 An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors are
 an argument, so that autograd, torch.compile and functionalisation see them. Where nothing traces or
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fa4flex.compiler.simulated import simulating
 from fa4flex.default_device import on_the_host
+from fa4flex.operators import library
 from fa4flex.runtime import autocast, flops, sharding
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths, Tensors
@@ -25,21 +27,6 @@ from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Numbers, Published, read
-
-library = torch.library.Library("fa4flex", "DEF")
-library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q,"
-    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
-    " Tensor[] floats, float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "attention_backward(Tensor[] upstream, Tensor[] saved, Tensor q, Tensor k, Tensor v, Tensor[] operands,"
-    " Tensor? sinks, Tensor?[] lengths, str program, SymInt[] ints, Tensor[] floats, float? scale,"
-    " int[] needs) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 # --- what computes ----------------------------------------------------------------------------------------
 
@@ -299,7 +286,7 @@ def numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | Non
 
 
 @on_the_host
-def _attention(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -314,7 +301,7 @@ def _attention(
 
 
 @on_the_host
-def _attention_backward(
+def attention_backward(
     upstream: Sequence[Tensor],
     saved: Sequence[Tensor],
     q: Tensor,
@@ -334,7 +321,7 @@ def _attention_backward(
     return [x.contiguous() for x in found]
 
 
-def _attention_with_gradients(
+def attention_with_gradients(
     q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], sinks: Tensor | None, *rest: Any
 ) -> Forward:
     _follow()
@@ -346,17 +333,10 @@ def _attention_with_gradients(
     return Attend.apply(plain, *tensors)
 
 
-def _backward_below(*args: Any) -> list[Tensor]:
+def backward_below(*args: Any) -> list[Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         found: list[Tensor] = torch.ops.fa4flex.attention_backward(*args)
     return found
-
-
-for _device in ("CPU", "CUDA", "XPU"):
-    library.impl("attention", _attention, _device)
-    library.impl("attention_backward", _attention_backward, _device)
-library.impl("attention", _attention_with_gradients, "Autograd")
-library.impl("attention_backward", _backward_below, "Autograd")
 
 
 def _follow() -> None:
@@ -371,8 +351,7 @@ _follow()
 # --- shapes without data, for torch.compile ---------------------------------------------------------
 
 
-@torch.library.register_fake("fa4flex::attention", lib=library)
-def _(
+def attention_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -393,8 +372,7 @@ def _(
     return out, lse, largest, total
 
 
-@torch.library.register_fake("fa4flex::attention_backward", lib=library)
-def _(
+def attention_backward_fake(
     upstream: Sequence[Tensor],
     saved: Sequence[Tensor],
     q: Tensor,

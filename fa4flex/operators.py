@@ -1,0 +1,109 @@
+"""The operators that torch knows of fa4flex: their schemas, and where the functions are that compute them.
+
+Schemas are declared once torch and fa4flex are both imported, so that exported graphs load; functions are
+imported at an operator's first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+NAMESPACE = "fa4flex"
+
+
+class Operator(NamedTuple):
+    """One operator. `module` has its functions: `compute` for `devices`, `fake` for shapes without data, and
+    `gradients`, if there is one, above autograd."""
+
+    schema: str
+    module: str
+    compute: str
+    fake: str
+    gradients: str | None = None
+    devices: tuple[str, ...] = ("CPU", "CUDA", "XPU")
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Names of the functions by dispatch key."""
+        found = dict.fromkeys(self.devices, self.compute)
+        return found if self.gradients is None else {**found, "Autograd": self.gradients}
+
+
+# Files of torch.export hold calls by these schemas: what changes must accept the calls of before.
+OPERATORS = {
+    "attention": Operator(
+        "(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q,"
+        " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
+        " Tensor[] floats, float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
+        "fa4flex.runtime.ops", "attention", "attention_fake", "attention_with_gradients",
+    ),
+    "attention_backward": Operator(
+        "(Tensor[] upstream, Tensor[] saved, Tensor q, Tensor k, Tensor v, Tensor[] operands,"
+        " Tensor? sinks, Tensor?[] lengths, str program, SymInt[] ints, Tensor[] floats, float? scale,"
+        " int[] needs) -> Tensor[]",
+        "fa4flex.runtime.ops", "attention_backward", "attention_backward_fake", "backward_below",
+    ),
+    "attention_in_pages": Operator(
+        "(Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor paged_keys, Tensor? cu_seqlens_q,"
+        " Tensor? seqused_q, Tensor[] operands, Tensor? sinks, str program, SymInt[] ints,"
+        " Tensor[] floats, float? scale, bool heads_first, bool max_scores) -> (Tensor, Tensor, Tensor)",
+        "fa4flex.runtime.attention_in_pages", "attention_in_pages", "attention_in_pages_fake",
+    ),
+    "append": Operator(
+        "(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
+        " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q)"
+        " -> (Tensor, Tensor)",
+        "fa4flex.runtime.append", "append", "append_fake", devices=("CPU", "CUDA"),
+    ),
+    "required": Operator(
+        "(Tensor x, Tensor condition, str message) -> Tensor",
+        "fa4flex.later", "required", "required_fake", devices=("CPU", "CUDA"),
+    ),
+}  # fmt: skip
+
+library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def called(name: str, function: str) -> Callable[..., Any]:
+    """The named function of an operator as torch calls it.
+
+    Compiled packages of AOTInductor hand over None for an empty list, which a schema does not allow: where it
+    has a list, the function gets one.
+    """
+    operator = OPERATORS[name]
+    arguments = torch._C.parse_schema(f"{NAMESPACE}::{name}{operator.schema}").arguments
+    lists = [n for n, argument in enumerate(arguments) if argument.type.kind() == "ListType"]
+    found: Callable[..., Any] | None = None
+
+    def call(*given: Any) -> Any:
+        nonlocal found
+        if found is None:
+            found = _imported(operator.module, function)
+        if any(given[n] is None for n in lists):
+            given = tuple([[] if x is None and n in lists else x for n, x in enumerate(given)])
+        return found(*given)
+
+    return call
+
+
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    """Modes of the call at hand see nothing of what an import makes."""
+    with torch.inference_mode(False), _disable_current_modes(), torch._C.DisableTorchFunction():
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _declare(name: str, operator: Operator) -> None:
+    library.define(name + operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key, function in operator.functions.items():
+        library.impl(name, called(name, function), key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", called(name, operator.fake), lib=library)
+
+
+for _name, _operator in OPERATORS.items():
+    _declare(_name, _operator)

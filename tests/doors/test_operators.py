@@ -1,0 +1,137 @@
+"""Operators as torch knows them: schemas that saved files rely on, and calls of compiled packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa4flex
+from fa4flex.operators import NAMESPACE, OPERATORS, called
+from fa4flex.runtime.cuda.calls.call import SequenceLengths
+from fa4flex.variants import causal
+
+SAVED = Path(__file__).parent / "saved"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_functions_of_operators_exist(name: str) -> None:
+    operator = OPERATORS[name]
+    module = pytest.importorskip(operator.module)
+    assert all(callable(getattr(module, found)) for found in {*operator.functions.values(), operator.fake})
+    assert str(getattr(torch.ops.fa4flex, name).default._schema) == f"{NAMESPACE}::{name}{operator.schema}"
+
+
+# --- empty lists --------------------------------------------------------------------------------------------
+
+
+def plain_program() -> tuple[str, float]:
+    attn = fa4flex.compile(mask=causal, scale=0.5)
+    return attn.prepared.program.text, 0.5
+
+
+def arguments(name: str) -> tuple[Any, ...]:
+    """Arguments of a call whose lists are empty, where that means something."""
+    q, k, v = (torch.arange(3 * 64) * 0.7).sin().view(3, 1, 2, 4, 8)
+    text, scale = plain_program()
+    if name == "attention":
+        return q, k, v, [], None, None, None, None, None, text, [], [], scale, True
+    if name == "attention_backward":
+        saved = torch.ops.fa4flex.attention(*arguments("attention"))
+        lengths = list(SequenceLengths())
+        return [torch.ones_like(q)], list(saved), q, k, v, [], None, lengths, text, [], [], scale, []
+    pools = [torch.randn(3, 4, 2, 8) for _ in range(2)]
+    table, used = torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    if name == "attention_in_pages":
+        return q, *pools, table, used, None, None, [], None, text, [], [], scale, True, False
+    if name == "append":
+        return k, v, *pools, table, used, None, None, None, None, False, None
+    assert name == "required", "a new operator needs a call here"
+    return q, torch.tensor(True), "it is true"
+
+
+def copies(given: tuple[Any, ...]) -> list[Any]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in given]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_lists_may_come_as_none(name: str) -> None:
+    """As AOTInductor's packages hand over empty ones."""
+    given, operator = arguments(name), OPERATORS[name]
+    without = tuple([None if x == [] and isinstance(x, list) else x for x in given])
+    functions: dict[str, Callable[..., Any]] = {"CPU": called(name, operator.compute)}
+    functions["fake"] = called(name, operator.fake)
+    if operator.gradients is not None:
+        functions["Autograd"] = called(name, operator.gradients)
+    for key, function in functions.items():
+        given_too = given if key == "Autograd" and name == "attention_backward" else without
+        found, truth = function(*copies(given_too)), getattr(torch.ops.fa4flex, name)(*copies(given))
+        found, truth = ([x] if isinstance(x, Tensor) else list(x) for x in (found, truth))
+        assert len(found) == len(truth), key
+        for f, t in zip(found, truth, strict=True):
+            assert (f.shape, f.dtype) == (t.shape, t.dtype), key
+            if key != "fake":
+                torch.testing.assert_close(f, t)
+
+
+PACKAGE = """
+import sys, fa4flex, torch
+run = torch._inductor.aoti_load_package(sys.argv[1])
+given, truth = torch.load(sys.argv[1] + ".tensors")
+torch.testing.assert_close(run(*given), truth)
+"""
+
+
+@pytest.mark.slow
+def test_a_package_of_aotinductor_runs_in_a_new_process(tmp_path: Path) -> None:
+    """Of every operator, in a process that has only imported torch and fa4flex."""
+    sys.path.insert(0, str(SAVED))
+    from every_operator import EveryOperator, inputs
+
+    model, given, name = EveryOperator(), inputs(), str(tmp_path / "model.pt2")
+    with torch.no_grad():
+        exported = torch.export.export(model, given, strict=True)
+        torch._inductor.aoti_compile_and_package(exported, package_path=name)
+        torch.save((given, model(*given)), name + ".tensors")
+    done = subprocess.run([sys.executable, "-c", PACKAGE, name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- saved files --------------------------------------------------------------------------------------------
+
+LOADED = """
+import sys, {first}, {second}
+assert not [m for m in sys.modules if m.startswith("fa4flex.") and m != "fa4flex.operators"]
+program = torch.export.load({saved!r} + "/every_operator.pt2")
+sys.path.insert(0, {saved!r})
+with torch.no_grad():
+    from every_operator import EveryOperator, inputs
+    torch.testing.assert_close(program.module()(*inputs()), EveryOperator()(*inputs()))
+"""
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="it was saved by torch 2.13")
+@pytest.mark.parametrize(("first", "second"), [("fa4flex", "torch"), ("torch", "fa4flex")])
+def test_a_file_of_an_earlier_version_loads(first: str, second: str) -> None:
+    """In a process that has only imported both. The file is from version 0.1.0: it is not made anew."""
+    code = LOADED.format(first=first, second=second, saved=str(SAVED))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_that_is_imported_later_is_as_always() -> None:
+    code = (
+        "import sys; before = list(sys.meta_path); import fa4flex; assert 'torch' not in sys.modules;"
+        "import torch; assert torch.ops.fa4flex.attention.default;"
+        "assert sys.meta_path[-len(before):] == before;"
+        "assert not [x for x in sys.meta_path if getattr(x, '__module__', '') == 'fa4flex'];"
+        "import inspect; assert inspect.getsource(torch) and torch.__spec__.loader is torch.__loader__"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
