@@ -98,7 +98,8 @@ def explain(arguments: argparse.Namespace) -> int:
     from fa4flex.view.explain import explain as described
 
     q_len, kv_len = arguments.q_len, arguments.kv_len
-    print(described(compiled(arguments).program, q_len, kv_len or q_len, arguments.arch))
+    width = {} if arguments.head_dim is None else {"head_dim": arguments.head_dim}
+    print(described(compiled(arguments).program, q_len, kv_len or q_len, arguments.arch, **width))
     return 0
 
 
@@ -154,12 +155,13 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("--size", **size, help="queries (default: what the variant implies, or 2048)")
     drawing.add_argument("--kv-len", **size, help=same)
     drawing.add_argument("--tile", **size, nargs="+", help="queries and keys per character")
-    stages = "trace (default), facts, gradient, flex; of GPU kernels plan, forward or ptx"
+    stages = "trace (default), facts, gradient, flex; of GPU kernels plan, forward, backward or ptx"
     add(show).add_argument("--stage", default="trace", help=stages)
     explaining, checking = add(explain), add(check)
     explaining.add_argument("--q-len", **size, default=4096, help="queries (default 4096)")
     explaining.add_argument("--kv-len", **size, help=same)
     explaining.add_argument("--arch", help="describe the kernel of a GPU: sm_90a, sm_100a, ...")
+    explaining.add_argument("--head-dim", **size, help="of that kernel (default 128)")
     checking.add_argument("--q-len", **size, default=200, help="queries (default 200)")
     checking.add_argument("--kv-len", **size, help=same)
     checking.add_argument("--seed", **size, default=0, help="of the random inputs (default 0)")

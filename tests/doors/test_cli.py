@@ -176,5 +176,5 @@ def test_a_mistyped_variant_is_suggested_by_the_package() -> None:
 
 
 def test_explain_describes_a_gpu_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "causal", "--arch", "sm_100a"]) == 0
-    assert "forward kernel for sm_100a" in capsys.readouterr().out
+    assert main(["explain", "causal", "--arch", "sm_100a", "--head-dim", "64"]) == 0
+    assert "forward kernel for sm_100a (B200): heads of 64" in capsys.readouterr().out
