@@ -30,7 +30,6 @@ def whole(variant: str, name: str, value: Any, least: int = 1) -> int:
             number = least - 1
         if number >= least:
             return number
-    a_number = isinstance(value, int) and not isinstance(value, bool)
     raise InputError(
         f"{variant}({name}={value!r})",
         f"an int >= {least}",
