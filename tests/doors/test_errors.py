@@ -440,7 +440,7 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         lambda: plain(*[jagged.values()] * 3, varlen=Varlen(jagged.offsets())),
     ),
     "a window of none": (lambda: sliding_window(0), "a Python int of 1 or more", lambda: sliding_window(1)),
-    "a window that is a float": (lambda: sliding_window(3.0), "pass a Python int of 1", lambda: sliding_window(3)),
+    "a window that is a float": (lambda: sliding_window(3.0), "pass a Python int", lambda: sliding_window(3)),
     "no soft cap": (lambda: softcap(0.0), "leave softcap out", lambda: plain(*qkv)),
     "a soft cap that is a tensor": (
         lambda: softcap(torch.tensor(3.0)), "pass a Python number", lambda: softcap(3.0),
