@@ -133,11 +133,17 @@ class Attention:
         return _loaded, (self.variant,)
 
     @on_the_host
-    def explain(self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None) -> Explanation:
-        """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
+    def explain(
+        self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None, **problem: Any
+    ) -> Explanation:
+        """In words: what was composed, what was proved and what is evaluated, and why, at these lengths.
+
+        arch     a GPU whose kernel is described ("sm_90a", "sm_100a"), on any machine
+        problem  of that kernel, as `source` takes it: head_dim (default 128), batch, heads, kv_heads, ...
+        """
         from fa4flex.view.explain import explain
 
-        return explain(self.program, q_len, q_len if kv_len is None else kv_len, arch)
+        return explain(self.program, q_len, q_len if kv_len is None else kv_len, arch, **problem)
 
     @on_the_host
     def source(self, stage: str = "trace", **problem: Any) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from typing import Any
+
+import torch
 
 from fa4flex.codegen.analyze.facts import SCORE
 from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.analyze.overflow import overflowing
-from fa4flex.codegen.analyze.tiles import Proof
+from fa4flex.codegen.analyze.tiles import Proof, TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
 from fa4flex.codegen.trace import Pinned
-from fa4flex.errors import Fa4flexError
+from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
@@ -23,6 +26,8 @@ from fa4flex.view.sizes import Setting, setting
 Section = tuple[str, list[str]]
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
 LONG_TERM = 90
+FEW_INTERVALS = 2
+"""Up to so many intervals are listed again with lengths and numbers put in."""
 
 
 class Explanation(str):
@@ -34,9 +39,19 @@ class Explanation(str):
         return str(self)
 
 
-def explain(program: Program, q_len: int, kv_len: int, arch: str | None = None) -> Explanation:
-    """The program at these lengths, in words; the GPU's part in full where there is one, or for `arch`."""
-    chosen, names = setting(program, q_len, kv_len), Names.of(program)
+def explain(
+    program: Program, q_len: int, kv_len: int, arch: str | None = None, **problem: Any
+) -> Explanation:
+    """The program at these lengths, in words; the GPU's part in full where there is one, or for `arch`.
+
+    problem  sizes, pass and fields of the GPU's problem, as `source` takes them: head_dim, batch, heads, ...
+    """
+    if problem:
+        from fa4flex.view.gpu import check_names
+
+        check_names(problem)
+    chosen = setting(program, q_len, kv_len, problem.get("batch"), problem.get("heads"))
+    names = Names.of(program)
     auto = program.variant.backend == "auto"
     sections = (
         ("composed", _composition(program)),
@@ -45,8 +60,8 @@ def explain(program: Program, q_len: int, kv_len: int, arch: str | None = None) 
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
         ("backend", backend.summary(program, chosen)),
-        ("on a CPU", _place(program) if auto else []),
-        ("on a GPU", _gpu(program, q_len, kv_len, arch) if auto or arch else []),
+        ("on a CPU", _place(program, chosen) if auto else []),
+        ("on a GPU", _gpu(program, q_len, kv_len, arch, problem) if auto or arch else []),
     )
     return Explanation("\n\n".join(_section(title, lines) for title, lines in sections if lines))
 
@@ -97,7 +112,7 @@ def _alignment(program: Program) -> list[str]:
         return ["alignment   bottom-right: the last query stands at the last key, as in FlashAttention"]
     if any(node is sym("q_len") or node is sym("kv_len") for node in nodes):
         return ["alignment   as written: the mods use q_len and kv_len themselves"]
-    if program.mask is None:
+    if program.variant.mask is None:
         return []
     return ["alignment   as written: query i stands at key i, whatever the two lengths are (top-left)"]
 
@@ -109,13 +124,13 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     facts, shape = program.facts, chosen.shape
     if facts.mask is TRUE:
         return ["every key is allowed: nothing to skip, nothing to evaluate"]
-    tile = program.variant.schedule.tile or _cpu_tile()
-    tiles = tiles_of(program, chosen, tile)
+    tiles = _cpu_tiles(program, chosen)
+    tile = tiles.tile
     reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
     lines = [f"allowed where {names.show(facts.mask)}"]
     if program.variant.blocks is not None:
         reasons = ()
-        lines += _block_map(program.variant.blocks, tile)
+        lines.append(_block_map(program.variant.blocks))
     elif facts.keys is None:
         lines.append(
             "no closed form as key intervals: tiles are bounded, and evaluated where bounds do not decide"
@@ -126,7 +141,8 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
         lines += [f"  {line}" for line in names.rename(describe(facts.keys)).splitlines()]
     sizes = f"q_len={shape.q_len}, kv_len={shape.kv_len}{_sharing(program, chosen)}"
     lines.append(f"at {sizes}, tile {tile[0]} x {tile[1]}:")
-    if facts.keys is not None and not reasons and program.variant.blocks is None:
+    simple = facts.keys is not None and len(facts.keys.spans) <= FEW_INTERVALS
+    if facts.keys is not None and simple and not reasons and program.variant.blocks is None:
         form = closed_form(facts.keys, shape, program.captured(), names.show)
         lines.append(f"  query q attends {', and '.join(form) or 'no key'}")
     below = [
@@ -137,18 +153,12 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     return [*lines, *(f"  {line}" for line in below)]
 
 
-def _block_map(blocks: BlockMap, tile: tuple[int, int]) -> list[str]:
-    """The map itself, about which nothing is proved, and whether tiles are fine enough to skip its blocks."""
+def _block_map(blocks: BlockMap) -> str:
+    """The map itself, about which nothing is proved."""
     (rows, keys), counts = blocks.block_size, blocks.counts
     listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
     lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
-    lines = [f"a table for {lengths} alone, in blocks of {rows} x {keys}: {listed}"]
-    if rows % tile[0] or keys % tile[1]:
-        lines.append(
-            f"a CPU's tiles of {tile[0]} x {tile[1]} span several blocks and skip none of them singly:"
-            f" schedule=Schedule(tile=({rows}, {keys})) makes them fit"
-        )
-    return lines
+    return f"a table for {lengths} alone, in blocks of {rows} x {keys}: {listed}"
 
 
 def _sharing(program: Program, chosen: Setting) -> str:
@@ -172,10 +182,25 @@ def _decided(proof: Proof, reasons: tuple[str, ...], names: Names) -> list[str]:
     return [line, *(f"because {names.rename(reason)}" for reason in reasons)]
 
 
-def _cpu_tile() -> tuple[int, int]:
+def _cpu_tiles(program: Program, chosen: Setting) -> TileMap:
+    """Tiles of a CPU's forward pass: those of a block map that are gathered, or the tiles that are walked."""
+    return _gathered(program, chosen) or tiles_of(program, chosen, _walked(program))
+
+
+def _gathered(program: Program, chosen: Setting) -> TileMap | None:
+    from fa4flex.runtime.cpu.scattered import scattered_tiles
+
+    if program.variant.schedule.tile is not None:
+        return None
+    return scattered_tiles(
+        program.facts, chosen.shape, program.captured(), torch.float32, program.variant.schedule.contents
+    )
+
+
+def _walked(program: Program) -> tuple[int, int]:
     from fa4flex.runtime.cpu.tiles import KEY_TILE, QUERY_TILE
 
-    return QUERY_TILE, KEY_TILE
+    return program.variant.schedule.tile or (QUERY_TILE, KEY_TILE)
 
 
 # --- the score ------------------------------------------------------------------------------------------
@@ -246,31 +271,40 @@ def _indices(program: Program, names: Names, chosen: Setting) -> list[str]:
     return [*listed, "a CPU computes indices in 64 bits, so these do not wrap"]
 
 
-def _place(program: Program) -> list[str]:
-    precision, tile = program.variant.precision, program.variant.schedule.tile or _cpu_tile()
+def _place(program: Program, chosen: Setting) -> list[str]:
+    precision, tile, gathered = program.variant.precision, _walked(program), _gathered(program, chosen)
     compute = "float32 (float64 for float64 inputs)" if precision.compute == "auto" else precision.compute
+    tiles = f"tile {tile[0]} x {tile[1]}"
+    if gathered is not None:
+        rows, keys = gathered.tile
+        tiles = (
+            f"blocks of {rows} x {keys} gathered; where gradients of captured tensors are asked for, {tiles}"
+        )
     return [
-        f"forward and backward, tile {tile[0]} x {tile[1]}",
+        f"forward and backward, {tiles}",
         f"scores, softmax and sums in {compute}",
         "empty tiles are not loaded, full tiles do not evaluate the mask; the same bits at every run",
     ]
 
 
-def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None) -> list[str]:
+def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: dict[str, Any]) -> list[str]:
     """The kernel of this machine's GPU, or of `arch`, or why there is none; the name alone without both."""
     from fa4flex.view import gpu
 
     arch = arch or gpu.arch_here()
     try:
         if arch is None:
-            return [gpu.headline(program, q_len, kv_len), f'explain(arch="{gpu.ARCH}") says how it runs']
-        lines = gpu.summary(program, q_len, kv_len, arch)
+            return [
+                gpu.headline(program, q_len, kv_len, **problem),
+                f'explain(arch="{gpu.ARCH}") says how it runs',
+            ]
+        lines = gpu.summary(program, q_len, kv_len, arch=arch, **problem)
     except Fa4flexError as error:
+        if problem and isinstance(error, InputError):
+            raise
         if arch is not None:
             gpu.target_named(arch)
         return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
-    return [
-        *lines,
-        "backward: kernels, on Blackwell for heads up to 128; for outputs in another dtype than q"
-        " PyTorch operations, block by block: exact and deterministic, at PyTorch's speed",
-    ]
+    if "direction" in problem:
+        return lines
+    return [*lines, f"backward: {gpu.backward(program, q_len, kv_len, arch=arch, **problem)}"]

@@ -10,9 +10,10 @@ import torch
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.build import Program
-from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
+from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
-from fa4flex.view.sizes import setting
+from fa4flex.view.sizes import Setting, setting
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 ARCH = "sm_90a"
 DIRECTIONS = ("forward", "backward")
+NONE = 1e-9
+"""Share of tiles that stands for none: a bound is that of some."""
 
 
 def lowered(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> Lowered:
@@ -128,32 +131,41 @@ def source_of(program: Program, found: Lowered) -> Source:
 
 def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
     """Tiles, warp roles, registers, memory map, topology and expected bound."""
+    return _planned(program, q_len, kv_len, changes)[1]
+
+
+def _planned(
+    program: Program, q_len: int | None, kv_len: int | None, changes: dict[str, Any]
+) -> tuple[Lowered, str]:
+    """The pass, and its plan in words."""
     shape = setting(program, q_len, kv_len, changes.get("batch"), changes.get("heads")).shape
-    text: str = lowered(program, q_len, kv_len, **changes).plan.explain(_size(shape))
-    return text
+    found = lowered(program, q_len, kv_len, **changes)
+    return found, found.plan.explain(_size(program, found, shape, changes.get("kv_heads")))
 
 
-_TOLD = ("forward kernel", "tile:", "softmax:", "order:", "bound:")
+_SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "bound:")
 _MASKS = {
     "none": "every tile of keys is full: no mask code",
     "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",
     "tables": "block tables are made at the first call; the mask runs in partial tiles only",
     "pairs": "no block table: the mask runs in all tiles of keys, beside their loads",
+    "queries": "the kernel computes each key's queries itself: no block table, no mask code in full tiles",
 }
 
 
-def headline(program: Program, q_len: int, kv_len: int, arch: str | None = None) -> str:
+def headline(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
     """One line: which kernel it would be."""
-    return plan_stage(program, q_len, kv_len, arch=arch).splitlines()[0]
+    text: str = lowered(program, q_len, kv_len, **changes).plan.explain()
+    return text.splitlines()[0]
 
 
-def summary(
-    program: Program, q_len: int | None = None, kv_len: int | None = None, arch: str | None = None
-) -> list[str]:
+def summary(program: Program, q_len: int, kv_len: int, **changes: Any) -> list[str]:
     """The plan's headlines, and what was proved for it."""
-    shape = setting(program, q_len, kv_len).shape
-    found = lowered(program, shape.q_len, shape.kv_len, arch=arch)
-    lines, problem = found.plan.explain(_size(shape)).splitlines(), found.problem
+    found, text = _planned(program, q_len, kv_len, changes)
+    problem, lines, shown = found.problem, [], False
+    for line in text.splitlines():  # an indented line goes on with the one above it
+        shown = shown if line.startswith(" ") else line.startswith(_SHOWN)
+        lines += [line] * shown
     proved = [f"mask: {_MASKS[problem.mask_form]}"]
     if problem.row_ends:
         proved.append("while what it searches is sorted, partial tiles compare keys with ends of intervals")
@@ -163,13 +175,43 @@ def summary(
             if problem.in_range
             else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
         )
-    return [*(line for line in lines if line.startswith(_TOLD)), *proved]
+    names = Names.of(program)
+    return [names.rename(line) for line in (*lines, *proved)]
 
 
-def _size(shape: Shape) -> Size:
+def backward(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
+    """The backward pass in a line: its kernel, or why there is none."""
+    try:
+        changes["direction"] = "backward"
+        tile = lowered(program, q_len, kv_len, **changes).plan.tile
+    except UnsupportedError as error:
+        return (
+            f"PyTorch operations, block by block: exact and deterministic, but slow; not built: {error.given}"
+        )
+    return f"a kernel, tile {tile[0]} queries x {tile[1]} keys"
+
+
+def _size(program: Program, found: Lowered, shape: Shape, kv_heads: int | None) -> Size:
+    """The launch, with the share of tiles that the kernel computes of it."""
     from fa4flex.codegen.plan.bound import Size
 
-    return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len)
+    density, keys = _computed(program, found, shape) if found.direction == "forward" else (None, None)
+    return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len, density, kv_heads, keys)
+
+
+def _computed(program: Program, found: Lowered, shape: Shape) -> tuple[float | None, float | None]:
+    """Shares of the kernel's tiles that are computed, and of keys that these read; None where lengths of
+    sequences, which are a call's, or tensors of other sizes decide."""
+    problem, (rows, keys) = found.problem, found.plan.tile
+    if problem.lengths != "dense":
+        return None, None
+    if problem.mask_form in ("none", "pairs"):
+        return 1.0, 1.0
+    try:
+        tiles = tiles_of(program, Setting(shape), (max(rows // problem.packed_heads, 1), keys))
+    except Fa4flexError:
+        return None, None
+    return max(tiles.density, NONE), tiles.used_columns
 
 
 def forward_stage(

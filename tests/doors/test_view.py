@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import operator
 import re
 import sys
 from html.parser import HTMLParser
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy
@@ -12,9 +16,18 @@ import pytest
 import torch
 
 import fa4flex
+from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.variants import alibi, causal, document, prefix_lm, sliding_window, softcap
-from fa4flex.view import ascii, svg
+from fa4flex.variants import (
+    alibi,
+    causal,
+    document,
+    prefix_lm,
+    sliding_window,
+    softcap,
+    symmetric_window,
+)
+from fa4flex.view import ascii, gpu, svg
 from fa4flex.view.explain import explain
 from fa4flex.view.grid import Grid
 
@@ -244,12 +257,107 @@ def test_explain_of_a_block_map_claims_no_proof() -> None:
     text = flat(fa4flex.compile(mask=blocks).explain(64))
     assert "proved" not in text and "all lengths" not in text and "sorted" not in text
     assert "q_len=64, kv_len=64 alone, in blocks of 16 x 16: 0 full, 10 partial, 6 empty" in text
-    assert "schedule=Schedule(tile=(16, 16)) makes them fit" in text
+    assert "16 tiles" not in text and "1 tiles: 0 full, 1 partial, 0 empty" in text  # walked, it is too dense
     fitting = fa4flex.compile(mask=blocks, schedule=fa4flex.Schedule(tile=(16, 16)))
-    text = flat(fitting.explain(64))
-    assert "makes them fit" not in text and "16 tiles: 10 full, 0 partial, 6 empty" in text
+    assert "16 tiles: 10 full, 0 partial, 6 empty" in flat(fitting.explain(64))
     with_mask = flat(fa4flex.compile(mask=causal, blocks=blocks).explain(64))
     assert "proved in closed form" not in with_mask and "alone, in blocks of 16 x 16" in with_mask
+
+
+def test_explain_of_a_block_map_shows_the_tiles_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that a CPU gathers are counted as they are, others by the tiles that it walks over; a tile is
+    never advised."""
+    gathered: list[bool] = []
+    forward = importlib.import_module("fa4flex.runtime.cpu.forward")
+    tried = forward.scattered
+    monkeypatch.setattr(forward, "scattered", lambda *x: gathered.append(tried(*x) is not None) or tried(*x))
+    dense = torch.zeros(64, 8, dtype=torch.bool)
+    dense[::4, ::4] = True
+    for size, tile in (((1, 16), None), ((1, 16), (64, 64)), ((2, 128), None)):
+        blocks = fa4flex.BlockMap.from_dense(dense, size)
+        attn = fa4flex.compile(mask=blocks, schedule=fa4flex.Schedule(tile=tile))
+        q, k, v = (torch.randn(1, 1, n, 16) for n in (blocks.q_len, blocks.kv_len, blocks.kv_len))
+        gathered.clear()
+        attn(q, k, v)
+        ran = size if gathered == [True] else tile or (128, 128)
+        text = flat(attn.explain(blocks.q_len, blocks.kv_len, "sm_90a"))
+        assert f"tile {ran[0]} x {ran[1]}: " in text and ("gathered" in text) == (gathered == [True])
+        assert "Schedule(" not in text
+
+
+def test_explain_lists_many_intervals_once() -> None:
+    chosen = torch.randint(32, (1, 2, 32, 8)).sort(-1).values
+
+    def selected(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        found = [chosen[b, h, q_idx // 64, i] == kv_idx // 64 for i in range(8)]
+        return functools.reduce(operator.or_, found)
+
+    text = flat(fa4flex.compile(mask=selected).explain(2048))
+    assert "proved in closed form" in text and text.count("chosen[b, h, q // 64, 7]") == 3  # mask, two ends
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_the_bound_follows_the_tiles_that_are_computed(arch: str) -> None:
+    ids = torch.randint(3, (1024,)).sort().values
+    drawn = fa4flex.BlockMap.from_dense(torch.rand(8, 8) < 0.3, 128)
+    opaque = lambda b, h, q_idx, kv_idx: ids[q_idx] * 2 == ids[kv_idx] * 5  # noqa: E731
+    peak = next(target for target in TARGETS if target.name == arch).peak_flops
+    for mods in (
+        {}, {"mask": causal}, {"mask": sliding_window(100)}, {"mask": document(ids)}, {"mask": opaque},
+        {"mask": causal, "blocks": drawn}, {"blocks": drawn}, {"mask": ~causal & causal},
+    ):  # fmt: skip
+        attn = fa4flex.compile(**mods)  # type: ignore[arg-type]
+        text = flat(attn.explain(1024, arch=arch, head_dim=64))
+        plan = gpu.lowered(attn.program, 1024, 1024, arch=arch, head_dim=64).plan
+        every = lambda b, h, q_idx, kv_idx: kv_idx >= 0  # noqa: E731
+        allowed = fa4flex.as_mask(attn.variant.allowed if mods else every)
+        classes = brute_force(allowed, 1024, 1024, plan.tile)
+        share = float((classes > 0).mean())
+        assert f"{100 * share:.1f} % of the tiles are computed" in text.split("bound:")[1]
+        products = re.search(r"tensor cores ([0-9.e-]+) us", text)
+        seconds = 4 * 1024**2 * 64 * share / peak
+        assert (products is None) == (share == 0)
+        assert products is None or float(products[1]) * 1e-6 == pytest.approx(seconds, rel=0.05)
+
+
+def test_the_bound_counts_the_keys_that_are_read() -> None:
+    """A step of decoding through a window reads the window, by each KV head once."""
+    window = fa4flex.compile(mask=sliding_window(128))
+    sizes = {"heads": 8, "kv_heads": 2, "arch": "sm_90a", "head_dim": 64}
+
+    def memory(kv_len: int, **sizes: Any) -> float:
+        return float(re.search(r"HBM ([0-9.e-]+) us", flat(window.explain(1, kv_len, **sizes)))[1])  # type: ignore[index]
+
+    assert memory(8192, **sizes) == memory(65536, **sizes)
+    assert memory(8192, **{**sizes, "kv_heads": 8}) == pytest.approx(4 * memory(8192, **sizes), rel=0.1)
+
+
+def test_the_bound_says_where_a_call_decides_which_tiles_are_computed() -> None:
+    attn = fa4flex.compile(mask=causal)
+    assert "all tiles are counted, as lengths" in flat(attn.explain(1024, arch="sm_90a", lengths="packed"))
+    assert "all tiles are counted, as lengths" in attn.source("plan", lengths="used")
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+@pytest.mark.parametrize("direction", gpu.DIRECTIONS)
+def test_lines_of_explain_are_whole(arch: str, direction: str) -> None:
+    """Each clause of a shown line is there, in the user's names."""
+    attn = fa4flex.compile(mask=symmetric_window(20))
+    found = attn.explain(2048, arch=arch, direction=direction, head_dim=64)
+    text = found.split("on a GPU")[1]
+    assert f"{direction} kernel for {arch}" in text and "heads of 64" in text
+    if direction == "forward":
+        assert "; maxima are raised" in flat(text).split("softmax:")[1] and "+ window)" in flat(text)
+    assert " s0" not in text and "t0" not in text
+    with pytest.raises(InputError, match="did you mean head_dim"):
+        attn.explain(2048, head_dims=64)
+
+
+def test_explain_says_how_gradients_are_made() -> None:
+    assert "backward: a kernel, tile" in fa4flex.compile(mask=causal).explain(512, arch="sm_100a")
+    precise = fa4flex.Precision(output=torch.float32)
+    text = flat(fa4flex.compile(mask=causal, precision=precise).explain(512, arch="sm_90a"))
+    assert "backward: PyTorch operations" in text and "not built: a backward kernel for sm_90a" in text
 
 
 def test_explain_claims_a_closed_form_only_where_it_holds() -> None:

@@ -84,6 +84,18 @@ class TileMap:
         empty, partial, full = self.counts()
         return (partial + full) / max(empty + partial + full, 1)
 
+    @property
+    def used_columns(self) -> float:
+        """Share of columns, over all maps, with a tile that is not empty."""
+        maps = self.map_batch * self.map_heads
+        of_run = torch.repeat_interleave(
+            torch.arange(maps * self.rows) // self.rows, self.row_ptr.diff().long()
+        )
+        steps = torch.zeros(maps, self.columns + 1, dtype=torch.int64)
+        for ends, step in ((self.start, 1), (self.stop, -1)):
+            steps.index_put_((of_run, ends.long()), torch.tensor(step), accumulate=True)
+        return float((steps.cumsum(1)[:, :-1] > 0).double().mean())
+
     def classes(self) -> Tensor:
         """uint8 [map_batch, map_heads, q tiles, kv tiles]: 0 empty, 1 partial, 2 full."""
         dense = self._classes(0, self.map_batch * self.map_heads)

@@ -14,30 +14,48 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import InputError
 
+SHORTEST = 1e-12
+"""Shorter times (s) are not listed."""
+
 
 @dataclass(frozen=True)
 class Size:
-    """A launch: batch, query heads, lengths, key heads (None: as many as query heads), and which share of all
-    (query, key) pairs lies in tiles that are computed."""
+    """A launch: batch, query heads, lengths, the share of all (query, key) pairs that lies in tiles that are
+    computed, KV heads (None: as many as query heads), and the share of keys in a tile that is computed. A
+    share of None is not known: all are counted."""
 
     b: int
     h: int
     q_len: int
     kv_len: int
-    density: float = 1.0
+    density: float | None = 1.0
     kv_heads: int | None = None
+    keys_read: float | None = 1.0
 
     def __post_init__(self) -> None:
         if min(self.b, self.h, self.q_len, self.kv_len, 1 if self.kv_heads is None else self.kv_heads) < 1:
             raise InputError(f"{self!r}", "at least 1 of everything", "pass the sizes of your tensors")
-        if not 0 < self.density <= 1:
+        if not 0 < self.share <= 1:
             raise InputError(
                 f"density={self.density}", "0 < density <= 1", "pass the share of computed tiles"
             )
 
     @property
+    def share(self) -> float:
+        """Share of the pairs that is counted."""
+        return 1.0 if self.density is None else self.density
+
+    @property
     def scores(self) -> float:
-        return self.b * self.h * self.q_len * self.kv_len * self.density
+        return self.b * self.h * self.q_len * self.kv_len * self.share
+
+    def explain(self) -> str:
+        share = (
+            "all tiles are counted, as lengths or contents of a call decide which are computed"
+            if self.density is None
+            else f"{100 * self.density:.1f} % of the tiles are computed"
+        )
+        return f"batch={self.b}, heads={self.h}, {share}"
 
 
 @dataclass(frozen=True)
@@ -62,8 +80,13 @@ class Bound:
         return self.flops / self.seconds / 1e12
 
     def explain(self) -> str:
-        each = ", ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in self.times)
+        listed = [(name, seconds) for name, seconds in self.times if seconds > SHORTEST]
+        each = ", ".join(f"{name} {_digits(seconds * 1e6)} us" for name, seconds in listed)
         return f"at best {self.tflops:.0f} TFLOP/s, limited by {self.limit} ({each})"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def expected_bound(
@@ -87,16 +110,19 @@ def hbm_bytes(problem: Problem, work: Work, size: Size) -> float:
     kv_heads = size.h if size.kv_heads is None else size.kv_heads
     of_row = problem.head_dim * problem.itemsize + problem.head_dim_v * problem.out_itemsize
     of_key = (problem.head_dim + problem.head_dim_v) * problem.kv_itemsize
-    tensors = size.b * (size.h * size.q_len * of_row + kv_heads * size.kv_len * of_key)
+    keys = size.kv_len * (1.0 if size.keys_read is None else size.keys_read)
+    tensors = size.b * (size.h * size.q_len * of_row + kv_heads * keys * of_key)
     statistics = 4 * len(problem.statistics) * size.b * size.h * size.q_len
-    pairs = size.q_len * size.kv_len * size.density
+    pairs = size.q_len * size.kv_len * size.share
     biases = sum(
         x.itemsize * (size.b if x.batch else 1) * (size.h if x.heads else 1) * pairs for x in work.bias
     )
     return tensors + statistics + biases
 
 
-def for_long(bound: Callable[[Size], Bound]) -> str:
-    """Long rows of keys: what limits a score, whatever the lengths are."""
-    times = bound(Size(1, 1, 1 << 20, 1 << 20)).explain()
-    return times.split(" (")[0] + " for long sequences"
+def explain_bound(bound: Callable[[Size], Bound], size: Size | None) -> str:
+    """The bound of a launch of `size` in words; for None, that of long rows of keys."""
+    if size is None:
+        times = bound(Size(1, 1, 1 << 20, 1 << 20)).explain()
+        return f"bound: {times.split(' (')[0]} for long sequences"
+    return f"bound: {bound(size).explain()}; {size.explain()}"

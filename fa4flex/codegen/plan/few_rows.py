@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import TileCopies, box_rows, explain_pages
@@ -150,7 +150,7 @@ class FewRowsPlan(Checked):
             "pipeline:",
             self.topology.explain(),
             f"work: {self.work.explain()}",
-            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+            explain_bound(self.bound, size),
         ]
         return "\n".join(lines)
 

@@ -208,9 +208,11 @@ class Problem:
         extras += ["many keys"] * self.many_keys + ["few keys"] * self.few_keys
         extras += ["few steps"] * self.few_steps + ["few tiles"] * self.few_tiles
         extras += self._of_cache()
-        extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
+        extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
+            "sinks"
+        ] * self.sinks
         extras += ["float32 output"] * self.wide_output
-        extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
+        extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += [f"pages of {self.page_rows} keys or a multiple"] * bool(self.page_rows)
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
@@ -223,6 +225,10 @@ class Problem:
         scales = ((name, getattr(self, f"{name}_scales")) for name in ("k", "v"))
         told = [f"{name} scaled by {per}" for name, per in scales if per]
         return [f"e4m3 keys and values, {' and '.join(told) or 'not scaled'}"]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 _MASKS = {
@@ -257,7 +263,8 @@ def _require_dtype(name: str, dtype: object, allowed: tuple[str, ...]) -> None:
 def _require_width(name: str, width: object) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width <= 0:
         raise InputError(f"{name}={width!r}", "a positive int", "pass the last dimension of the tensor")
-    padding = "q and k with zeros, which change no score" if name == "head_dim" else "v, and cut the output"
+    scale = f", and keep the scale: scale={width} ** -0.5" if name == "head_dim" else ", and cut the output"
+    padding = "q and k with zeros" if name == "head_dim" else "v with zeros"
     if width > WIDEST:
         raise UnsupportedError(
             f"{name}={width}: one matrix instruction makes at most {WIDEST} columns",
@@ -268,7 +275,7 @@ def _require_width(name: str, width: object) -> None:
         raise UnsupportedError(
             f"{name}={width}: rows are copied in pieces of 16 bytes, which are 8 elements",
             "a multiple of 8",
-            f"pad {padding}: to {-(-width // 8) * 8}",
+            f"pad {padding} to {-(-width // 8) * 8}{scale}",
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Checked, Pipeline
@@ -181,7 +181,7 @@ class BlackwellPlan(Checked):
             "pipeline:",
             self.of_one_cta.explain(),
             f"work: {self.work.explain()}",
-            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+            explain_bound(self.bound, size),
         ]
         return "\n".join(lines)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
@@ -174,7 +174,7 @@ class HopperPlan(Checked):
             "pipeline:",
             self.topology.explain(),
             f"work: {self.work.explain()}",
-            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+            explain_bound(self.bound, size),
         ]
         return "\n".join(lines)
 

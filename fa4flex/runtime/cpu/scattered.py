@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
-from fa4flex.codegen.analyze.tiles import TileMap, tile_map
-from fa4flex.codegen.evaluate import DividedByZero, PastTheEnd, Value, evaluate
+from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
+from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr, loads
+from fa4flex.primitives.schedule import Contents
 from fa4flex.runtime.cpu.tiles import SCORES, Inputs, exponential
 
 LARGEST, DENSEST = 64, 0.5
@@ -215,14 +216,22 @@ class Batch:
 
 def scattered(facts: Facts, inputs: Inputs) -> Scattered | None:
     """The call over the tiles of a block map, None where there is none, or walking does as well."""
-    size = None if inputs.tile is not None else _block_size(facts.mask, inputs.captured.scalars)
+    if inputs.tile is not None:
+        return None
+    tiles = scattered_tiles(facts, inputs.shape, inputs.captured, inputs.precision, inputs.contents)
+    return None if tiles is None else Scattered(facts, inputs, tiles)
+
+
+def scattered_tiles(
+    facts: Facts, shape: Shape, captured: Captured, precision: torch.dtype, contents: Contents
+) -> TileMap | None:
+    """Tiles of a block map that is gathered; None where the mask has none, or walking does as well."""
+    size = _block_size(facts.mask, captured.scalars)
     if size is None or not all(0 < x <= LARGEST for x in size):
         return None
     with torch.device("cpu"):
-        tiles = tile_map(
-            facts.mask, facts.keys, inputs.shape, inputs.captured, size, inputs.precision, inputs.contents
-        )
-    return Scattered(facts, inputs, tiles) if tiles.density <= DENSEST else None
+        tiles = tile_map(facts.mask, facts.keys, shape, captured, size, precision, contents)
+    return tiles if tiles.density <= DENSEST else None
 
 
 def _block_size(mask: Expr, scalars: tuple[bool | int | float, ...]) -> tuple[int, int] | None:
