@@ -391,7 +391,8 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
 
 
 def _known(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:
-    """A BlockMap of classes that were made here: there is nothing to check, and nothing more in a graph."""
+    """A BlockMap of classes that were made here: none is above 2, and a graph need not look."""
+    _check_shape(classes, block_size, q_len, kv_len)
     made = object.__new__(BlockMap)
     object.__setattr__(made, "classes", classes)
     object.__setattr__(made, "block_size", block_size)
@@ -401,7 +402,7 @@ def _known(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int
 
 
 def _checked_classes(blocks: BlockMap) -> Tensor:
-    classes, (rows, columns) = blocks.classes, blocks.block_size
+    classes = blocks.classes
     if not isinstance(classes, Tensor) or classes.dtype != torch.uint8:
         raise InputError(
             f"classes of {kind_of(classes)}",
@@ -414,14 +415,7 @@ def _checked_classes(blocks: BlockMap) -> Tensor:
             "[B or 1, H or 1, R, C]",
             "use BlockMap.from_dense for fewer dimensions",
         )
-    wanted = [-(-blocks.q_len // rows), -(-blocks.kv_len // columns)]
-    if list(classes.shape[2:]) != wanted:
-        raise InputError(
-            f"a map of {list(classes.shape[2:])} blocks for q_len={blocks.q_len}, kv_len={blocks.kv_len} "
-            f"in blocks of {blocks.block_size}",
-            f"{wanted} blocks: ceil(length / block size)",
-            "check block_size (query, key) and the lengths in tokens",
-        )
+    _check_shape(classes, blocks.block_size, blocks.q_len, blocks.kv_len)
     checked = _checked(classes, classes <= FULL, "BlockMap: a class above 2")
     if checked is None:
         raise InputError(
@@ -430,6 +424,17 @@ def _checked_classes(blocks: BlockMap) -> Tensor:
             "map other values to these",
         )
     return checked
+
+
+def _check_shape(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> None:
+    wanted = [-(-q_len // block_size[0]), -(-kv_len // block_size[1])]
+    if list(classes.shape[2:]) != wanted:
+        raise InputError(
+            f"a map of {list(classes.shape[2:])} blocks for q_len={q_len}, kv_len={kv_len} "
+            f"in blocks of {block_size}",
+            f"{wanted} blocks: ceil(length / block size)",
+            "check block_size (query, key) and the lengths in tokens",
+        )
 
 
 def _checked(x: Tensor, condition: Tensor, message: str) -> Tensor | None:
