@@ -64,6 +64,11 @@ OPERATORS = {
         "(Tensor x, Tensor condition, str message) -> Tensor",
         "fa4flex.later", "required", "required_fake", devices=("CPU", "CUDA"),
     ),
+    "block_classes": Operator(
+        "(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
+        " -> Tensor",
+        "fa4flex.primitives.blocks", "block_classes", "block_classes_fake", devices=("CPU", "CUDA"),
+    ),
 }  # fmt: skip
 
 library = torch.library.Library(NAMESPACE, "DEF")

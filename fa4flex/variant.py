@@ -204,7 +204,7 @@ class UnknownOption(InputError, TypeError):
 
 
 def _check_options(data: dict[str, Any]) -> None:
-    unknown = sorted(data.keys() - _TYPES.keys() - {"backend"})
+    unknown = sorted([name for name in data if name not in _TYPES and name != "backend"])
     if unknown:
         names = [field.name for field in fields(Variant) if field.init]
         near = get_close_matches(unknown[0], names, 1)

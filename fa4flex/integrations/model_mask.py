@@ -16,11 +16,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
 from transformers.utils.import_utils import is_tracing
+
+from fa4flex.contents import capturing
 
 MaskFunction = Callable[..., Any]
 
@@ -33,11 +36,55 @@ class ModelMask(BlockMask):
     """
 
     def __init__(
-        self, mask_mod: MaskFunction | None, shape: tuple[int, int, int], source: dict[str, Any]
+        self,
+        mask_mod: MaskFunction | None,
+        shape: tuple[int, int, int],
+        source: dict[str, Any],
+        *,
+        by_positions: bool = False,
     ) -> None:
-        """shape is (B, Sq, Skv); `source` what transformers made the mask from."""
+        """shape is (B, Sq, Skv); `source` what transformers made the mask from; `by_positions` says that
+        documents, which positions tell apart, are not in it yet."""
         self.mask_mod = mask_mod  # type: ignore[assignment]
         self.sizes, self.source = shape, source
+        self.by_positions = by_positions
+        self._split: tuple[Tensor, MaskFunction | None] | None = None
+
+    def within_documents(self, positions: Any) -> MaskFunction | None:
+        """`mask_mod` within the documents of this call's tokens, where positions [B or 1, Sq] start anew.
+
+        Keys of earlier calls belong to the first document, which goes on. A layer that was handed the
+        positions of the last one finds what that one made.
+        """
+        if not self.by_positions or not isinstance(positions, Tensor) or positions.ndim != 2:
+            return self.mask_mod
+        fits = positions.shape[1] == self.sizes[1] > 1
+        if not fits or torch.compiler.is_compiling() or capturing():
+            return self.mask_mod
+        if self._split is None or self._split[0] is not positions:
+            self._split = positions, self._within(positions)
+        return self._split[1]
+
+    def _within(self, positions: Tensor) -> MaskFunction | None:
+        anew = torch.nn.functional.pad(positions.diff(dim=1) <= 0, (1, 0))
+        if not anew.any():
+            return self.mask_mod
+        rows, kv_len = anew.cumsum(1), self.sizes[2]
+        place = torch.arange(kv_len, device=rows.device) - (
+            self.source["q_offset"] - self.source["kv_offset"]
+        )
+        keys = rows[:, place.clamp(0, rows.shape[1] - 1)].masked_fill(place < 0, 0)
+        mod, shared = self.mask_mod, len(rows) == 1
+
+        def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            row = 0 if shared else b
+            return rows[row, q_idx] == keys[row, kv_idx]
+
+        def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            row = 0 if shared else b
+            return mod(b, h, q_idx, kv_idx) & (rows[row, q_idx] == keys[row, kv_idx])
+
+        return same if mod is None else both
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,13 +186,34 @@ def attention_mask(
         mod = _diagonal(window, q_offset - kv_offset, (q_length, kv_length))
     if padding is not None:
         mod = _without_padding(mod, padding, kv_offset)
-    made = ModelMask(mod, (batch_size, q_length, kv_length), source)
+    sizes = batch_size, q_length, kv_length
+    made = ModelMask(mod, sizes, source, by_positions=attention_mask is None and _is_one_document(function))
     config = options.get("config")
     return made.dense() if getattr(config, "model_type", None) in READ_THEIR_MASKS else made
 
 
 READ_THEIR_MASKS = {"deepseek_v4", "doge"}
 """Models that add keys to a mask, or mask other tensors with it, if it is a tensor, and drop it otherwise."""
+
+
+def _is_one_document(function: Any) -> bool:
+    """True for a mask of decoders in which transformers has not told documents apart: it does where a model
+    has no cache. A compiler looks at no positions, and has it do so for all of them."""
+    if torch.compiler.is_compiling() or function is bidirectional_mask_function:
+        return False
+    return not _reads(function, _PACKED.__code__)
+
+
+_PACKED: Any = packed_sequence_mask_function(torch.zeros(1, 1))
+
+
+def _reads(function: Any, code: Any) -> bool:
+    """True if a mask function is, or is composed of, one of this code."""
+    if getattr(function, "__code__", None) is code:
+        return True
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    flat = [each for x in held for each in (x if isinstance(x, tuple) else (x,))]
+    return any(_reads(each, code) for each in flat if callable(each))
 
 
 def _known_to_be_full(padding: Tensor) -> bool:

@@ -45,6 +45,21 @@ def write(caches: Caches, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
     append(k, v, *caches, paging, varlen=Varlen(seqused_q=count))
 
 
+def serves_width(width: int) -> bool:
+    """True if heads of this width have kernels over pages."""
+    return width % 8 == 0 and width <= 256
+
+
+def check_widths(*widths: int) -> None:
+    """Raise for heads that have no kernel over pages."""
+    if not all(map(serves_width, widths)):
+        raise UnsupportedError(
+            f"heads of {' and '.join(map(str, dict.fromkeys(widths)))}",
+            "widths that are multiples of 8, 256 at most",
+            "choose another attention backend for this model",
+        )
+
+
 def reads_pages() -> bool:
     """True if a decoding step over pages waits for no device: on a CPU, and where a kernel reads them in
     place."""

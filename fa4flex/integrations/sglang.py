@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.layers import Asked, LayerAttention
-from fa4flex.integrations.paged_cache import Batch, Caches, attend, reads_pages
+from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, reads_pages
+from fa4flex.runtime.checks import DTYPES
 
 NAME = "fa4flex"
 
@@ -29,7 +30,7 @@ def register() -> None:
     register_attention_backend(NAME)(Backend)
     choices = getattr(server_args, "ATTENTION_BACKEND_CHOICES", [])
     if NAME not in choices:
-        choices.append(NAME)
+        getattr(server_args, "add_attention_backend_choices", choices.extend)([NAME])
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +45,12 @@ class Backend(AttentionBackend):
     """Decoding and (chunked) prefill of decoders: windows, soft caps, sinks, and any mods that are assigned.
 
     SGLang's tables are of tokens: pages of one token, or of runner.page_size where its pool keeps such runs
-    together.
+    together. What a runner, its settings and the layers of its model say that this cannot do is refused when
+    it is made.
     """
 
     def __init__(self, runner: Any) -> None:
+        _check_runner(runner)
         super().__init__()
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
@@ -236,6 +239,63 @@ class Backend(AttentionBackend):
         return self._layers[key].named(f"layers.{layer.layer_id}")
 
 
+def _check_runner(runner: Any) -> None:
+    """Raise for what no forward pass of this runner could do."""
+    settings, config = getattr(runner, "server_args", None), getattr(runner, "model_config", None)
+    asked = [words for words, is_asked in _asked_of(runner, settings, config).items() if is_asked]
+    if asked:
+        raise UnsupportedError(
+            f"SGLang with {', '.join(asked)}",
+            "decoders that keep keys and values of their own for all tokens",
+            "leave that out, or serve with another attention backend",
+        )
+    _check_dtypes(runner, settings, config)
+    model = getattr(runner, "model", None)
+    for layer in [] if model is None else model.modules():
+        if hasattr(layer, "tp_q_head_num") and hasattr(layer, "qk_head_dim"):
+            _check_layer(layer, {})
+
+
+def _asked_of(runner: Any, settings: Any, config: Any) -> dict[str, bool]:
+    mode = getattr(settings, "speculative_attention_mode", "prefill")
+    verifies = getattr(settings, f"{mode}_attention_backend", None) or getattr(
+        settings, "attention_backend", NAME
+    )
+    drafts, diffusion = (getattr(settings, x, None) for x in ("speculative_algorithm", "dllm_algorithm"))
+    chunk = getattr(runner, "attention_chunk_size", None)
+    arch = getattr(getattr(config, "attention_arch", None), "name", "")
+    return {
+        f"speculative decoding ({drafts})": bool(drafts) and verifies == NAME,
+        f"a diffusion model ({diffusion})": bool(diffusion),
+        "an encoder-decoder model": bool(getattr(config, "is_encoder_decoder", False)),
+        f"attention within chunks of {chunk}": chunk is not None,
+        "multi-head latent attention": arch == "MLA" or bool(getattr(runner, "use_mla_backend", False)),
+        "keys that are spread over ranks": any(
+            (getattr(settings, name, 1) or 1) > 1 for name in ("attn_cp_size", "dcp_size")
+        ),
+    }
+
+
+def _check_dtypes(runner: Any, settings: Any, config: Any) -> None:
+    """Raise unless the cache has the model's dtype."""
+    model = getattr(runner, "dtype", None) or getattr(config, "dtype", None)
+    cache = getattr(runner, "kv_cache_dtype", None)
+    if not isinstance(cache, torch.dtype):
+        cache = getattr(runner.token_to_kv_pool, "dtype", None)
+    if not isinstance(model, torch.dtype):
+        return
+    if model not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise UnsupportedError(f"a model of {model}", known, 'set dtype="bfloat16"')
+    if isinstance(cache, torch.dtype) and cache != model:
+        name = getattr(settings, "kv_cache_dtype", None)
+        raise UnsupportedError(
+            f"a cache of {cache} (kv_cache_dtype={name!r}) for a model of {model}",
+            "one dtype for both",
+            'set kv_cache_dtype="auto", or serve with another attention backend',
+        )
+
+
 def _check_mode(mode: Any) -> None:
     """Raise for passes of trees of tokens, and of tokens that see later ones."""
     for name, given in (
@@ -257,9 +317,12 @@ def _check_layer(layer: Any, options: dict[str, Any]) -> None:
         asked.append("attention within chunks (use_irope)")
     if getattr(layer, "pos_encoding_mode", "NONE") != "NONE":
         asked.append(f"pos_encoding_mode={layer.pos_encoding_mode}")
+    if getattr(layer, "logit_capping_method", None) not in (None, "", "tanh"):
+        asked.append(f"logit_capping_method={layer.logit_capping_method}")
     if asked:
         raise UnsupportedError(
             f"a layer that asks for {', '.join(asked)}",
             "causal decoders with windows, soft caps and sinks",
             "choose another attention backend for this model; mods are assigned with integrations.layers",
         )
+    check_widths(layer.qk_head_dim, layer.v_head_dim)

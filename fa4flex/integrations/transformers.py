@@ -159,7 +159,8 @@ def attention_forward(
     if in_batch(cache, options):
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
-    mask, bias = _from_model(attention_mask, query, key, bool(causal) and query.shape[2] > 1)
+    qk, positions = (query, key), options.get("position_ids")
+    mask, bias = _from_model(attention_mask, qk, bool(causal) and query.shape[2] > 1, positions)
     score = None if softcap is None else _capped(softcap)
     starts = options.get("cu_seq_lens_q")
     if starts is not None:
@@ -208,12 +209,12 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def _from_model(
-    mask: ModelMask | Tensor | None, query: Tensor, key: Tensor, causal: bool
+    mask: ModelMask | Tensor | None, qk: tuple[Tensor, Tensor], causal: bool, positions: Any
 ) -> tuple[Callable[..., Any] | None, Tensor | None]:
     """The layer's mask_mod and additive bias. Without a mask, causal is top-left, as in sdpa."""
     if isinstance(mask, ModelMask):
-        _check_lengths(mask, query, key)
-        return mask.mask_mod, None
+        _check_lengths(mask, *qk)
+        return mask.within_documents(positions), None
     if isinstance(mask, Tensor):
         return (from_table(mask), None) if mask.dtype == torch.bool else (None, mask)
     if mask is not None:

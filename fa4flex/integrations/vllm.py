@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.layers import Asked, LayerAttention
-from fa4flex.integrations.paged_cache import Batch, Caches, attend, write
+from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, serves_width, write
 
 
 def register() -> None:
@@ -71,7 +71,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= 256
+        return serves_width(head_size)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -144,6 +144,8 @@ class Impl(AttentionImpl[Metadata]):
         **options: Any,
     ) -> None:
         _check_options(attn_type, kv_cache_dtype, options)
+        check_widths(head_size)
+        _check_heads(num_heads, num_kv_heads or num_heads, alibi_slopes, sinks)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.shares_cache = kv_sharing_target_layer_name is not None
@@ -209,6 +211,23 @@ class Impl(AttentionImpl[Metadata]):
             )
         cells = kv_cache.transpose(1, 2)
         return cells[..., :width], cells[..., width:]
+
+
+def _check_heads(heads: int, kv_heads: int, slopes: list[float] | None, sinks: Tensor | None) -> None:
+    if heads % kv_heads:
+        raise UnsupportedError(
+            f"{heads} query heads over {kv_heads} heads of keys",
+            "whole groups of query heads",
+            "choose a tensor parallel size that divides both",
+        )
+    for name, given in (("ALiBi slopes", slopes), ("sinks", sinks)):
+        if given is not None and (len(given) != heads or getattr(given, "ndim", 1) != 1):
+            shape = list(given.shape) if isinstance(given, Tensor) else [len(given)]
+            raise UnsupportedError(
+                f"{name} of shape {shape} for {heads} heads",
+                f"[{heads}], one of each query head",
+                "pass those of the heads of this rank",
+            )
 
 
 def _check_options(attn_type: str, kv_cache_dtype: str, options: dict[str, Any]) -> None:

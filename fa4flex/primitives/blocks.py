@@ -68,32 +68,12 @@ class BlockMap:
         """
         size = _block_size(block_size)
         _check_lengths(q_len, kv_len)
+        lists = counts, indices, full_counts, full_indices
         columns = -(-kv_len // size[1])
-        classes = _listed(counts, indices, columns, "indices").to(torch.uint8) * PARTIAL
-        if (full_counts is None) != (full_indices is None):
-            given, missing = (
-                ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")
-            )
-            raise InputError(f"{given} without {missing}", "both, or neither", f"pass {missing} too")
-        if full_counts is not None and full_indices is not None:
-            full = _listed(full_counts, full_indices, columns, "full_indices")
-            if full.shape != classes.shape or full.device != classes.device:
-                raise InputError(
-                    f"partial blocks give a map {list(classes.shape)} on {classes.device}, "
-                    f"full blocks {list(full.shape)} on {full.device}",
-                    "the same batch, heads, rows and device",
-                    "build both lists from one map",
-                )
-            both = full & (classes != EMPTY)
-            once = _checked(classes, ~both, "BlockMap: a block is both partial and full")
-            if once is None:
-                raise InputError(
-                    f"block {_first(both)} (batch, head, row, column) is both partial and full",
-                    "each block in one list",
-                    "drop it from one of them",
-                )
-            classes = torch.where(full, FULL, once)
-        return BlockMap(classes, size, q_len, kv_len)
+        # One node of a compiled graph: to trace what is in it, and make kernels of it, would take seconds.
+        compiling = torch.compiler.is_compiling()
+        made = torch.ops.fa4flex.block_classes if compiling else block_classes
+        return _known(made(*lists, columns), size, q_len, kv_len)
 
     @staticmethod
     def from_dense(
@@ -415,8 +395,19 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
         )
 
 
+def _known(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:
+    """A BlockMap of classes that were made here: none is above 2, and a graph need not look."""
+    _check_shape(classes, block_size, q_len, kv_len)
+    made = object.__new__(BlockMap)
+    object.__setattr__(made, "classes", classes)
+    object.__setattr__(made, "block_size", block_size)
+    object.__setattr__(made, "q_len", q_len)
+    object.__setattr__(made, "kv_len", kv_len)
+    return made
+
+
 def _checked_classes(blocks: BlockMap) -> Tensor:
-    classes, (rows, columns) = blocks.classes, blocks.block_size
+    classes = blocks.classes
     if not isinstance(classes, Tensor) or classes.dtype != torch.uint8:
         raise InputError(
             f"classes of {kind_of(classes)}",
@@ -429,14 +420,7 @@ def _checked_classes(blocks: BlockMap) -> Tensor:
             "[B or 1, H or 1, R, C]",
             "use BlockMap.from_dense for fewer dimensions",
         )
-    wanted = [-(-blocks.q_len // rows), -(-blocks.kv_len // columns)]
-    if list(classes.shape[2:]) != wanted:
-        raise InputError(
-            f"a map of {list(classes.shape[2:])} blocks for q_len={blocks.q_len}, kv_len={blocks.kv_len} "
-            f"in blocks of {blocks.block_size}",
-            f"{wanted} blocks: ceil(length / block size)",
-            "check block_size (query, key) and the lengths in tokens",
-        )
+    _check_shape(classes, blocks.block_size, blocks.q_len, blocks.kv_len)
     checked = _checked(classes, classes <= FULL, "BlockMap: a class above 2")
     if checked is None:
         raise InputError(
@@ -447,6 +431,17 @@ def _checked_classes(blocks: BlockMap) -> Tensor:
     return checked
 
 
+def _check_shape(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> None:
+    wanted = [-(-q_len // block_size[0]), -(-kv_len // block_size[1])]
+    if list(classes.shape[2:]) != wanted:
+        raise InputError(
+            f"a map of {list(classes.shape[2:])} blocks for q_len={q_len}, kv_len={kv_len} "
+            f"in blocks of {block_size}",
+            f"{wanted} blocks: ceil(length / block size)",
+            "check block_size (query, key) and the lengths in tokens",
+        )
+
+
 def _checked(x: Tensor, condition: Tensor, message: str) -> Tensor | None:
     """`x` to go on with, None if it is seen that `condition` is not true everywhere. On a device nobody waits
     to know: a later call tells. A compiled graph looks when it runs, if what is returned is used."""
@@ -454,7 +449,7 @@ def _checked(x: Tensor, condition: Tensor, message: str) -> Tensor | None:
         return torch.ops.fa4flex.required(x, condition, message)
     if checked_here(condition):
         return x if condition.all() else None
-    later.require(condition, message)
+    later.require_at_each_replay(condition, message)
     return x
 
 
@@ -502,15 +497,6 @@ def _first(where: Tensor) -> tuple[int, ...]:
 def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
     """bool [B, H, R, C]: the blocks that a row lists."""
     counts_name = name.replace("indices", "counts")
-    _check_index_tensor(counts, 3, counts_name)
-    _check_index_tensor(indices, 4, name)
-    if counts.shape != indices.shape[:3] or counts.device != indices.device:
-        raise InputError(
-            f"{counts_name} {list(counts.shape)} on {counts.device}, "
-            f"{name} {list(indices.shape)} on {indices.device}",
-            "counts [B, H, R] and indices [B, H, R, C'] on one device",
-            "pass the matching pair of tensors",
-        )
     width = indices.shape[3]
     within = _checked(counts, (counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks")
     if within is None:
@@ -540,3 +526,77 @@ def _refitted(name: str, given: int, wanted: int) -> str:
     else:
         return made
     return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"
+
+
+# --- classes from lists of blocks, as an operator of compiled graphs -----------------------------------
+
+
+def block_classes(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    columns: int,
+) -> Tensor:
+    """Classes, uint8 [B or 1, H or 1, R, columns], of the blocks in lists as in `BlockMap.from_counts`."""
+    _check_lists(counts, indices, full_counts, full_indices)
+    classes = _listed(counts, indices, columns, "indices").to(torch.uint8) * PARTIAL
+    if full_counts is None or full_indices is None:
+        return classes
+    full = _listed(full_counts, full_indices, columns, "full_indices")
+    both = full & (classes != EMPTY)
+    once = _checked(classes, ~both, "BlockMap: a block is both partial and full")
+    if once is None:
+        raise InputError(
+            f"block {_first(both)} (batch, head, row, column) is both partial and full",
+            "each block in one list",
+            "drop it from one of them",
+        )
+    return torch.where(full, FULL, once)
+
+
+def block_classes_fake(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    columns: int,
+) -> Tensor:
+    """Shape and dtype of what `block_classes` returns."""
+    _check_lists(counts, indices, full_counts, full_indices)
+    return counts.new_empty((*counts.shape, columns), dtype=torch.uint8)
+
+
+def _check_lists(
+    counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None
+) -> None:
+    """Raise InputError unless dtypes, shapes and devices fit together."""
+    if (full_counts is None) != (full_indices is None):
+        given, missing = (
+            ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")
+        )
+        raise InputError(f"{given} without {missing}", "both, or neither", f"pass {missing} too")
+    _check_list(counts, indices, "indices")
+    if full_counts is None or full_indices is None:
+        return
+    _check_list(full_counts, full_indices, "full_indices")
+    if full_counts.shape != counts.shape or full_counts.device != counts.device:
+        raise InputError(
+            f"partial blocks give rows {list(counts.shape)} on {counts.device}, "
+            f"full blocks {list(full_counts.shape)} on {full_counts.device}",
+            "the same batch, heads, rows and device",
+            "build both lists from one map",
+        )
+
+
+def _check_list(counts: Tensor, indices: Tensor, name: str) -> None:
+    counts_name = name.replace("indices", "counts")
+    _check_index_tensor(counts, 3, counts_name)
+    _check_index_tensor(indices, 4, name)
+    if counts.shape != indices.shape[:3] or counts.device != indices.device:
+        raise InputError(
+            f"{counts_name} {list(counts.shape)} on {counts.device}, "
+            f"{name} {list(indices.shape)} on {indices.device}",
+            "counts [B, H, R] and indices [B, H, R, C'] on one device",
+            "pass the matching pair of tensors",
+        )

@@ -290,11 +290,12 @@ def attend(
     """
     _register()
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
-    context = [torch.zeros((), dtype=torch.int64) for _ in CONTEXT]
-    mods, scale = _Mods(variant, dict(zip(CONTEXT, context))), variant.scale
+    asked = [name for mod in (variant.score_mod, variant.allowed) if mod is not None for name in mod.context]
+    context = {name: torch.zeros((), dtype=torch.int64) for name in CONTEXT if name in asked}
+    mods, scale = _Mods(variant, context), variant.scale
     if scale is not None:
         scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
-    options = {**options, "context": tuple(context), "contract": _CONTRACT}
+    options = {**options, "context": tuple([context.get(name) for name in CONTEXT]), "contract": _CONTRACT}
     found: tuple[Tensor, Tensor, Tensor] = attention(*qkv, mods.score, (mods.mask,), scale, options)  # type: ignore[arg-type]
     return found
 
@@ -343,7 +344,7 @@ _traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDicti
 """Programs by the score's graph, then by the mask's graph (kept beside) and the look of the lifted inputs."""
 
 
-def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
+def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     key = id(mask), tuple([_look(x, lifted, context) for x in lifted])
@@ -354,7 +355,7 @@ def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
     return known[key][1]
 
 
-def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
+def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor | None]) -> Any:
     """Key of all that the program may depend on of a lifted input."""
     if not isinstance(x, Tensor):
         return type(x).__name__
@@ -363,7 +364,7 @@ def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
     return first, role, x.dtype, x.device, tuple([str(n) for n in x.shape])
 
 
-def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
+def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     carriers = _carriers(score, len(score_lifted)) + _carriers(mask, len(mask_lifted))
@@ -429,7 +430,9 @@ def _hint(value: Any) -> Any:
     return value if node is None else node.hint if node.has_hint() else 1
 
 
-def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor]) -> list[StandIn]:
+def _stand_ins(
+    lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor | None]
+) -> list[StandIn]:
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
     symbols = {id(x): name for x, name in zip(context, CONTEXT, strict=True)}
     found = []

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraph
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fa4flex
+from fa4flex.errors import InputError
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 H, S, D, BLOCK = 2, 64, 16, 16
@@ -376,9 +377,39 @@ def test_block_maps_are_checked_when_the_graph_runs() -> None:
     q, counts = qkv()[0], torch.full((1, 1, 4), 2, dtype=torch.int32)
     indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4).contiguous()
     torch.testing.assert_close(compiled(q, counts, indices), listed(q, counts, indices))
-    for bad, words in (((counts + 3, indices), "count beyond"), ((counts, indices + 3), "outside the map")):
+    for bad, words in (
+        ((counts + 3, indices), "counts from 5 to 5"),
+        ((counts, indices + 3), "key block 4 in"),
+    ):
         with pytest.raises(fa4flex.errors.InputError, match=words):
             compiled(q, *bad)
+
+
+def test_a_block_mask_enters_a_graph_as_one_operator() -> None:
+    """What Dynamo and Inductor see of it is what a first compile takes its time for."""
+    record = EagerAndRecordGraphs()
+    compiled = torch.compile(block_mask, backend=record, fullgraph=True)
+    q, k, v = qkv()
+    mask = blocks_of(ids())
+    torch.testing.assert_close(compiled(q, k, v, mask), block_mask(q, k, v, mask))
+    (graph,) = record.graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    made = [name for name in called if "getitem" not in name]
+    assert made == ["fa4flex.block_classes", "fa4flex_flex_attention"]
+
+
+def test_lists_of_blocks_are_compared_in_compiled_code() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor, full: Tensor) -> Tensor:
+        listed = counts, indices, BLOCK, S, S, full, indices
+        return fa4flex.attention(q, k, v, mask=fa4flex.BlockMap.from_counts(*listed))
+
+    rows = S // BLOCK
+    counts, indices = torch.ones(1, 1, rows, dtype=torch.int32), torch.zeros(1, 1, rows, 1, dtype=torch.int32)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="counts of torch"):
+        compiled(*qkv(), counts.float(), indices, torch.zeros_like(counts))
+    with pytest.raises(InputError, match="both partial and full"):
+        compiled(*qkv(), counts, indices, counts.clone())
 
 
 def test_shapes_are_checked_in_compiled_code() -> None:
