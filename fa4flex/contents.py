@@ -201,7 +201,16 @@ class Followed(Generic[Value]):
         self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value], how: Contents = "compared"
     ) -> Value:
         """Value that was kept, or that `make` makes now."""
-        return (self._counted if how == "counted" else self._compared).made(key, tensors, make)
+        if how == "compared":
+            return self._compared.made(key, tensors, make)
+        return self._counted.made((key, _stream_of(tensors)), tensors, make)
+
+
+def _stream_of(tensors: Sequence[Tensor]) -> int:
+    """Handle of the stream on which what follows from the tensors is computed: it may not be there yet on
+    another one. 0 on a CPU."""
+    device = next((x.device for x in tensors if x.is_cuda), None)
+    return 0 if device is None else torch.cuda.current_stream(device).cuda_stream
 
 
 def capturing() -> bool:
