@@ -162,10 +162,10 @@ def extents() -> Iterator[Step]:
         yield mod, None, rows @ columns.T, True
 
 
-def derived_extents() -> Iterator[Step]:
-    for n in (3, 5):
-        mod = lambda s, b, h, q, k, t=torch.rand(n): s + (t * 2).numel() * (q - k) + 0 * (t * 2)[h]  # noqa: E731
-        yield mod, None, n * distance(), True
+def layouts() -> Iterator[Step]:
+    for t, factor in ((torch.rand(3), 2), (torch.rand(3).to_sparse(), 3)):
+        mod = lambda s, b, h, q, k, t=t: s + (3 if t.is_sparse else 2) * (q - k)  # noqa: E731
+        yield mod, None, factor * distance(), True
 
 
 def gradients() -> Iterator[Step]:
@@ -201,7 +201,7 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "dtype": dtypes,
     "rank": ranks,
     "extent": extents,
-    "layout": derived_extents,
+    "layout": layouts,
     "grad": gradients,
     "same": aliases,
 }

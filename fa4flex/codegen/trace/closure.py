@@ -50,8 +50,9 @@ from fa4flex.codegen.trace.mentions import (
 )
 from fa4flex.codegen.trace.origin import first_line, is_library
 from fa4flex.codegen.trace.paths import INT64, Guard, Path
+from fa4flex.codegen.trace.questions import kind, length
 from fa4flex.codegen.trace.snapshot import Opaque, plain, snapshot
-from fa4flex.codegen.trace.value import Number
+from fa4flex.codegen.trace.value import Number, plain_number
 from fa4flex.errors import Origin, TraceError
 
 MAX_ITEMS = 1024
@@ -61,6 +62,7 @@ MAX_OBJECTS, MAX_DEPTH = 20_000, 50
 _LEFT_ALONE = (str, bytes, BuiltinFunctionType, enum.Enum, torch.dtype, torch.device, BaseException)
 _STORES = ("_parameters", "_buffers", "_modules")
 """Dictionaries of an nn.Module whose entries are its attributes."""
+_STAND_INS = {"len": length, "type": kind}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (
     torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.ParameterList,
@@ -106,11 +108,15 @@ class Lifter:
         self._depth = 0
         self._codes: list[CodeType] = []
         self._spaces: dict[int, _Globals] = {}
+        self.asking: list[dict[str, Any]] = []
+        """Globals of functions that run as they are and ask for types."""
         self._watched: list[tuple[str, str, Callable[[], dict[Any, Any]], dict[Any, Any]]] = []
 
     def lift(self, thing: Any, name: str, path: Path) -> Any:
         """A copy of `thing` with proxies for its numbers; `name` is what the user would call it."""
-        if type(thing) in (int, float) or isinstance(thing, numpy.number):
+        if isinstance(thing, torch.SymBool):
+            thing = bool(thing)
+        if type(thing) in (int, float) or isinstance(thing, (numpy.number, torch.SymInt, torch.SymFloat)):
             return self._number(thing, name, path)
         if thing is None or (isinstance(thing, (bool, *_LEFT_ALONE)) and not is_apply(thing)):
             return self._as_it_is(thing, path)
@@ -155,17 +161,18 @@ class Lifter:
                 self._pin(x, key, path.attribute("__dict__").item(key))
 
     def _number(self, given: Any, name: str, path: Path) -> Any:
-        value = given.item() if isinstance(given, numpy.number) else given
+        value = given.item() if isinstance(given, numpy.number) else plain_number(given)
         if name in self.numbers:
             name = next(
                 f"{name}#{i}" for i in range(2, len(self.numbers) + 3) if f"{name}#{i}" not in self.numbers
             )
-        self.numbers[name] = value, path.result("item") if isinstance(given, numpy.number) else path
+        of_numpy = isinstance(given, numpy.number)
+        self.numbers[name] = (value, path.result("item")) if of_numpy else (given, path)
         # An infinite or NaN constant is structure (-inf masks), not a parameter that varies.
         varies = isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < INT64
         if self.freeze or name in self.constant or not varies:
             self._as_it_is(given, path)
-            return value
+            return type(value)(given) if type(given) in (torch.SymInt, torch.SymFloat) else value
         self._guard("type", path, type(given))
         return Number(value, {name: value})
 
@@ -268,7 +275,8 @@ class Lifter:
     def _space(self, function: FunctionType) -> _Globals:
         original = function.__globals__
         if id(original) not in self._spaces:
-            space = self._spaces[id(original)] = _Globals(dict(original), dict(original), set())
+            seen = {**_STAND_INS, **original}
+            space = self._spaces[id(original)] = _Globals(dict(seen), seen, set())
             self._alive.append(original)
             self._watch("the global variable", "STORE_GLOBAL", lambda: space.copy, space.before)
         return self._spaces[id(original)]
@@ -517,6 +525,8 @@ class Lifter:
         if library:
             return
         space, inside = function.__globals__, path.attribute("__globals__")
+        if "type" in globals_of(function.__code__) and "type" not in space:
+            self.asking.append(space)
         for name in mentioned(function.__code__):
             if name in space:
                 self._pin(space[name], name, inside.item(name))

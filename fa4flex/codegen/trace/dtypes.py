@@ -12,7 +12,7 @@ from fa4flex.codegen.trace.build import NARROW_INTS, coerce, elementwise, kind_o
 from fa4flex.codegen.trace.elementwise import Builder
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, Value, is_number
+from fa4flex.codegen.trace.value import Dim, Shape, Value, is_number, is_real
 from fa4flex.codegen.trace.vectors import reverse_dims
 
 _ROUNDING = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -77,7 +77,7 @@ def to(input: Any, *args: Any, **kwargs: Any) -> Value:
 
 def type_as(input: Any, other: Any) -> Value:
     like = coerce(other)
-    return cast(input, like.dtype_or_none or torch.float32, literal=isinstance(other, Tensor))
+    return cast(input, like.dtype_or_none or torch.float32, literal=is_real(other))
 
 
 def type_(input: Any, dtype: Any = None) -> Any:
@@ -166,7 +166,7 @@ def _dtype_attribute(x: Value) -> torch.dtype:
 ATTRIBUTES: dict[str, Builder] = {
     "dtype": _dtype_attribute,
     "device": lambda x: current().device,
-    "shape": lambda x: torch.Size(d.extent for d in x.dims),
+    "shape": lambda x: Shape(d.size for d in x.dims),
     "ndim": lambda x: len(x.dims),
     "T": reverse_dims, "mT": reverse_dims,
     "is_cuda": lambda x: current().device.type == "cuda",
@@ -178,12 +178,12 @@ ATTRIBUTES: dict[str, Builder] = {
 
 
 def size(input: Any, dim: Any = None) -> Any:
-    shape = torch.Size(d.extent for d in coerce(input).dims)
+    shape = Shape(d.size for d in coerce(input).dims)
     return shape if dim is None else shape[static_int(dim, "a dimension")]
 
 
-def numel(input: Any) -> int:
-    return torch.Size(d.extent for d in coerce(input).dims).numel()
+def numel(input: Any) -> Any:
+    return Shape(d.size for d in coerce(input).dims).numel()
 
 
 def _reads(name: str) -> Builder:

@@ -25,7 +25,8 @@ class Path:
     """A step from another path, or a root: an argument of the reader, or a constant object.
 
     kind is "root" (key: the argument's name), "constant" (key: the object), "attribute", "item", "cell" (key:
-    the position in a function's closure) or "result" (key: a method without arguments).
+    the position in a function's closure), "result" (key: a method without arguments) or "extent" (key: a
+    dimension of a tensor).
     """
 
     parent: Path | None
@@ -40,6 +41,9 @@ class Path:
 
     def cell(self, position: int) -> Path:
         return Path(self, "cell", position)
+
+    def extent(self, dimension: int) -> Path:
+        return Path(self, "extent", dimension)
 
     def result(self, method: str) -> Path:
         """Path of the result of a method without arguments."""
@@ -199,6 +203,8 @@ class _Writer:
             return f".{path.key}" if plain else f".__dict__[{self._constant(path.key)}]"
         if path.kind == "result":
             return f".{path.key}()"
+        if path.kind == "extent":
+            return f".shape[{path.key}]"
         if path.kind == "cell":
             return f".__closure__[{path.key}].cell_contents"
         return f"[{self._constant(path.key)}]"

@@ -22,9 +22,10 @@ from fa4flex.codegen.trace.functions import intercepting
 from fa4flex.codegen.trace.graph import GraphFunction, GraphLifting
 from fa4flex.codegen.trace.origin import definition_line, raising_line
 from fa4flex.codegen.trace.paths import Path, root
+from fa4flex.codegen.trace.questions import asking_types
 from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
-from fa4flex.codegen.trace.value import Value, is_number
+from fa4flex.codegen.trace.value import Value, is_number, is_real
 from fa4flex.errors import Fa4flexError, Origin, TraceError
 from fa4flex.primitives.base import bound_keywords, out_of_order
 from fa4flex.primitives.mask import Mask, ModMask
@@ -144,8 +145,10 @@ def _attempt(
     lifter, lifted = _lifted(fn, kind, set(constants), freeze, called)
     device = lifter.device or torch.device("cpu")
     state = State(captures, _call.__code__, device, lifter.tensors, lifter.numbers)
+    state.constant, state.freeze = constants, freeze
     with running(state):
-        result = _call(lifted, kind, context, state)
+        with asking_types(lifter.asking):
+            result = _call(lifted, kind, context, state)
         _restart_if_looked(state, constants)
         if len(called) > known:
             state.opaque = state.opaque or "a call of a module"
@@ -318,7 +321,7 @@ def _root(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Expr:
 
 
 def _as_value(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Value:
-    if isinstance(result, Tensor):
+    if is_real(result):
         return from_tensor(result)
     if isinstance(result, (Value, bool, int, float)) or is_number(result):
         return coerce(result)

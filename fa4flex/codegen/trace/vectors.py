@@ -27,7 +27,7 @@ from fa4flex.codegen.trace.build import (
 from fa4flex.codegen.trace.elementwise import Builder, add, div, square
 from fa4flex.codegen.trace.elementwise import _mul as mul
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, Dims, Value
+from fa4flex.codegen.trace.value import Dim, Dims, Value, is_real
 
 MAX_EXTENT = 1024
 """Longest axis a reduction runs over, per (query, key) pair."""
@@ -38,7 +38,7 @@ MAX_EXTENT = 1024
 
 def getitem(input: Any, index: Any) -> Value:
     """`input[index]` with ints, slices, None, `...`, and traced or captured integer indices."""
-    source = from_tensor(input) if isinstance(input, Tensor) else coerce(input)
+    source = from_tensor(input) if is_real(input) else coerce(input)
     entries = _expand_ellipsis(index if isinstance(index, tuple) else (index,), len(source.dims))
     vectors = [_as_index(e) for e in entries if _is_advanced(e)]
     indices, shared = broadcast(vectors) if vectors else ([], ())
@@ -148,7 +148,7 @@ def _bound(x: Any) -> int | None:
 
 
 def select(input: Any, dim: Any, index: Any) -> Value:
-    source = from_tensor(input) if isinstance(input, Tensor) else coerce(input)
+    source = from_tensor(input) if is_real(input) else coerce(input)
     at = _dim(source, dim)
     return getitem(input, (slice(None),) * at + (index,))
 
