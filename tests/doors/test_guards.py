@@ -4,6 +4,7 @@ result; and the keys under which traces and derived tensors are found."""
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,6 +169,14 @@ def layouts() -> Iterator[Step]:
         yield mod, None, factor * distance(), True
 
 
+def environments() -> Iterator[Step]:
+    mod = lambda s, b, h, q, k: s + float(os.environ.get("FACTOR_OF_A_GUARD", "1")) * (q - k)  # noqa: E731
+    for factor in ("2", "3"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FACTOR_OF_A_GUARD", factor)
+            yield mod, None, float(factor) * distance(), True
+
+
 def gradients() -> Iterator[Step]:
     for grad in (False, True):
         x = torch.rand(H, requires_grad=grad)
@@ -202,6 +211,7 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "rank": ranks,
     "extent": extents,
     "layout": layouts,
+    "environment": environments,
     "grad": gradients,
     "same": aliases,
 }

@@ -247,16 +247,6 @@ def bits_of_float(score, b, h, q_idx, kv_idx):
     return score & 1  # HERE
 
 
-@bad("mask", "wraps around")
-def narrow_arithmetic(b, h, q_idx, kv_idx):
-    return BYTES[q_idx] - BYTES[kv_idx] > 0  # HERE
-
-
-@bad("mask", "wraps around")
-def narrow_cast(b, h, q_idx, kv_idx):
-    return q_idx.to(torch.int8) == 3  # HERE
-
-
 @bad("mask", r"two bools: `kv < q` and `2 < kv`[\s\S]*use \^")
 def subtracts_bools(b, h, q_idx, kv_idx):
     return (q_idx > kv_idx) - (kv_idx > 2)  # HERE

@@ -267,7 +267,7 @@ class Captures:
 
 def _guards_of(tensor: Tensor, path: Path, seen: set[Seen]) -> Iterator[Guard]:
     """Guards on what must stay as it is of a captured tensor."""
-    yield Guard("tensor", path)
+    yield Guard("tensor", path, type(tensor))
     if seen:
         yield Guard("dtype", path, tensor.dtype)
         yield Guard("rank", path, tensor.dim())

@@ -125,7 +125,7 @@ def attribute(x: Value, name: str) -> Any:
         return lambda *args, **kwargs: call(f".{name}", x, *args, **kwargs)
     if name not in _NOWHERE and hasattr(Tensor, name):
         raise current().error(
-            given=f"the mod reads .{name} of `{x.expr}`, which stands for a tensor of every (query, key) pair",
+            given=f"the mod reads .{name} of `{x.expr}`, which stands for one tensor a (query, key) pair",
             expected="attributes that are the same for every pair",
             fix="read it of a captured tensor, or outside the mod",
         )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen import expr
-from fa4flex.codegen.trace.build import NARROW_INTS, coerce, elementwise, kind_of, made, static_int
+from fa4flex.codegen.trace.build import coerce, elementwise, kind_of, made, static_int
 from fa4flex.codegen.trace.elementwise import Builder
+from fa4flex.codegen.trace.narrow import WRAPPING, narrowed
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Dim, Shape, Value, is_number, is_real
@@ -32,13 +33,10 @@ def cast(input: Any, dtype: torch.dtype, literal: bool = True) -> Value:
     kind = kind_of(dtype)
     if kind == "float":
         return Value(*_to_float(x, dtype, literal))
-    if dtype in NARROW_INTS and x.expr.kind != "bool":
-        raise current().error(
-            given=f"a conversion to {dtype}, which wraps around out of range",
-            expected="int32, int64, bool or a floating dtype",
-            fix="use .int() or .long(); apply % or clamp if wrapping was meant",
-        )
-    return made(expr.apply(f"to_{kind}", x.expr), x.dims, dtype)
+    node = expr.apply(f"to_{kind}", x.expr)
+    if dtype not in WRAPPING or x.dtype_or_none is dtype:
+        return made(node, x.dims, dtype, x.wraps and dtype is torch.int32)
+    return made(narrowed(node, dtype), x.dims, dtype, dtype is torch.int32)
 
 
 def _to_float(x: Value, dtype: torch.dtype, literal: bool) -> tuple[Any, ...]:

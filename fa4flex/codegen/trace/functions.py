@@ -13,7 +13,6 @@ from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fa4flex.codegen import expr
 from fa4flex.codegen.trace.build import coerce, made

@@ -70,6 +70,7 @@ class GraphLifting:
 
     opaque: str | None = None
     asking: tuple[dict[str, Any], ...] = ()
+    grad_mode = False
 
     def __init__(self, function: GraphFunction, constant: set[str], freeze: bool) -> None:
         self.function = function

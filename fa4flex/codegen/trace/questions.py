@@ -25,10 +25,13 @@ _DECIDED: dict[str, Seen] = {
         "element",
     ),
     **dict.fromkeys(
-        ("device", "get_device", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_xla", "is_mtia"), "device",
+        ("device", "get_device", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_xla", "is_mtia"),
+        "device",
     ),
     "requires_grad": "grad",
-    **dict.fromkeys(("layout", "is_sparse", "is_nested", "is_quantized", "is_sparse_csr", "is_mkldnn"), "all"),
+    **dict.fromkeys(
+        ("layout", "is_sparse", "is_nested", "is_quantized", "is_sparse_csr", "is_mkldnn"), "all"
+    ),
 }  # fmt: skip
 """Questions by what decides the answer: dtype and rank ("element"), device, requires_grad, or layout."""
 
@@ -92,7 +95,7 @@ class _Asking(type):
 
 
 class kind(type, metaclass=_Asking):
-    """Stand-in for `type` while tracing: a traced value is a torch.Tensor, a run-time number an int or float."""
+    """Stand-in for `type` while tracing: traced values are torch.Tensors, run-time numbers ints or floats."""
 
 
 def _stands_in(x: Any) -> bool:

@@ -11,7 +11,6 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fa4flex.codegen.expr import CONTEXT, Expr, sym, to_float
 from fa4flex.codegen.trace.build import coerce, from_tensor
@@ -148,7 +147,7 @@ def _attempt(
     state.constant, state.freeze = constants, freeze
     with running(state):
         with asking_types(lifter.asking):
-            result = _call(lifted, kind, context, state)
+            result = _call(lifted, kind, context, state, lifter.grad_mode)
         _restart_if_looked(state, constants)
         if len(called) > known:
             state.opaque = state.opaque or "a call of a module"
@@ -194,13 +193,15 @@ def _callable(lifter: Lifter, fn: Callable[..., Any], path: Path) -> Callable[..
     return lifted
 
 
-def _call(lifted: Callable[..., Any], kind: ModKind, context: tuple[str, ...], state: State) -> Any:
-    """The user's code runs below this frame."""
+def _call(
+    lifted: Callable[..., Any], kind: ModKind, context: tuple[str, ...], state: State, grad_mode: bool
+) -> Any:
+    """The user's code runs below this frame: with gradients, unless it asks whether there are."""
     dtypes = {"score": torch.float32}
     args = [_symbol(_SYMBOLS[p], dtypes.get(p, torch.int64)) for p in SIGNATURES[kind]]
     extra = {name: _symbol(name, torch.int64) for name in context}
     try:
-        with torch.enable_grad(), intercepting(), Tracing():
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not grad_mode), intercepting(), Tracing():
             result = lifted(*args, **extra)
     except Exception as error:
         if state.looked_at:

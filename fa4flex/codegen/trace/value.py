@@ -108,13 +108,16 @@ UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 class Value(Proxy):
     """A traced tensor: an expression whose free axis symbols are those of `dims`, and torch's dtype for it.
 
-    `dtype` is None for a Python number, which takes no part in torch's type promotion.
+    `dtype` is None for a Python number, which takes no part in torch's type promotion. `wraps`: it was cast
+    to int32, or computed from what was, and its arithmetic keeps 32 bits.
     """
 
-    __slots__ = ("dims", "dtype_or_none", "expr")
+    __slots__ = ("dims", "dtype_or_none", "expr", "wraps")
 
-    def __init__(self, expr: Expr, dims: Dims = (), dtype: torch.dtype | None = None) -> None:
-        self.expr, self.dims, self.dtype_or_none = expr, dims, dtype
+    def __init__(
+        self, expr: Expr, dims: Dims = (), dtype: torch.dtype | None = None, wraps: bool = False
+    ) -> None:
+        self.expr, self.dims, self.dtype_or_none, self.wraps = expr, dims, dtype, wraps
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance(score, torch.Tensor) holds, as it does without tracing
