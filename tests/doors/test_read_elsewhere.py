@@ -157,7 +157,9 @@ def test_a_method_that_is_not_copied_reads_a_module(package: str) -> None:
     agree(steps())
 
 
-@pytest.mark.parametrize("read", [lambda name: os.environ[name], os.getenv, lambda name: os.environ.get(name)])
+@pytest.mark.parametrize(
+    "read", [lambda name: os.environ[name], os.getenv, lambda name: os.environ.get(name)]
+)
 def test_the_environment(read: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def steps() -> Iterator[Step]:
         mod = lambda s, b, h, q, k: s + float(read("FACTOR_OF_A_TEST")) * (q - k)  # noqa: E731

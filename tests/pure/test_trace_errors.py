@@ -21,7 +21,6 @@ from fa4flex.errors import TraceError
 
 TABLE = torch.randn(4, 50)
 LONG = torch.randn(4, 5000)
-BYTES = torch.zeros(50, dtype=torch.uint8)
 ARRAY = numpy.arange(50)
 LENGTH = torch.tensor(3)
 COUNT = 0

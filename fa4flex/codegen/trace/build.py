@@ -115,10 +115,10 @@ def _name(tensor: Tensor, recipe: Recipe | None) -> str:
 
 def normalised(x: Value) -> Value:
     """`x` with dimensions of extent 1 no longer running over an axis symbol: they broadcast."""
-    zero = {sym(d.axis): const(0) for d in x.dims if d.axis and d.extent == 1}
+    zero = {sym(d.axis): const(0) for d in x.dims if d.axis and d.is_one}
     if not zero:
         return x
-    dims = tuple(Dim(None, 1) if d.extent == 1 else d for d in x.dims)
+    dims = tuple(Dim(None, 1) if d.is_one else d for d in x.dims)
     return Value(substitute(x.expr, zero), dims, x.dtype_or_none)
 
 

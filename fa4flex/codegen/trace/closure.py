@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
 import math
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

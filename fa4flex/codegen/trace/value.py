@@ -36,6 +36,11 @@ class Dim:
         return self._extent
 
     @property
+    def is_one(self) -> bool:
+        """True for an extent of 1, on which the trace then depends; on how large others are it does not."""
+        return self._extent == 1 and self.extent == 1
+
+    @property
     def size(self) -> Any:
         """The extent, as a run-time number where it is one."""
         owner = current().owner(self.axis)

@@ -131,6 +131,8 @@ def _wrapped(node: Expr, dim: Dim, index: Expr) -> Expr:
 
 
 def _slice(dim: Dim, entry: slice, replaced: dict[Expr, Expr]) -> Dim:
+    if entry == slice(None):
+        return dim
     start, stop, step = slice(*(_bound(x) for x in (entry.start, entry.stop, entry.step))).indices(dim.extent)
     if step < 0:
         raise current().error("a slice with a negative step", "a positive step", "use flip")
