@@ -1,4 +1,4 @@
-"""Extents of captured tensors that a mod reads: right at every length, by every door, without a new program."""
+"""Extents of captured tensors that a mod reads: right at every length, by every door."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ READS: dict[str, tuple[Make, Callable[[int], float]]] = {
         lambda n: 1 / (n + 8),
     ),
     "of a row": (lambda q, t: lambda s, b, h, i, j: s + (i - j) / q[b, h].shape[0], lambda n: 1 / n),
-    "of a derived tensor": (lambda q, t: lambda s, b, h, i, j: s + (i - j) / (t * 2).shape[0], lambda n: 1 / n),
+    "of a derived tensor": (
+        lambda q, t: lambda s, b, h, i, j: s + (i - j) / (t * 2).shape[0],
+        lambda n: 1 / n,
+    ),
     "range": (
         lambda q, t: lambda s, b, h, i, j: s + (i - j) / sum(1 for _ in range(t.shape[0] // 8)),
         lambda n: 1 / (n // 8),
@@ -46,7 +49,10 @@ READS: dict[str, tuple[Make, Callable[[int], float]]] = {
     ),
     "float": (lambda q, t: lambda s, b, h, i, j: s + (i - j) / math.sqrt(len(t)), lambda n: n**-0.5),
     "an index": (lambda q, t: lambda s, b, h, i, j: s + (i - j) / (t[t.shape[0] - 1] + 40), lambda n: 1 / 40),
-    "a slice": (lambda q, t: lambda s, b, h, i, j: s + (i - j) / (40 + 0 * t[: t.shape[0] // 2][0]), lambda n: 1 / 40),
+    "a slice": (
+        lambda q, t: lambda s, b, h, i, j: s + (i - j) / (40 + 0 * t[: t.shape[0] // 2][0]),
+        lambda n: 1 / 40,
+    ),
     "a tensor": (
         lambda q, t: lambda s, b, h, i, j: s + (i - j) / torch.tensor(t.shape[0]),
         lambda n: 1 / n,

@@ -1,5 +1,5 @@
-"""Mods that read numbers and functions which are not captured: of modules, classes, tensors, the environment and
-torch's modes. After each change the next call gives what the dense formula gives."""
+"""Mods that read numbers and functions which are not captured: of modules, classes, tensors, the environment
+and torch's modes. After each change the next call gives what the dense formula gives."""
 
 from __future__ import annotations
 

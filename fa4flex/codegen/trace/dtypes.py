@@ -80,7 +80,9 @@ def type_as(input: Any, other: Any) -> Value:
 
 def type_(input: Any, dtype: Any = None) -> Any:
     if dtype is None:
-        return f"torch.{_dtype(coerce(input))}"
+        name = _representative(coerce(input), "type").type()
+        device = current().device.type
+        return name if device == "cpu" else name.replace("torch.", f"torch.{device}.")
     if isinstance(dtype, str):
         dtype = {"torch.FloatTensor": torch.float32, "torch.LongTensor": torch.int64}.get(dtype, dtype)
     if not isinstance(dtype, torch.dtype):
@@ -161,17 +163,52 @@ def _dtype_attribute(x: Value) -> torch.dtype:
     return _dtype(x)
 
 
+def _representative(x: Value, name: str) -> Tensor:
+    """A 0-d tensor of the dtype of `x`, which answers alike where neither contents nor gradients matter."""
+    if x.dims or (name in _OF_GRADIENTS and x.expr.kind == "float"):
+        raise current().error(
+            given=f".{name} of `{x.expr}`, which stands for one tensor a (query, key) pair",
+            expected="questions whose answer is the same for every pair and every caller",
+            fix="ask a captured tensor, or outside the mod",
+        )
+    return torch.zeros((), dtype=_dtype_attribute(x), device="cpu")
+
+
+_OF_GRADIENTS = ("requires_grad", "grad")
+
+
+def _told(name: str) -> Builder:
+    return lambda x: getattr(_representative(x, name), name)
+
+
+def _answered(name: str) -> Builder:
+    return lambda input, *args, **kwargs: getattr(_representative(coerce(input), name), name)(*args, **kwargs)
+
+
+def _on(*types: str) -> Builder:
+    return lambda x: current().device.type in types
+
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "xla", "mtia", "maia", "vulkan", "meta")
+_TOLD = (
+    "requires_grad", "grad", "itemsize", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested",
+    "nbytes", "volatile",
+)  # fmt: skip
+_ANSWERED = (
+    "element_size", "is_signed", "is_contiguous", "stride", "storage_offset", "is_conj", "is_neg", "is_inference",
+    "is_distributed", "has_names", "is_same_size",
+)  # fmt: skip
+
 ATTRIBUTES: dict[str, Builder] = {
     "dtype": _dtype_attribute,
     "device": lambda x: current().device,
     "shape": lambda x: Shape(d.size for d in x.dims),
     "ndim": lambda x: len(x.dims),
     "T": reverse_dims, "mT": reverse_dims,
-    "is_cuda": lambda x: current().device.type == "cuda",
-    "requires_grad": lambda x: False, "grad": lambda x: None, "layout": lambda x: torch.strided,
+    "layout": lambda x: torch.strided, **{f"is_{device}": _on(device) for device in _DEVICES},
+    **{name: _told(name) for name in _TOLD},
     "data": lambda x: elementwise("detach", x) if x.expr.kind == "float" else x,
-    "real": lambda x: x, "is_sparse": lambda x: False, "is_quantized": lambda x: False,
-    "is_meta": lambda x: False,
+    "real": lambda x: x,
 }  # fmt: skip
 
 
@@ -220,6 +257,7 @@ DTYPES: dict[str, Builder] = {
     "ndimension": lambda input: len(coerce(input).dims),
     "numel": numel, "nelement": numel,
     "is_floating_point": lambda input: coerce(input).expr.kind == "float", "is_complex": lambda input: False,
+    **{name: _answered(name) for name in _ANSWERED},
     **{name: _reads(name) for name in ("item", "tolist", "numpy", "data_ptr", "nonzero", "is_nonzero")},
 }  # fmt: skip
 _FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor", "full"))
