@@ -191,12 +191,12 @@ def _on(*types: str) -> Builder:
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "xla", "mtia", "maia", "vulkan", "meta")
 _TOLD = (
-    "requires_grad", "grad", "itemsize", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested",
-    "nbytes", "volatile",
+    "requires_grad", "grad", "itemsize", "nbytes", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn",
+    "is_nested",
 )  # fmt: skip
 _ANSWERED = (
-    "element_size", "is_signed", "is_contiguous", "stride", "storage_offset", "is_conj", "is_neg", "is_inference",
-    "is_distributed", "has_names", "is_same_size",
+    "element_size", "is_signed", "is_contiguous", "stride", "storage_offset", "is_conj", "is_neg",
+    "is_inference", "is_distributed",
 )  # fmt: skip
 
 ATTRIBUTES: dict[str, Builder] = {
