@@ -24,6 +24,7 @@ from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.trace import Captures, Operand, trace
 from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
+from fa4flex.codegen.trace.paths import Path
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -60,7 +61,7 @@ class GraphTrace:
     facts: Facts
     operands: tuple[Operand, ...]
     bases: tuple[int, ...]
-    scalars: tuple[int, ...]
+    scalars: tuple[Path, ...]
     fixed: tuple[tuple[int, int], ...]
     pinned: tuple[tuple[int, int | float], ...]
 
@@ -94,7 +95,7 @@ class _Attention(HigherOrderOperator):
             int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
         bases = tuple([lifted[position] for position in found.bases])
         operands = [operand.of(bases).value() for operand in found.operands]
-        numbers = [lifted[position] for position in found.scalars]
+        numbers = [_at(path, lifted) for path in found.scalars]
         ints = [x for x in numbers if isinstance(x, (int, torch.SymInt))]
         floats = [_as_tensor(x) for x in numbers if not isinstance(x, (int, torch.SymInt))]
         plain: float | None = None
@@ -381,6 +382,7 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> Gr
         (function.positions[number.name], number.value)
         for function, one in zip(functions, (traced_score, traced_mask), strict=True)
         for number in one.pinned
+        if number.name in function.positions  # extents are among those that are fixed
     ]
     places = {id(x.tensor): x.position for x in reversed(stand_ins) if x.tensor is not None}
     bases = tuple([x for x in captures.bases() if id(x) in places])
@@ -389,10 +391,15 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> Gr
         analyze(traced_score.root, traced_mask.root),
         tuple([operand.at(bases) for operand in operands]),
         tuple(places[id(x)] for x in bases),
-        tuple(path.key for path in captures.scalar_paths),
+        captures.scalar_paths,
         tuple({(g.path.key, g.constant[0]): None for g in captures.guards if g.kind == "extent"}),
         tuple(pinned),
     )
+
+
+def _at(path: Path, lifted: Sequence[Any]) -> Any:
+    """A lifted number, or an extent of a lifted tensor."""
+    return lifted[path.key] if path.parent is None else lifted[path.parent.key].shape[path.key]
 
 
 def _made_in_the_graph(operand: Operand, places: Mapping[int, int]) -> Operand:

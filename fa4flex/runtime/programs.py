@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.evaluate import Captured
@@ -108,8 +108,9 @@ class Published:
         """Captured numbers by their kinds."""
         if not scalars:
             return Numbers((), (), scale)
-        ints = tuple(int(x) for x, kind in zip(scalars, self.kinds, strict=True) if kind != "float")
-        floats = tuple(float(x) for x, kind in zip(scalars, self.kinds, strict=True) if kind == "float")
+        pairs = list(zip(scalars, self.kinds, strict=True))
+        ints = tuple(x if type(x) is SymInt else int(x) for x, kind in pairs if kind != "float")
+        floats = tuple(x if type(x) is SymFloat else float(x) for x, kind in pairs if kind == "float")
         return Numbers(ints, floats, scale)
 
     def scalars(self, numbers: Numbers) -> tuple[int | float, ...]:

@@ -4,6 +4,7 @@ result; and the keys under which traces and derived tensors are found."""
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,6 +169,20 @@ def derived_extents() -> Iterator[Step]:
         yield mod, None, n * distance(), True
 
 
+def layouts() -> Iterator[Step]:
+    for t, factor in ((torch.rand(3), 2), (torch.rand(3).to_sparse(), 3)):
+        mod = lambda s, b, h, q, k, t=t: s + (3 if t.is_sparse else 2) * (q - k)  # noqa: E731
+        yield mod, None, factor * distance(), True
+
+
+def environments() -> Iterator[Step]:
+    mod = lambda s, b, h, q, k: s + float(os.environ.get("FACTOR_OF_A_GUARD", "1")) * (q - k)  # noqa: E731
+    for factor in ("2", "3"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FACTOR_OF_A_GUARD", factor)
+            yield mod, None, float(factor) * distance(), True
+
+
 def gradients() -> Iterator[Step]:
     for grad in (False, True):
         x = torch.rand(H, requires_grad=grad)
@@ -201,7 +216,8 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "dtype": dtypes,
     "rank": ranks,
     "extent": extents,
-    "layout": derived_extents,
+    "layout": layouts,
+    "environment": environments,
     "grad": gradients,
     "same": aliases,
 }

@@ -21,7 +21,6 @@ from fa4flex.errors import TraceError
 
 TABLE = torch.randn(4, 50)
 LONG = torch.randn(4, 5000)
-BYTES = torch.zeros(50, dtype=torch.uint8)
 ARRAY = numpy.arange(50)
 LENGTH = torch.tensor(3)
 COUNT = 0
@@ -245,16 +244,6 @@ def mismatched(score, b, h, q_idx, kv_idx):
 @bad("score", r"float `score`")
 def bits_of_float(score, b, h, q_idx, kv_idx):
     return score & 1  # HERE
-
-
-@bad("mask", "wraps around")
-def narrow_arithmetic(b, h, q_idx, kv_idx):
-    return BYTES[q_idx] - BYTES[kv_idx] > 0  # HERE
-
-
-@bad("mask", "wraps around")
-def narrow_cast(b, h, q_idx, kv_idx):
-    return q_idx.to(torch.int8) == 3  # HERE
 
 
 @bad("mask", r"two bools: `kv < q` and `2 < kv`[\s\S]*use \^")

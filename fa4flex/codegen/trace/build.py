@@ -18,13 +18,15 @@ from fa4flex.codegen import expr
 from fa4flex.codegen.expr import Expr, Kind, const, load, substitute, sym
 from fa4flex.codegen.ops import DIVISIONS
 from fa4flex.codegen.trace.captures import Recipe
+from fa4flex.codegen.trace.narrow import NARROW, WRAPPING, narrowed
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Dim, Dims, Number, Value, is_number
 
 DEFAULT_DTYPE: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
-NARROW_INTS = (torch.int8, torch.uint8, torch.int16)
-MAY_WRAP = ("add", "sub", "mul", "neg", "abs", "shl", "sum", "prod", "bitnot")
+MAY_WRAP = frozenset((
+    "add", "sub", "mul", "neg", "abs", "shl", "bitnot", "bitand", "bitor", "bitxor", "floordiv", "truncdiv",
+))  # fmt: skip
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
@@ -37,12 +39,12 @@ def kind_of(dtype: torch.dtype) -> Kind:
     return "float" if dtype.is_floating_point else "int"
 
 
-def made(node: Expr, dims: Dims = (), dtype: torch.dtype | None = None) -> Value:
+def made(node: Expr, dims: Dims = (), dtype: torch.dtype | None = None, wraps: bool = False) -> Value:
     """A new Value: its expression gets the user's current line; torch.no_grad() cuts its gradient."""
     if node.kind == "float" and not torch.is_grad_enabled():
         node = expr.apply("detach", node)
     current().record(node)
-    return Value(node, dims, dtype)
+    return Value(node, dims, dtype, wraps)
 
 
 def coerce(x: Any) -> Value:
@@ -125,10 +127,10 @@ def _name(tensor: Tensor, recipe: Recipe | None) -> str:
 
 def normalised(x: Value) -> Value:
     """`x` with dimensions of extent 1 no longer running over an axis symbol: they broadcast."""
-    zero = {sym(d.axis): const(0) for d in x.dims if d.axis and d.extent == 1}
+    zero = {sym(d.axis): const(0) for d in x.dims if d.axis and d.is_one}
     if not zero:
         return x
-    dims = tuple(Dim(None, 1) if d.extent == 1 else d for d in x.dims)
+    dims = tuple(Dim(None, 1) if d.is_one else d for d in x.dims)
     return Value(substitute(x.expr, zero), dims, x.dtype_or_none)
 
 
@@ -179,12 +181,36 @@ def promoted(kind: Kind, values: Sequence[Value]) -> torch.dtype:
 def elementwise(op: str, *args: Any) -> Value:
     """The grammar's operation `op` on broadcast arguments."""
     values = [coerce(a) for a in args]
+    wraps = any(v.wraps for v in values)
+    held = _held(values, wraps)
+    if held is not None:
+        values = [_as_held(v, held, wraps) for v in values]
     exprs, dims = broadcast(values)
     refuse_zero_division(op, exprs)
     node = expr.apply(op, *exprs)
     dtype = promoted(node.kind, values)
-    refuse_wrapping(op, dtype)
-    return made(node, dims, dtype)
+    if held is not None and op in MAY_WRAP and (wraps or dtype in NARROW) and node.kind == "int":
+        node = narrowed(node, dtype)
+    return made(node, dims, dtype, wraps and dtype is torch.int32)
+
+
+def _held(values: Sequence[Value], wraps: bool) -> torch.dtype | None:
+    """The narrow dtype that holds the integers of an operation; None where there is none."""
+    tensors = [v for v in values if v.dtype_or_none is not None]
+    if not (wraps or any(v.dtype_or_none in WRAPPING for v in tensors)):
+        return None
+    if any(v.expr.kind == "float" for v in values):
+        return None
+    dtype = promoted("int", tensors)
+    return dtype if dtype in WRAPPING else None
+
+
+def _as_held(x: Value, dtype: torch.dtype, wraps: bool) -> Value:
+    """A Python int that meets integers of a narrow dtype is converted to it first, as in torch."""
+    number = x.dtype_or_none is None and x.expr.kind == "int"
+    if not number or not (x.expr.op == "const" or wraps or dtype in NARROW):
+        return x
+    return Value(narrowed(x.expr, dtype), x.dims)
 
 
 def refuse_zero_division(op: str, exprs: Sequence[Expr]) -> None:
@@ -194,16 +220,6 @@ def refuse_zero_division(op: str, exprs: Sequence[Expr]) -> None:
     if exprs[1].op == "const" and exprs[1].value == 0:
         raise current().error(
             "an integer divided by 0", "a divisor other than 0", "clamp the divisor, or divide floats"
-        )
-
-
-def refuse_wrapping(op: str, dtype: torch.dtype) -> None:
-    """torch wraps narrow integers on overflow; expressions hold mathematical integers."""
-    if dtype in NARROW_INTS and op in MAY_WRAP:
-        raise current().error(
-            given=f"{op} on {dtype}, which wraps around in torch",
-            expected="arithmetic on int32, int64 or floating values",
-            fix="convert first: x.int()",
         )
 
 

@@ -14,8 +14,9 @@ from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
 
-Seen = Literal["element", "all"] | int
-"""Dependence on a captured tensor: "element" (one is read), "all" (but contents), or a dimension's extent."""
+Seen = Literal["element", "device", "grad", "all"] | int
+"""Dependence on a captured tensor: "element" (one is read), its device, whether it requires a gradient, "all"
+(but contents), or a dimension's extent."""
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -254,7 +255,9 @@ class Captures:
         self.operands = tuple(self.operands[slot] for slot in tensor_slots)
         self._keys = [self._keys[slot] for slot in tensor_slots]
         self.guards += tuple(
-            Guard(_LIMITS[type(self.scalars[slot])], self.scalar_paths[slot]) for slot in scalar_slots
+            Guard(_LIMITS[type(self.scalars[slot])], self.scalar_paths[slot])
+            for slot in scalar_slots
+            if type(self.scalars[slot]) in _LIMITS and self.scalar_paths[slot].kind != "extent"
         )
         self.scalars = tuple(self.scalars[slot] for slot in scalar_slots)
         self.scalar_names = tuple(self.scalar_names[slot] for slot in scalar_slots)
@@ -264,15 +267,17 @@ class Captures:
 
 def _guards_of(tensor: Tensor, path: Path, seen: set[Seen]) -> Iterator[Guard]:
     """Guards on what must stay as it is of a captured tensor."""
-    yield Guard("tensor", path)
+    yield Guard("tensor", path, type(tensor))
     if seen:
         yield Guard("dtype", path, tensor.dtype)
         yield Guard("rank", path, tensor.dim())
     for dimension in sorted(what for what in seen if isinstance(what, int)):
-        yield Guard("extent", path, (dimension, tensor.shape[dimension]))
+        yield Guard("extent", path, (dimension, int(tensor.shape[dimension])))
     if "all" in seen:
         yield Guard("layout", path, tuple(tensor.shape))
+    if not seen.isdisjoint(("all", "device")):
         yield Guard("device", path, tensor.device)
+    if not seen.isdisjoint(("all", "grad")):
         yield Guard("grad", path, tensor.requires_grad)
 
 

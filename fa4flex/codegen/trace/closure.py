@@ -10,16 +10,14 @@ On the way every thing gets the path along which it was found, and what must sta
 
 from __future__ import annotations
 
-import contextlib
 import dis
-import enum
 import functools
 import math
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import (
-    BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
@@ -37,30 +35,25 @@ from fa4flex.codegen.trace.attributes import MISSING, class_data, slots_of, stor
 from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.functions import applying, is_apply
 from fa4flex.codegen.trace.mentions import (
-    all_attributes,
-    class_code,
     from_library,
-    function_in,
-    globals_of,
     is_users_module,
     mentioned,
     nested,
-    steps_to_function,
     users_alone,
 )
 from fa4flex.codegen.trace.origin import first_line, is_library
-from fa4flex.codegen.trace.paths import INT64, Guard, Path
-from fa4flex.codegen.trace.snapshot import Opaque, plain, snapshot
-from fa4flex.codegen.trace.value import Number
+from fa4flex.codegen.trace.paths import INT64, Path
+from fa4flex.codegen.trace.pins import LEFT_ALONE, STORES, Pins
+from fa4flex.codegen.trace.questions import kind, length
+from fa4flex.codegen.trace.snapshot import plain
+from fa4flex.codegen.trace.value import Number, plain_number
 from fa4flex.errors import Origin, TraceError
 
 MAX_ITEMS = 1024
 """Containers longer than this keep their numbers as constants."""
 MAX_OBJECTS, MAX_DEPTH = 20_000, 50
 """Beyond these, what the mod captured is used as it is, and the trace serves one call."""
-_LEFT_ALONE = (str, bytes, BuiltinFunctionType, enum.Enum, torch.dtype, torch.device, BaseException)
-_STORES = ("_parameters", "_buffers", "_modules")
-"""Dictionaries of an nn.Module whose entries are its attributes."""
+_STAND_INS = {"len": length, "type": kind}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (
     torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.ParameterList,
@@ -78,7 +71,7 @@ class _Globals:
     lifted: set[str]
 
 
-class Lifter:
+class Lifter(Pins):
     """Copies a callable; numbers named in `constant` (all of them, if `freeze`) stay plain numbers.
 
     Of objects only attributes in `names` are looked at. `mentioned` are the names that the code which was
@@ -87,22 +80,13 @@ class Lifter:
     """
 
     def __init__(self, constant: set[str], freeze: bool, names: frozenset[str], called: set[int]) -> None:
+        super().__init__(names)
         self.constant, self.freeze = constant, freeze
-        self.names: frozenset[str] | None = None if all_attributes(names) else names
-        self.mentioned: set[str] = set()
         self.called = called
-        self.tensors: dict[int, tuple[Tensor, str, Path]] = {}
-        """Captured tensors by id, with what the user would call them, and where they were found first."""
         self.numbers: dict[str, tuple[int | float, Path]] = {}
-        self.guards: list[Guard] = []
-        self.opaque: str | None = None
-        """Description of a capture whose change nobody would notice; None if there is none."""
-        self.device: torch.device | None = None
         self._memo: dict[int, Any] = {}
-        self._first: dict[int, Path] = {}
         self._entire: set[int] = set()
         """Modules, and their stores, of which each attribute may be read, by id."""
-        self._alive: list[Any] = []
         self._depth = 0
         self._codes: list[CodeType] = []
         self._spaces: dict[int, _Globals] = {}
@@ -110,9 +94,11 @@ class Lifter:
 
     def lift(self, thing: Any, name: str, path: Path) -> Any:
         """A copy of `thing` with proxies for its numbers; `name` is what the user would call it."""
-        if type(thing) in (int, float) or isinstance(thing, numpy.number):
+        if isinstance(thing, torch.SymBool):
+            thing = bool(thing)
+        if type(thing) in (int, float) or isinstance(thing, (numpy.number, torch.SymInt, torch.SymFloat)):
             return self._number(thing, name, path)
-        if thing is None or (isinstance(thing, (bool, *_LEFT_ALONE)) and not is_apply(thing)):
+        if thing is None or (isinstance(thing, (bool, *LEFT_ALONE)) and not is_apply(thing)):
             return self._as_it_is(thing, path)
         if id(thing) in self._memo:
             if id(thing) in self._first:
@@ -129,43 +115,19 @@ class Lifter:
         self._memo[id(thing)] = lifted
         return lifted
 
-    def _guard(self, kind: str, path: Path, constant: Any = None) -> None:
-        if path.kind != "constant":
-            self.guards.append(Guard(kind, path, constant))
-
-    def _as_it_is(self, thing: Any, path: Path) -> Any:
-        """`thing`, compared by value at each call."""
-        if isinstance(thing, enum.Enum) and id(thing) not in self._first:
-            self._enumerated(thing, path)
-        try:
-            if plain(thing):  # no snapshot is to be taken at each call
-                self._guard("equal", path, thing)
-            else:
-                self._guard("value", path, snapshot(thing))
-        except Opaque as what:
-            self.opaque = self.opaque or str(what)
-        return thing
-
-    def _enumerated(self, thing: enum.Enum, path: Path) -> None:
-        """A member is told by its identity, but its class has code, and its value may be a container."""
-        self._first[id(thing)] = path
-        self._class_code(type(thing))
-        for key, x in vars(thing).items():
-            if key == "_value_" or self.names is None or key in self.names:
-                self._pin(x, key, path.attribute("__dict__").item(key))
-
     def _number(self, given: Any, name: str, path: Path) -> Any:
-        value = given.item() if isinstance(given, numpy.number) else given
+        value = given.item() if isinstance(given, numpy.number) else plain_number(given)
         if name in self.numbers:
             name = next(
                 f"{name}#{i}" for i in range(2, len(self.numbers) + 3) if f"{name}#{i}" not in self.numbers
             )
-        self.numbers[name] = value, path.result("item") if isinstance(given, numpy.number) else path
+        of_numpy = isinstance(given, numpy.number)
+        self.numbers[name] = (value, path.result("item")) if of_numpy else (given, path)
         # An infinite or NaN constant is structure (-inf masks), not a parameter that varies.
         varies = isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < INT64
         if self.freeze or name in self.constant or not varies:
             self._as_it_is(given, path)
-            return value
+            return type(value)(given) if type(given) in (torch.SymInt, torch.SymFloat) else value
         self._guard("type", path, type(given))
         return Number(value, {name: value})
 
@@ -192,11 +154,6 @@ class Lifter:
             return self._class(thing, name, path)
         return self._object(thing, name, path)
 
-    def _tensor(self, tensor: Tensor, name: str, path: Path) -> Tensor:
-        self.tensors[id(tensor)] = tensor, name, path
-        self.device = self.device or tensor.device
-        return tensor
-
     # --- functions ----------------------------------------------------------------------------------
 
     def _function(self, function: FunctionType, path: Path) -> Any:
@@ -206,6 +163,8 @@ class Lifter:
             self._guard("is", path, function)
             return lowering
         self._guard("code", path, function.__code__)
+        if function is os.getenv:
+            self._environment()
         if library and not function.__closure__:
             return function
         cells, fresh = self._cells(function, path)
@@ -213,7 +172,7 @@ class Lifter:
         lifted = FunctionType(function.__code__, namespace, function.__name__, None, cells)
         self._memo[id(function)] = lifted  # before its contents: a function may refer to itself
         self._codes.append(function.__code__)
-        self.mentioned.update(mentioned(function.__code__))
+        self._code(function)
         lifted.__qualname__, lifted.__module__ = function.__qualname__, function.__module__
         read = self._looked_at(function.__dict__)
         for key, x in function.__dict__.items():
@@ -268,7 +227,8 @@ class Lifter:
     def _space(self, function: FunctionType) -> _Globals:
         original = function.__globals__
         if id(original) not in self._spaces:
-            space = self._spaces[id(original)] = _Globals(dict(original), dict(original), set())
+            seen = {**_STAND_INS, **original}
+            space = self._spaces[id(original)] = _Globals(dict(seen), seen, set())
             self._alive.append(original)
             self._watch("the global variable", "STORE_GLOBAL", lambda: space.copy, space.before)
         return self._spaces[id(original)]
@@ -281,14 +241,6 @@ class Lifter:
                 lifted = self.lift(function.__globals__[name], name, inside.item(name))
                 space.copy[name] = space.before[name] = lifted
         self._no_globals(function, inside)
-
-    def _no_globals(self, function: FunctionType, inside: Path) -> None:
-        """Guard that globals do not come to hide builtins. What is found by computed names is not watched."""
-        for name in globals_of(function.__code__):
-            if name in ("globals", "eval", "exec"):
-                self.opaque = self.opaque or f"a name that {name}() looks up"
-            if name not in function.__globals__:
-                self._guard("absent", inside, name)
 
     def _watch(
         self, what: str, instruction: str, now: Callable[[], dict[Any, Any]], before: dict[Any, Any]
@@ -338,7 +290,7 @@ class Lifter:
         return self._as_it_is(thing, path)
 
     def _dictionary(self, thing: dict[Any, Any], name: str, path: Path) -> Any:
-        of_module = name.endswith(_STORES)
+        of_module = name.endswith(STORES)
         entire = not of_module or id(thing) in self._entire
         read = thing if entire else self._looked_at(thing)
         copy: dict[Any, Any] = {}
@@ -354,35 +306,26 @@ class Lifter:
         return copy
 
     def _module(self, thing: ModuleType, name: str, path: Path) -> Any:
-        """A copy of a user's module; a library's is used as it is."""
-        if not is_users_module(thing):
-            return self._as_it_is(thing, path)
-        self._guard("type", path, type(thing))
+        """A copy of a module of the user's or of an installed package; a library's is used as it is."""
+        if not is_users_module(thing) or type(thing) is not ModuleType:
+            self._pin_module(thing, name, path)
+            return thing
+        self._guard("type", path, ModuleType)
         clone = ModuleType(thing.__name__)
         self._memo[id(thing)] = clone
         clone.__dict__.update(thing.__dict__)
         self._nothing_more(thing, path)
         for key in self._looked_at(thing.__dict__):
             clone.__dict__[key] = self.lift(thing.__dict__[key], f"{name}.{key}", path.attribute(key))
+        compute = thing.__dict__.get("__getattr__")
+        if compute is not None:
+
+            def computed(key: str) -> Any:
+                self.opaque = self.opaque or f"{name}.{key}, which its module computes"
+                return compute(key)
+
+            clone.__dict__["__getattr__"] = computed
         return clone
-
-    def _class(self, thing: type, name: str, path: Path) -> Any:
-        """A class is used as it is: its plain attributes are compared by value at each call."""
-        self._guard("is", path, thing)
-        self._class_code(thing)
-        self._class_code(type(thing))
-        for key, x in class_data(thing, self._names(thing)).items():
-            self._pin(x, f"{name}.{key}", path.attribute(key))
-        return thing
-
-    def _names(self, cls: type) -> frozenset[str]:
-        """Names that code may look up in a class."""
-        return frozenset(dir(cls)) if self.names is None else self.names
-
-    def _looked_at(self, attributes: Any) -> list[str]:
-        """Those of an object's attributes that code may read."""
-        names = self.names
-        return [key for key in attributes if names is None or key in names or key in _STORES]
 
     def _object(self, thing: Any, name: str, path: Path) -> Any:
         """A shallow clone of an instance of a user's class or an nn.Module; others are used as they are."""
@@ -419,7 +362,10 @@ class Lifter:
                 )
             else:
                 self._guard("unset", path, key)
+        asked = self._asks_for_class(cls)
         for key, x in class_data(cls, self._names(cls)).items():
+            if asked:
+                self._pin(x, prefix + key, Path(None, "constant", cls).attribute(key))
             if key not in own and key not in slots and hasattr(clone, "__dict__"):
                 clone.__dict__[key] = self.lift(x, prefix + key, path.attribute(key))
         call = vars(cls).get("__call__")
@@ -433,7 +379,7 @@ class Lifter:
         modules, which may read any of their attributes."""
         own, cls, called = vars(module), type(module), id(module) in self.called
         if isinstance(module, _CONTAINERS) or (called and not users_alone(cls)):
-            self._entire.update(map(id, (module, *(own[store] for store in _STORES if store in own))))
+            self._entire.update(map(id, (module, *(own[store] for store in STORES if store in own))))
         if called:
             for hooks in _HOOKS:
                 self._guard("keys", path.attribute(hooks), tuple(own[hooks]))
@@ -464,97 +410,6 @@ class Lifter:
         self._watch("an attribute of the mod", "STORE_ATTR", lambda: stored_in(clone), stored_in(clone))
         return clone
 
-    # --- what runs without being copied -----------------------------------------------------------------
-
-    def _class_code(self, cls: type) -> None:
-        """Functions of a class run as they are: they, and globals that they read, are compared by value."""
-        for base, name in class_code(cls, self._names(cls)):
-            self._member(cls, base, name)
-        if self.names is None:
-            for base in (base for base in cls.__mro__ if not from_library(base)):
-                self._nothing_more(base, Path(None, "constant", base))
-
-    def _member(self, cls: type, base: type, name: str) -> None:
-        """Guard what a class above `cls` has under a name, and that no class between comes to hide it."""
-        member = vars(base)[name]
-        function = function_in(member)
-        if function is None:  # a descriptor of a class of its own
-            self._pin(member, name, Path(None, "constant", member))
-            return
-        self._pin_code(function, Path(None, "constant", function))
-        if is_library(function.__code__.co_filename):
-            return
-        first = next(c for c in cls.__mro__ if name in vars(c)) is base
-        place = Path(None, "constant", cls if first else base).attribute(name)
-        for step in steps_to_function(member):
-            place = place.attribute(step)
-        self._guard("code", place, function.__code__)
-        if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
-            self._guard("is", place, function)
-
-    def _nothing_more(self, thing: Any, path: Path) -> None:
-        """Guard that code which finds attributes by computed names finds the ones that there are, and that
-        none comes to hide a function of the class."""
-        own = getattr(thing, "__dict__", None)
-        if own is not None and self.names is None:
-            self._guard("keys", path.attribute("__dict__"), tuple(own))
-        elif own is not None:
-            for base, name in class_code(type(thing), self.names or frozenset()):
-                if not (name in own or name.startswith("__") or isinstance(vars(base)[name], property)):
-                    self._guard("absent", path.attribute("__dict__"), name)
-
-    def _pin_code(self, function: FunctionType, path: Path) -> None:
-        if id(function) in self._first:
-            return
-        self._alive.append(function)
-        self._first[id(function)] = path
-        self.mentioned.update(mentioned(function.__code__))
-        library = is_library(function.__code__.co_filename)
-        for at, cell in enumerate(function.__closure__ or ()):
-            with contextlib.suppress(ValueError):  # a cell without contents
-                if not library or isinstance(cell.cell_contents, FunctionType):  # what a decorator was given
-                    self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
-        if library:
-            return
-        space, inside = function.__globals__, path.attribute("__globals__")
-        for name in mentioned(function.__code__):
-            if name in space:
-                self._pin(space[name], name, inside.item(name))
-        self._no_globals(function, inside)
-        for at, x in enumerate(function.__defaults__ or ()):
-            self._pin(x, "default", path.attribute("__defaults__").item(at))
-        for key, x in (function.__kwdefaults__ or {}).items():
-            self._pin(x, key, path.attribute("__kwdefaults__").item(key))
-
-    def _pin(self, thing: Any, name: str, path: Path) -> None:
-        """Guard what code that is not copied may read: all of it by value, but for tensors."""
-        if isinstance(thing, Tensor):
-            if id(thing) not in self.tensors:
-                self._alive.append(thing)
-                self._tensor(thing, name, path)
-        elif isinstance(thing, FunctionType):
-            self._guard("is", path, thing)
-            self._pin_code(thing, path)
-        elif isinstance(thing, MethodType):
-            self._pin(thing.__func__, name, path.attribute("__func__"))
-            self._pin(thing.__self__, name, path.attribute("__self__"))
-        elif isinstance(thing, type) or id(thing) in self._first:
-            self._guard("is", path, thing)
-        elif hasattr(thing, "__dict__") and not isinstance(thing, (ModuleType, *_LEFT_ALONE)):
-            self._first[id(thing)] = path
-            self._alive.append(thing)
-            self._guard("type", path, type(thing))
-            self._class_code(type(thing))
-            self._nothing_more(thing, path)
-            for key in self._looked_at(vars(thing)):
-                self._pin(vars(thing)[key], f"{name}.{key}", path.attribute("__dict__").item(key))
-        elif type(thing) in (list, tuple, dict) and any(isinstance(x, Tensor) for x in _items(thing)):
-            pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
-            for at, x in pairs:
-                self._pin(x, f"{name}[{at!r}]", path.item(at))
-        else:
-            self._as_it_is(thing, path)
-
     # --- after the call -------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
@@ -579,10 +434,6 @@ class Lifter:
                     if step.opname == instruction and step.argval in (name, None):
                         return Origin(inner.co_filename, line)
         return first_line(self._codes[0]) if self._codes else None
-
-
-def _items(thing: Any) -> list[Any]:
-    return list(thing.values() if isinstance(thing, dict) else thing)
 
 
 def _default_names(function: FunctionType) -> list[str]:

@@ -21,17 +21,18 @@ from fa4flex.codegen.trace.build import MAY_WRAP, elements_of, from_tensor, kind
 from fa4flex.codegen.trace.captures import leaves, map_leaves
 from fa4flex.codegen.trace.elementwise import ELEMENTWISE
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Value, call
+from fa4flex.codegen.trace.value import Value, call, is_real
 from fa4flex.errors import TraceError
 
 _CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "long", "bool", "_to_copy"))
+_MAY_WRAP = MAY_WRAP | {"sum", "prod"}
 _VIEWS = frozenset(("transpose", "permute", "t", "T", "mT", "unsqueeze", "contiguous", "clone", "alias"))
 
 
 def commuted(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
     """The elements of an operation's result as an expression of those of captured tensors, over axes that run
     along its dimensions; None where they are none. `name` is that of the table of operations."""
-    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves((args, kwargs)) if is_real(x)]
     if not (name in ELEMENTWISE or name in _CASTS or name in _VIEWS or _adds_dimensions(name, args)):
         return None
     if any(x.dtype is torch.float64 or x.device != tensors[0].device for x in tensors):
@@ -46,7 +47,7 @@ def commuted(name: str, function: Callable[..., Any], args: Any, kwargs: Any) ->
     except TraceError:  # the table has no such operation, or not on such arguments
         state.first_error = error
         return None
-    return found if isinstance(found, Value) else None
+    return found if type(found) is Value else None
 
 
 def alike(elements: Value, tensor: Tensor) -> bool:
@@ -58,11 +59,11 @@ def alike(elements: Value, tensor: Tensor) -> bool:
         return False
     if elements.expr.op == "to_int" and tensor.dtype is not torch.int64:
         return False
-    return not any(node.kind == "int" and node.op in MAY_WRAP for node in walk(elements.expr))
+    return not any(node.kind == "int" and node.op in _MAY_WRAP for node in walk(elements.expr))
 
 
 def _element(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
+    if not is_real(leaf):
         return leaf
     elements = elements_of(leaf)
     return normalised(from_tensor(leaf) if elements is None else elements)

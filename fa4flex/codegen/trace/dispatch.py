@@ -18,6 +18,7 @@ from fa4flex.codegen.trace.commuting import alike, commuted
 from fa4flex.codegen.trace.dtypes import ATTRIBUTES, DTYPES, makes_value
 from fa4flex.codegen.trace.elementwise import ELEMENTWISE, Builder, where
 from fa4flex.codegen.trace.paths import Guard, Path
+from fa4flex.codegen.trace.questions import answer, noted
 from fa4flex.codegen.trace.state import Derived, current
 from fa4flex.codegen.trace.value import UnknownAttribute, Value, call, is_number, on_call, scalar_of
 from fa4flex.codegen.trace.vectors import VECTORS
@@ -121,8 +122,14 @@ def attribute(x: Value, name: str) -> Any:
     """`x.name`: an attribute, or the operation of that name as a method."""
     if name in ATTRIBUTES:
         return ATTRIBUTES[name](x)
-    if name in METHODS or canonical(name) in OPERATIONS or hasattr(Tensor, name):
+    if callable(getattr(Tensor, name, None)):
         return lambda *args, **kwargs: call(f".{name}", x, *args, **kwargs)
+    if name not in _NOWHERE and hasattr(Tensor, name):
+        raise current().error(
+            given=f"the mod reads .{name} of `{x.expr}`, which stands for one tensor a (query, key) pair",
+            expected="attributes that are the same for every pair",
+            fix="read it of a captured tensor, or outside the mod",
+        )
     raise UnknownAttribute(
         given=f"a traced value has no attribute {name!r}",
         expected="what a torch.Tensor has",
@@ -131,6 +138,8 @@ def attribute(x: Value, name: str) -> Any:
     )
 
 
+_NOWHERE = frozenset(("__cuda_array_interface__", "__dlpack_c_exchange_api__"))
+"""Attributes that not every tensor has: protocols ask for them, and go on without."""
 OPERATIONS["getattr"] = attribute
 
 
@@ -138,6 +147,9 @@ def name_of(function: Any) -> str:
     qualified = _qualified_name(function)
     if qualified is not None:
         return qualified.removeprefix("aten::")
+    if getattr(function, "__name__", None) == "__get__":  # of a property, or of one written in C
+        attribute = function.__self__
+        return str(getattr(getattr(attribute, "fget", attribute), "__name__", "__get__"))
     return str(getattr(function, "__name__", function))
 
 
@@ -272,17 +284,22 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         raise _random(name)
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     captured = [t for t in tensors if id(t) not in state.made or state.made[id(t)].recipe is not None]
-    for tensor in captured:
-        state.meet(tensor)
-        state.see(id(tensor), "all")
+    asked = captured and captured[0] is (args[0] if args else None)
+    if asked and (found := answer(name, args, kwargs)) is not None:
+        state.meet(captured[0])
+        return found
     if captured and _is_mutation(name, kwargs):
         raise _mutation(name)
     if captured and name in _READS:
         raise _reading(name)
-    elements = commuted(_named(function), function, args, kwargs) if captured else None
+    elements = commuted(canonical(name), function, args, kwargs) if captured else None
     numbers = scalar_of if elements is None else (lambda x: x.value if is_number(x) else x)
     plain_args, plain_kwargs = map_leaves((args, kwargs), numbers)
     result = function(*plain_args, **plain_kwargs)
+    question = asked and len(captured) == 1 and not any(isinstance(x, Tensor) for x in leaves(result))
+    for tensor in captured:
+        state.meet(tensor)
+        noted(name, tensor) if question else state.see(id(tensor), "all")
     if not captured:
         result = map_leaves(result, _to_keep)
     given = {id(t) for t in tensors}
@@ -294,12 +311,6 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             if not captured and _is_of_now(leaf):
                 state.opaque = state.opaque or "a tensor made where something intercepts operators"
     return result
-
-
-def _named(function: Callable[..., Any]) -> str:
-    """Name in the table of operations; of an attribute, which torch reads by `__get__`, its own."""
-    name = name_of(function)
-    return str(getattr(function.__self__, "__name__", "")) if name == "__get__" else canonical(name)
 
 
 def _to_keep(leaf: Any) -> Any:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen import expr
-from fa4flex.codegen.trace.build import NARROW_INTS, coerce, elementwise, kind_of, made, static_int
+from fa4flex.codegen.trace.build import coerce, elementwise, kind_of, made, static_int
 from fa4flex.codegen.trace.elementwise import Builder
+from fa4flex.codegen.trace.narrow import WRAPPING, narrowed
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, Value, is_number
+from fa4flex.codegen.trace.value import Dim, Shape, Value, is_number, is_real
 from fa4flex.codegen.trace.vectors import reverse_dims
 
 _ROUNDING = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -32,13 +33,10 @@ def cast(input: Any, dtype: torch.dtype, literal: bool = True) -> Value:
     kind = kind_of(dtype)
     if kind == "float":
         return Value(*_to_float(x, dtype, literal))
-    if dtype in NARROW_INTS and x.expr.kind != "bool":
-        raise current().error(
-            given=f"a conversion to {dtype}, which wraps around out of range",
-            expected="int32, int64, bool or a floating dtype",
-            fix="use .int() or .long(); apply % or clamp if wrapping was meant",
-        )
-    return made(expr.apply(f"to_{kind}", x.expr), x.dims, dtype)
+    node = expr.apply(f"to_{kind}", x.expr)
+    if dtype not in WRAPPING or x.dtype_or_none is dtype:
+        return made(node, x.dims, dtype, x.wraps and dtype is torch.int32)
+    return made(narrowed(node, dtype), x.dims, dtype, dtype is torch.int32)
 
 
 def _to_float(x: Value, dtype: torch.dtype, literal: bool) -> tuple[Any, ...]:
@@ -77,12 +75,14 @@ def to(input: Any, *args: Any, **kwargs: Any) -> Value:
 
 def type_as(input: Any, other: Any) -> Value:
     like = coerce(other)
-    return cast(input, like.dtype_or_none or torch.float32, literal=isinstance(other, Tensor))
+    return cast(input, like.dtype_or_none or torch.float32, literal=is_real(other))
 
 
 def type_(input: Any, dtype: Any = None) -> Any:
     if dtype is None:
-        return f"torch.{_dtype(coerce(input))}"
+        name = _representative(coerce(input), "type").type()
+        device = current().device.type
+        return name if device == "cpu" else name.replace("torch.", f"torch.{device}.")
     if isinstance(dtype, str):
         dtype = {"torch.FloatTensor": torch.float32, "torch.LongTensor": torch.int64}.get(dtype, dtype)
     if not isinstance(dtype, torch.dtype):
@@ -163,27 +163,62 @@ def _dtype_attribute(x: Value) -> torch.dtype:
     return _dtype(x)
 
 
+def _representative(x: Value, name: str) -> Tensor:
+    """A 0-d tensor of the dtype of `x`, which answers alike where neither contents nor gradients matter."""
+    if x.dims or (name in _OF_GRADIENTS and x.expr.kind == "float"):
+        raise current().error(
+            given=f".{name} of `{x.expr}`, which stands for one tensor a (query, key) pair",
+            expected="questions whose answer is the same for every pair and every caller",
+            fix="ask a captured tensor, or outside the mod",
+        )
+    return torch.zeros((), dtype=_dtype_attribute(x), device="cpu")
+
+
+_OF_GRADIENTS = ("requires_grad", "grad")
+
+
+def _told(name: str) -> Builder:
+    return lambda x: getattr(_representative(x, name), name)
+
+
+def _answered(name: str) -> Builder:
+    return lambda input, *args, **kwargs: getattr(_representative(coerce(input), name), name)(*args, **kwargs)
+
+
+def _on(*types: str) -> Builder:
+    return lambda x: current().device.type in types
+
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "xla", "mtia", "maia", "vulkan", "meta")
+_TOLD = (
+    "requires_grad", "grad", "itemsize", "nbytes", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn",
+    "is_nested",
+)  # fmt: skip
+_ANSWERED = (
+    "element_size", "is_signed", "is_contiguous", "stride", "storage_offset", "is_conj", "is_neg",
+    "is_inference", "is_distributed",
+)  # fmt: skip
+
 ATTRIBUTES: dict[str, Builder] = {
     "dtype": _dtype_attribute,
     "device": lambda x: current().device,
-    "shape": lambda x: torch.Size(d.extent for d in x.dims),
+    "shape": lambda x: Shape(d.size for d in x.dims),
     "ndim": lambda x: len(x.dims),
     "T": reverse_dims, "mT": reverse_dims,
-    "is_cuda": lambda x: current().device.type == "cuda",
-    "requires_grad": lambda x: False, "grad": lambda x: None, "layout": lambda x: torch.strided,
+    "layout": lambda x: torch.strided, **{f"is_{device}": _on(device) for device in _DEVICES},
+    **{name: _told(name) for name in _TOLD},
     "data": lambda x: elementwise("detach", x) if x.expr.kind == "float" else x,
-    "real": lambda x: x, "is_sparse": lambda x: False, "is_quantized": lambda x: False,
-    "is_meta": lambda x: False,
+    "real": lambda x: x,
 }  # fmt: skip
 
 
 def size(input: Any, dim: Any = None) -> Any:
-    shape = torch.Size(d.extent for d in coerce(input).dims)
+    shape = Shape(d.size for d in coerce(input).dims)
     return shape if dim is None else shape[static_int(dim, "a dimension")]
 
 
-def numel(input: Any) -> int:
-    return torch.Size(d.extent for d in coerce(input).dims).numel()
+def numel(input: Any) -> Any:
+    return Shape(d.size for d in coerce(input).dims).numel()
 
 
 def _reads(name: str) -> Builder:
@@ -222,6 +257,7 @@ DTYPES: dict[str, Builder] = {
     "ndimension": lambda input: len(coerce(input).dims),
     "numel": numel, "nelement": numel,
     "is_floating_point": lambda input: coerce(input).expr.kind == "float", "is_complex": lambda input: False,
+    **{name: _answered(name) for name in _ANSWERED},
     **{name: _reads(name) for name in ("item", "tolist", "numpy", "data_ptr", "nonzero", "is_nonzero")},
 }  # fmt: skip
 _FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor", "full"))

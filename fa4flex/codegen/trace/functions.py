@@ -13,13 +13,12 @@ from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fa4flex.codegen import expr
 from fa4flex.codegen.trace.build import coerce, made
 from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Value
+from fa4flex.codegen.trace.value import Value, is_real
 
 _ORIGINAL = torch.autograd.Function.__dict__["apply"]  # a classmethod; from torch 2.15 on a C function
 _patching = threading.RLock()
@@ -128,7 +127,7 @@ def apply_captured(
 
 def _scalar_tensor(cls: Any, arg: Any) -> Any:
     """0-d captured tensors take part as traced values; a larger one would lose its custom gradient."""
-    if not isinstance(arg, Tensor):
+    if not is_real(arg):
         return arg
     with torch._C.DisableTorchFunction():
         if arg.ndim == 0:

@@ -69,6 +69,8 @@ class GraphLifting:
     """Inputs of a graph as proxies; the counterpart of a Lifter."""
 
     opaque: str | None = None
+    asking: tuple[dict[str, Any], ...] = ()
+    grad_mode = False
 
     def __init__(self, function: GraphFunction, constant: set[str], freeze: bool) -> None:
         self.function = function

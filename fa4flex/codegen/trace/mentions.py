@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -76,9 +77,44 @@ def from_library(cls: type) -> bool:
 
 
 def is_users_module(module: ModuleType) -> bool:
-    """True for modules that are neither installed packages nor part of Python or fa4flex."""
-    file = getattr(module, "__file__", None)
-    return file is not None and "site-packages" not in file and not is_library(file)
+    """True for modules of the user's and of installed packages, with or without a file, rather than those of
+    Python, torch, numpy and fa4flex."""
+    base = module.__name__.partition(".")[0]
+    if base in ("torch", "numpy", "fa4flex"):
+        return False
+    file = vars(module).get("__file__")
+    return not is_library(file) if file else base == "__main__" or base not in sys.stdlib_module_names
+
+
+def from_torch(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == "torch"
+
+
+def asks_for_modes(module: ModuleType, name: str) -> bool:
+    """True for functions of torch that tell a mode or a flag of the process."""
+    asks = name.startswith(("is_", "are_", "get_", "current_", "initial_")) or name == "flags"
+    return asks and from_torch(module) and not hasattr(torch.Tensor, name) and name not in _OF_ARGUMENTS
+
+
+_OF_ARGUMENTS = frozenset(("is_tensor", "is_storage", "get_default_dtype"))
+
+
+@lru_cache(maxsize=4096)
+def imported(code: CodeType, package: str | None) -> tuple[str, ...]:
+    """Modules that `code` imports itself, the ones that they lie in among them."""
+    found: dict[str, None] = {}
+    for inner in nested(code):
+        level, names = 0, None
+        for step in dis.get_instructions(inner):
+            if step.opname == "IMPORT_NAME":
+                base = importlib.util.resolve_name("." * level + step.argval, package)
+                parts = base.split(".")
+                found |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
+                inside = [f"{base}.{name}" for name in names or ()]
+                found |= dict.fromkeys(module for module in inside if module in sys.modules)
+            elif step.opname.startswith("LOAD_"):
+                level, names = (names if isinstance(names, int) else 0), step.argval
+    return tuple(found)
 
 
 def class_code(cls: type, names: frozenset[str]) -> Iterator[tuple[type, str]]:

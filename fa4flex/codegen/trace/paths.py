@@ -25,7 +25,8 @@ class Path:
     """A step from another path, or a root: an argument of the reader, or a constant object.
 
     kind is "root" (key: the argument's name), "constant" (key: the object), "attribute", "item", "cell" (key:
-    the position in a function's closure) or "result" (key: a method without arguments).
+    the position in a function's closure), "result" (key: a method without arguments) or "extent" (key: a
+    dimension of a tensor).
     """
 
     parent: Path | None
@@ -40,6 +41,9 @@ class Path:
 
     def cell(self, position: int) -> Path:
         return Path(self, "cell", position)
+
+    def extent(self, dimension: int) -> Path:
+        return Path(self, "extent", dimension)
 
     def result(self, method: str) -> Path:
         """Path of the result of a method without arguments."""
@@ -65,13 +69,14 @@ FAILS = {
     "code": "{x}.__code__ is not {c}",
     "length": "len({x}) != {c}",
     "keys": "tuple({x}) != {c}",
+    "environment": "{x} != {c}",
     "absent": "{c} in {x}",
     "unset": "hasattr({x}, {c})",
     "value": "snapshot({x}) != {c}",
     "equal": "{x} is not {c} and (type({x}) is not type({c}) or {x} != {c})",
     "finite": "not -inf < {x} < inf",
     "int64": "not -int64 <= {x} < int64",
-    "tensor": "not isinstance({x}, Tensor)",
+    "tensor": "type({x}) is not {c}",
     "dtype": "{x}.dtype is not {c}",
     "rank": "{x}.dim() != {c}",
     "extent": "{x}.shape[{c}[0]] != {c}[1]",
@@ -202,6 +207,8 @@ class _Writer:
             return f".{path.key}" if plain else f".__dict__[{self._constant(path.key)}]"
         if path.kind == "result":
             return f".{path.key}()"
+        if path.kind == "extent":
+            return f".shape[{path.key}]"
         if path.kind == "cell":
             return f".__closure__[{path.key}].cell_contents"
         return f"[{self._constant(path.key)}]"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,10 @@ class State:
     found: dict[int, tuple[Tensor, str, Path]] = field(default_factory=dict)
     """Captured tensors by id: with their names in the user's code, and where they were found."""
     numbers: dict[str, tuple[int | float, Path]] = field(default_factory=dict)
-    """Captured numbers by name."""
+    """Captured numbers, and extents of captured tensors, by name."""
+    constant: Container[str] = ()
+    freeze: bool = False
+    """Extents with names in `constant` are constants of the trace; all are, if `freeze`."""
     place: Origin | None = None
     """The user's line, where the running code is a graph that was made of it."""
     opaque: str | None = None
@@ -62,6 +65,9 @@ class State:
     _owner: dict[str, tuple[int, int]] = field(default_factory=dict)
     _bound: dict[tuple[Expr, str], str] = field(default_factory=dict)
     _axes: int = 0
+    extents: dict[str, Any] = field(default_factory=dict)
+    """Extents of captured tensors as run-time numbers, by name."""
+    _named: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def fresh_axis(self) -> str:
         self._axes += 1
@@ -82,11 +88,36 @@ class State:
         """The trace depends on this of the tensor with that id."""
         self.seen.setdefault(tensor, set()).add(what)
 
+    def owner(self, axis: str | None) -> tuple[int, int] | None:
+        """The id of the tensor, and the dimension of it, that `axis` runs over."""
+        return None if axis is None else self._owner.get(axis)
+
+    def extent(self, tensor: int, dimension: int) -> str | None:
+        """The name in `numbers` of an extent of the captured tensor with that id, which may vary; None for
+        other tensors, and where it is a constant of the trace."""
+        if tensor in self.made or tensor not in self.found:
+            self._measure(tensor, dimension)
+            return None
+        captured, name, path = self.found[tensor]
+        here = self._named.get((tensor, dimension))
+        if here is None:
+            here = f"{name}.shape[{dimension}]"
+            here += "#" * sum(other.startswith(here) for other in self._named.values())
+            self._named[tensor, dimension] = here
+            with torch._C.DisableTorchFunction():
+                self.numbers[here] = captured.shape[dimension], path.extent(dimension)
+        if self.freeze or here in self.constant:
+            self.see(tensor, dimension)
+            return None
+        return here
+
     def measure(self, axis: str | None) -> None:
         """The trace depends on the extent of the dimension that `axis` runs over."""
         if axis not in self._owner:
             return
-        owner, dimension = self._owner[axis]
+        self._measure(*self._owner[axis])
+
+    def _measure(self, owner: int, dimension: int) -> None:
         self.see(owner, dimension)
         derived = self.made.get(owner)
         for base in () if derived is None or derived.recipe is None else derived.recipe.bases():
@@ -129,6 +160,9 @@ class State:
     def look(self, numbers: dict[str, int | float]) -> None:
         """The code needs these run-time numbers now: they become constants of the trace."""
         for name, value in numbers.items():
+            given = self.numbers[name][0]
+            if isinstance(given, (torch.SymInt, torch.SymFloat)):
+                type(value)(given)  # torch guards it
             self.looked_at.setdefault(name, (value, self.where()))
 
 

@@ -11,7 +11,6 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fa4flex.codegen.expr import CONTEXT, Expr, sym, to_float
 from fa4flex.codegen.trace.build import coerce, from_tensor
@@ -22,9 +21,10 @@ from fa4flex.codegen.trace.functions import intercepting
 from fa4flex.codegen.trace.graph import GraphFunction, GraphLifting
 from fa4flex.codegen.trace.origin import definition_line, raising_line
 from fa4flex.codegen.trace.paths import Path, root
+from fa4flex.codegen.trace.questions import asking_types
 from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
-from fa4flex.codegen.trace.value import Value, is_number
+from fa4flex.codegen.trace.value import Value, is_number, is_real
 from fa4flex.errors import Fa4flexError, Origin, TraceError
 from fa4flex.primitives.base import bound_keywords, out_of_order
 from fa4flex.primitives.mask import Mask, ModMask
@@ -144,8 +144,10 @@ def _attempt(
     lifter, lifted = _lifted(fn, kind, set(constants), freeze, called)
     device = lifter.device or torch.device("cpu")
     state = State(captures, _call.__code__, device, lifter.tensors, lifter.numbers)
+    state.constant, state.freeze = constants, freeze
     with running(state):
-        result = _call(lifted, kind, context, state)
+        with asking_types(lifter.asking):
+            result = _call(lifted, kind, context, state, lifter.grad_mode)
         _restart_if_looked(state, constants)
         if len(called) > known:
             state.opaque = state.opaque or "a call of a module"
@@ -191,13 +193,15 @@ def _callable(lifter: Lifter, fn: Callable[..., Any], path: Path) -> Callable[..
     return lifted
 
 
-def _call(lifted: Callable[..., Any], kind: ModKind, context: tuple[str, ...], state: State) -> Any:
-    """The user's code runs below this frame."""
+def _call(
+    lifted: Callable[..., Any], kind: ModKind, context: tuple[str, ...], state: State, grad_mode: bool
+) -> Any:
+    """The user's code runs below this frame: with gradients, unless it asks whether there are."""
     dtypes = {"score": torch.float32}
     args = [_symbol(_SYMBOLS[p], dtypes.get(p, torch.int64)) for p in SIGNATURES[kind]]
     extra = {name: _symbol(name, torch.int64) for name in context}
     try:
-        with torch.enable_grad(), intercepting(), Tracing():
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not grad_mode), intercepting(), Tracing():
             result = lifted(*args, **extra)
     except Exception as error:
         if state.looked_at:
@@ -318,7 +322,7 @@ def _root(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Expr:
 
 
 def _as_value(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Value:
-    if isinstance(result, Tensor):
+    if is_real(result):
         return from_tensor(result)
     if isinstance(result, (Value, bool, int, float)) or is_number(result):
         return coerce(result)

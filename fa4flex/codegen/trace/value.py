@@ -35,6 +35,18 @@ class Dim:
         current().measure(self.axis)
         return self._extent
 
+    @property
+    def is_one(self) -> bool:
+        """True for an extent of 1, on which the trace then depends; on how large others are it does not."""
+        return self._extent == 1 and self.extent == 1
+
+    @property
+    def size(self) -> Any:
+        """The extent, as a run-time number where it is one."""
+        owner = current().owner(self.axis)
+        found = self._extent if owner is None else extent_of(*owner, self._extent)
+        return self.extent if found is self._extent else found
+
 
 Dims = tuple[Dim, ...]
 Call = Callable[..., Any]
@@ -101,13 +113,20 @@ UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 class Value(Proxy):
     """A traced tensor: an expression whose free axis symbols are those of `dims`, and torch's dtype for it.
 
-    `dtype` is None for a Python number, which takes no part in torch's type promotion.
+    `dtype` is None for a Python number, which takes no part in torch's type promotion. `wraps`: it was cast
+    to int32, or computed from what was, and its arithmetic keeps 32 bits.
     """
 
-    __slots__ = ("dims", "dtype_or_none", "expr")
+    __slots__ = ("dims", "dtype_or_none", "expr", "wraps")
 
-    def __init__(self, expr: Expr, dims: Dims = (), dtype: torch.dtype | None = None) -> None:
-        self.expr, self.dims, self.dtype_or_none = expr, dims, dtype
+    def __init__(
+        self, expr: Expr, dims: Dims = (), dtype: torch.dtype | None = None, wraps: bool = False
+    ) -> None:
+        self.expr, self.dims, self.dtype_or_none, self.wraps = expr, dims, dtype, wraps
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(score, torch.Tensor) holds, as it does without tracing
+        return torch.Tensor
 
     def __repr__(self) -> str:
         return f"<traced {self.expr.kind} {self.expr}>"
@@ -118,8 +137,6 @@ class Value(Proxy):
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         return call("getattr", self, name)
 
     def __getitem__(self, index: Any) -> Any:
@@ -203,7 +220,7 @@ class Number(Proxy):
         if self._expr is None:
             (name,) = self.sources
             state = current()
-            slot = state.captures.scalar_slot(name, self.value, state.numbers[name][1])
+            slot = state.captures.scalar_slot(name, *state.numbers[name])
             self._expr = scalar(slot, "int" if isinstance(self.value, int) else "float")
         return self._expr
 
@@ -230,8 +247,48 @@ class Number(Proxy):
         return getattr(self.look(), name)  # is_integer(), real, bit_length(), ...
 
 
+def extent_of(tensor: int, dimension: int, now: Any) -> Any:
+    """An extent of the tensor with that id, as a run-time number where it may vary; else what it is `now`."""
+    state = current()
+    name = state.extent(tensor, dimension)
+    if name is None:
+        return int(now)
+    if name not in state.extents:
+        value = plain_number(state.numbers[name][0])
+        state.extents[name] = Number(value, {name: value})
+    return state.extents[name]
+
+
+class Shape(tuple[Any, ...]):
+    """Sizes of a tensor, some of which are run-time numbers; torch.Size holds plain ones alone."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return torch.Size
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        return Shape(found) if isinstance(at, slice) else found
+
+    def numel(self) -> Any:
+        return math.prod(self)
+
+
 def is_number(x: object) -> bool:
     return type(x) is Number
+
+
+def is_real(x: object) -> bool:
+    """True for a tensor that is there, rather than traced."""
+    return isinstance(x, torch.Tensor) and type(x) is not Value
+
+
+def plain_number(x: Any) -> Any:
+    """The value of a number for now: of a symbolic one, without a guard."""
+    node = getattr(x, "node", None) if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+    return x if node is None else node.hint if node.has_hint() else 1
 
 
 def scalar_of(x: Any) -> Any:

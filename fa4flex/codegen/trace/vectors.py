@@ -28,7 +28,7 @@ from fa4flex.codegen.trace.build import (
 from fa4flex.codegen.trace.elementwise import Builder, add, div, square
 from fa4flex.codegen.trace.elementwise import _mul as mul
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, Dims, Value
+from fa4flex.codegen.trace.value import Dim, Dims, Value, is_real
 
 MAX_EXTENT = 1024
 """Longest axis a reduction runs over, per (query, key) pair."""
@@ -40,7 +40,7 @@ MAX_EXTENT = 1024
 def getitem(input: Any, index: Any) -> Value:
     """`input[index]` with ints, slices, None, `...`, and traced or captured integer indices."""
     given = index if isinstance(index, tuple) else (index,)
-    rank = input.ndim if isinstance(input, Tensor) else len(coerce(input).dims)
+    rank = input.ndim if is_real(input) else len(coerce(input).dims)
     entries = _expand_ellipsis(given, rank)
     vectors = [_as_index(e) for e in entries if _is_advanced(e)]
     indices, shared = broadcast(vectors) if vectors else ([], ())
@@ -51,7 +51,7 @@ def getitem(input: Any, index: Any) -> Value:
 def _source(input: Any, one: bool) -> Value:
     """What is indexed. Of a tensor that the mod computed, one element is computed where it is read, if it can
     be; a vector of them would be computed again and again."""
-    if not isinstance(input, Tensor):
+    if not is_real(input):
         return coerce(input)
     elements = elements_of(input) if one else None
     return from_tensor(input) if elements is None else elements
@@ -143,6 +143,8 @@ def _wrapped(node: Expr, dim: Dim, index: Expr) -> Expr:
 
 
 def _slice(dim: Dim, entry: slice, replaced: dict[Expr, Expr]) -> Dim:
+    if entry == slice(None):
+        return dim
     start, stop, step = slice(*(_bound(x) for x in (entry.start, entry.stop, entry.step))).indices(dim.extent)
     if step < 0:
         raise current().error("a slice with a negative step", "a positive step", "use flip")
@@ -160,7 +162,7 @@ def _bound(x: Any) -> int | None:
 
 
 def select(input: Any, dim: Any, index: Any) -> Value:
-    source = from_tensor(input) if isinstance(input, Tensor) else coerce(input)
+    source = from_tensor(input) if is_real(input) else coerce(input)
     at = _dim(source, dim)
     return getitem(input, (slice(None),) * at + (index,))
 

@@ -1,0 +1,60 @@
+"""Integers as narrow dtypes hold them: torch keeps the lowest bits of a value that does not fit.
+
+Expressions hold mathematical integers. A cast to a dtype of 32 bits and less, and arithmetic on what was
+cast, therefore is a remainder, which every stage knows. It is left out where the value fits anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fa4flex.codegen.analyze.bounds import Bounds, bounds
+from fa4flex.codegen.analyze.rules import ANY_INT, UNSURE
+from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import Expr, apply, const, walk
+from fa4flex.codegen.trace.state import current
+
+NARROW = frozenset((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32))
+"""Dtypes whose arithmetic wraps wherever its operands come from. That of int32 does so after a cast to it:
+indices and lengths in captured int32 tensors stay what they are."""
+WRAPPING = NARROW | {torch.int32}
+_LONGEST, _MOST = 1 << 24, 1 << 16
+"""Lengths, and batch entries or heads, for which arithmetic on an index that was cast is checked."""
+
+
+def narrowed(x: Expr, dtype: torch.dtype) -> Expr:
+    """The integer `x` as a tensor of `dtype` holds it."""
+    limits = torch.iinfo(dtype)
+    if _within(x, limits.min, limits.max):
+        return x
+    low, count = const(limits.min), const(limits.max - limits.min + 1)
+    return apply("add", apply("mod", apply("sub", x, low), count), low)
+
+
+def _within(x: Expr, low: int, high: int) -> bool:
+    if x.op == "const":
+        return bool(low <= x.value <= high)
+    known = {node: found for node in walk(x) if (found := _read(node)) is not None}
+    symbols = {name: Bounds(0, _MOST if name in ("b", "h", "num_heads") else _LONGEST) for name in x.free}
+    infinity = torch.tensor(torch.inf, dtype=torch.float64)
+    symbols["score"] = Bounds(-infinity, infinity, True)
+    (found,) = bounds([x], symbols, Tables(Captured()), known)
+    return bool(found.lo >= low) and bool(found.hi <= high)
+
+
+def _read(node: Expr) -> Bounds | None:
+    """Range of what is captured, whatever its value; None for other nodes."""
+    if node.op not in ("scalar", "load", "search"):
+        return None
+    if node.kind == "float":
+        infinity = torch.tensor(torch.inf, dtype=torch.float64)
+        return Bounds(-infinity, infinity, True)
+    if node.kind == "bool":
+        return UNSURE
+    if node.op == "search":
+        return Bounds(0, _LONGEST)
+    if node.op == "scalar":
+        return ANY_INT
+    limits = torch.iinfo(current().captures.operands[node.value].dtype)
+    return Bounds(limits.min, limits.max)
