@@ -240,7 +240,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         """Attention of this rank's share of the heads."""
         q, k, v = qkv
-        operands, sinks = now.prepared.tensors(now.bound, q.is_cuda, True), now.sinks
+        operands, sinks = now.operands(), now.sinks
         if self.reduced:
             for links in (self.links, *share.links):
                 operands, sinks = _together(links, operands, sinks)
@@ -358,7 +358,7 @@ class ContextParallel:
         check_variant(whole, qkv[0], _without_blocks(self.variant))
         if self.across is not None:
             check_heads(sizes.q_heads, sizes.kv_heads, self.across.size)
-        operands, sinks = now.prepared.tensors(now.bound, qkv[0].is_cuda, True), now.sinks
+        operands, sinks = now.operands(), now.sinks
         check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), qkv[0])
         check_transforms(*qkv, *operands, sinks)
         q, k, v = qkv

@@ -299,7 +299,8 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def _named(function: Callable[..., Any]) -> str:
     """Name in the table of operations; of an attribute, which torch reads by `__get__`, its own."""
     name = name_of(function)
-    return str(getattr(function.__self__, "__name__", "")) if name == "__get__" else canonical(name)
+    read = getattr(function, "__self__", None) if name == "__get__" else None
+    return canonical(name) if read is None else str(getattr(read, "__name__", ""))
 
 
 def _to_keep(leaf: Any) -> Any:
