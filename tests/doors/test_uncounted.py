@@ -17,6 +17,7 @@ from fa4flex import BlockMap, Schedule, Varlen, contents
 from fa4flex.codegen.analyze import rows
 from fa4flex.contents import Alike
 from fa4flex.parallel.plan import plan
+from fa4flex.primitives import blocks
 
 N, D, BLOCK = 512, 16, 128
 place = torch.arange(N)
@@ -120,6 +121,35 @@ def test_results_follow_every_change(name: str, backend: str, write: str) -> Non
         if write == "average":
             new = new * 4
         WRITES[write](x, new)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("write", [name for name in WRITES if name != "average"])
+def test_maps_of_lists_on_a_device_are_made_anew(
+    write: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a CPU stand for them. Entries that do not fit are left out where the count told nothing."""
+    monkeypatch.setattr(blocks, "_on_device", lambda x: True)
+    monkeypatch.setattr(blocks._maps, "made", lambda key, tensors, make, how: make())
+    drawn = lambda: torch.randint(0, 4, (1, 2, 4), dtype=torch.int32)  # noqa: E731
+    rows = [torch.tensor([*torch.randperm(3), 3], dtype=torch.int32) for _ in range(8)]
+    lists = [drawn(), torch.stack(rows).view(1, 2, 4, 4)]
+    more = [torch.randint(0, 2, (1, 2, 4), dtype=torch.int32), lists[1].flip(3)] if full else []
+    made = BlockMask.from_kv_blocks(*lists, *more, BLOCK_SIZE=BLOCK)
+    for _ in range(4):
+        found, _ = BlockMap.from_torch(made)
+        assert found is not None
+        exact = BlockMap.from_counts(*lists, BLOCK, N, N, *more)
+        assert torch.equal(found.classes, exact.classes) and repr(found) == repr(exact)
+        WRITES[write](lists[0], drawn())
+        if full:
+            WRITES[write](more[0], torch.randint(0, 2, (1, 2, 4), dtype=torch.int32))
+    if write in ("data", "numpy"):
+        BlockMap.from_torch(made)
+        WRITES[write](lists[1], torch.full_like(lists[1], 7))
+        WRITES[write](lists[0], torch.full_like(lists[0], 9))
+        found, _ = BlockMap.from_torch(made)
+        assert found is not None and not (found.classes == blocks.PARTIAL).any()
 
 
 @pytest.mark.parametrize("write", ["data", "behind the count", "numpy", "memory used again"])

@@ -47,7 +47,10 @@ def commuted(name: str, function: Callable[..., Any], args: Any, kwargs: Any) ->
     except TraceError:  # the table has no such operation, or not on such arguments
         state.first_error = error
         return None
-    return found if type(found) is Value else None
+    if type(found) is not Value:
+        return None
+    narrowed = found.expr.kind == "int" and found.dtype_or_none not in (torch.int64, tensors[0].dtype)
+    return None if name in _CASTS and narrowed else found
 
 
 def alike(elements: Value, tensor: Tensor) -> bool:
@@ -56,8 +59,6 @@ def alike(elements: Value, tensor: Tensor) -> bool:
     if extents != tuple(tensor.shape) or elements.dtype_or_none is not tensor.dtype:
         return False
     if tensor.dtype is torch.float64 or kind_of(tensor.dtype) != elements.expr.kind:
-        return False
-    if elements.expr.op == "to_int" and tensor.dtype is not torch.int64:
         return False
     return not any(node.kind == "int" and node.op in _MAY_WRAP for node in walk(elements.expr))
 
