@@ -36,7 +36,7 @@ def run(
     now: launch.Calling | None = None
     try:
         recent = None if caller is None or scales is not None else caller.recent
-        if recent is not None:
+        if recent is not None and not torch._C._is_tracing():
             served = recent.serve(variant, qkv, varlen, paging, statistics)
             if served is not None:
                 return served

@@ -80,16 +80,21 @@ def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[st
 
 
 def call_with(
-    mod: Callable[..., Any], indices: tuple[Any, ...], wanted: tuple[str, ...], context: dict[str, Any]
+    mod: Callable[..., Any],
+    indices: tuple[Any, ...],
+    wanted: tuple[str, ...],
+    context: dict[str, Any],
+    known_as: object = None,
 ) -> Any:
-    """`mod(*indices)` with the `wanted` entries of `context`. Raises InputError where one is missing."""
+    """`mod(*indices)` with the `wanted` entries of `context`. Raises InputError where one is missing, for
+    what the caller knows the mod as."""
     for name in wanted:
         if name not in context:
-            raise _missing(mod, wanted, context)
+            raise _missing(mod if known_as is None else known_as, wanted, context)
     return mod(*indices, **{name: context[name] for name in wanted})
 
 
-def _missing(mod: Callable[..., Any], wanted: tuple[str, ...], context: dict[str, Any]) -> InputError:
+def _missing(mod: object, wanted: tuple[str, ...], context: dict[str, Any]) -> InputError:
     name = getattr(mod, "__name__", repr(mod))
     lengths = ", ".join(f"{n}=..." for n in wanted)
     return InputError(
@@ -262,6 +267,14 @@ def functions_of(mod: Mod | None) -> Iterator[FunctionMod]:
             yield from functions_of(part)
 
 
+def _torch_counts_parameters() -> bool:
+    """True if the signature that is asked for is to tell torch a mask_mod from a score_mod."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == "inspect":
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
+
+
 P = TypeVar("P")
 
 
@@ -279,6 +292,18 @@ class Family(Generic[P]):
 
     def __call__(self, *args: Any, **params: Any) -> P:
         return self._wrap(self.function(*args, **params), "", Made(self, args, params))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of its parameters. Raises InputError for torch, which takes it for that of a mod."""
+        if _torch_counts_parameters():
+            raise InputError(
+                f"{self.__name__} itself, a family of mods, for a function of torch",
+                f"one of the family, with the lengths that it depends on: {self.__name__}(...).bind(...)",
+                f"pass {self.__name__}().bind(q_len=..., kv_len=...); fa4flex's own functions take "
+                f"{self.__name__} as it is",
+            )
+        return inspect.signature(self._make)
 
     def function(self, *args: Any, **params: Any) -> Callable[..., Any]:
         """The mod of these parameters, not wrapped. Raises InputError for parameters that do not fit."""

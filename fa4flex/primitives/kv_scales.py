@@ -92,7 +92,7 @@ NO_SCALES = KVScales()
 
 def is_eight_bit(k: object, v: object) -> bool:
     """True if keys or values have 8 bits, of whatever kind."""
-    dtypes = getattr(k, "dtype", None), getattr(v, "dtype", None)
+    dtypes = [x.dtype for x in (k, v) if isinstance(x, Tensor)]
     return E4M3 in dtypes or any(dtype in _OTHERS for dtype in dtypes)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
+from torch.fx import Proxy
 
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import functions_of, kind_of
@@ -43,6 +44,13 @@ class Sizes:
 def check_strided(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k, v are strided tensors of one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if isinstance(tensor, Proxy):
+            raise UnsupportedError(
+                f"{name} is a torch.fx.Proxy, which has no shape, inside torch.fx.symbolic_trace",
+                "tensors",
+                "use torch.export.export, which traces with tensors; or keep a function that calls attention "
+                "whole: torch.fx.wrap('its name') at module level",
+            )
         if not isinstance(tensor, Tensor):
             raise InputError(
                 f"{name} is a {kind_of(tensor)}", "a torch.Tensor", f"convert it: torch.as_tensor({name})"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
@@ -57,12 +58,62 @@ def gradients(
     if torch.is_grad_enabled():  # create_graph=True
         found = list(TwiceDerived.apply(call, needs, len(upstream), *upstream, *saved, *tensors))
     else:
-        found = call.backward(tensors, upstream, saved, needs)
+        found = _backward(call, tensors, upstream, saved, needs)
     first = 3 + call.has_sinks(tensors)
     placed: list[Tensor | None] = [*found[:first], *[None] * (len(tensors) - first)]
     for slot, gradient in zip(needs, found[first:], strict=True):
         placed[fixed + slot] = gradient
     return placed
+
+
+def _backward(
+    call: Derivable, tensors: Sequence[Any], upstream: list[Tensor], saved: Sequence[Any], needs: list[int]
+) -> list[Tensor]:
+    """Gradients by `call`, of a batch of upstream gradients (is_grads_batched=True, jacobian(vectorize=True),
+    vmap over torch.autograd.grad) one after another."""
+    batch = next((made for x in upstream if (made := _Batch.of(x)) is not None), None)
+    if batch is None:
+        return call.backward(tensors, upstream, saved, needs)
+    rows = zip(*[batch.rows(x) for x in upstream], strict=True)
+    each = [_backward(call, tensors, list(row), saved, needs) for row in rows]
+    return [batch.stacked(found) for found in zip(*each, strict=True)]
+
+
+class _Batch(NamedTuple):
+    """A dimension that torch maps over; `legacy`: by the vmap that torch.autograd has of its own."""
+
+    legacy: bool
+    level: int
+    size: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Batch | None:
+        """The innermost one of `x`."""
+        if functorch.is_batchedtensor(x):
+            level = functorch.maybe_get_level(x)
+            return cls(False, level, functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
+        if not functorch.is_legacy_batchedtensor(x):
+            return None
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        return cls(True, level, _physical(x, level).shape[0])
+
+    def rows(self, x: Tensor) -> Sequence[Tensor]:
+        if self.legacy and functorch.is_legacy_batchedtensor(x):
+            return _physical(x, self.level).unbind()
+        if not self.legacy and functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == self.level:
+            return functorch.get_unwrapped(x).unbind(functorch.maybe_get_bdim(x))
+        return [x] * self.size
+
+    def stacked(self, rows: Sequence[Tensor]) -> Tensor:
+        add: Callable[..., Tensor] = torch._add_batch_dim if self.legacy else functorch._add_batch_dim
+        return add(torch.stack(list(rows)), 0, self.level)
+
+
+def _physical(x: Tensor, level: int) -> Tensor:
+    """`x` of the vmap of torch.autograd with its mapped dimension first."""
+    found: Tensor = torch._remove_batch_dim(x, level, 0, 0)
+    return found
 
 
 class TwiceDerived(torch.autograd.Function):
@@ -71,7 +122,7 @@ class TwiceDerived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Derivable, needs: list[int], count: int, *given: Any) -> tuple[Tensor, ...]:
         upstream, saved, tensors = given[:count], given[count : count + 4], given[count + 4 :]
-        return tuple(call.backward(tensors, list(upstream), saved, needs))
+        return tuple(_backward(call, tensors, list(upstream), saved, needs))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import textwrap
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,6 +26,7 @@ from fa4flex.codegen.trace import Captures, Operand, trace
 from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.codegen.trace.paths import Path
+from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -126,16 +128,47 @@ attention = _Attention()
 
 def _register() -> None:
     """Tell Dynamo how to capture the mods; called in compiled code, where Dynamo is loaded."""
+    from torch._dynamo import exc
     from torch._dynamo.variables import higher_order_ops
 
     class Variable(higher_order_ops.FlexAttentionHigherOrderVariable):
         _HOP_NAME = f"torch.ops.higher_order.{NAME}"
+
+        def _call_function(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super()._call_function(*args, **kwargs)
+            except (exc.RestartAnalysis, exc.SkipFrame):  # Dynamo's own ways
+                raise
+            except Exception as error:
+                cause = _ours(error) or error
+                stack = getattr(error, "real_stack", None)
+                raise exc.Unsupported(_left_out(cause), real_stack=stack) from cause
 
         def create_wrapped_node(self, tx: Any, *args: Any, **kwargs: Any) -> Any:
             with _floats_of_the_whole_graph(), _side_effects_in_place(tx.output):
                 return super().create_wrapped_node(tx, *args, **kwargs)
 
     higher_order_ops._hop_name_to_variable_class.setdefault(NAME, Variable)
+
+
+def _ours(error: BaseException | None) -> Fa4flexError | None:
+    """The library's own error that led to `error`, if one did."""
+    while error is not None and not isinstance(error, Fa4flexError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _left_out(error: Exception) -> str:
+    """Words for a call that Dynamo leaves out of its graph, if it may leave some out."""
+    reason = str(getattr(error, "msg", error)).strip()
+    reason = reason if isinstance(error, Fa4flexError) else reason.partition("\n\n")[0]
+    reason = textwrap.indent(reason, "    ")
+    return (
+        "attention of fa4flex that is not captured in a graph\n"
+        f"  Explanation: a function of this call, or what it is given, cannot be traced:\n{reason}\n"
+        "  Hint: Without fullgraph=True the call runs between two graphs as it does without torch.compile.\n"
+        "  Hint: Without torch.compile, an error tells what is expected instead, and where in your code."
+    )
 
 
 # Dynamo runs it once, while it compiles, and does not trace it.
@@ -311,13 +344,24 @@ class _Mods:
         mod = self.variant.score_mod
         if mod is None:
             return s
-        return mod(s, b, h, q, kv, **{name: self.context[name] for name in mod.context})
+        found = _one(mod(s, b, h, q, kv, **{name: self.context[name] for name in mod.context}))
+        # Dynamo takes no float for the result of a function.
+        return (
+            torch.where(torch.ones_like(b, dtype=torch.bool), found, s) if isinstance(found, float) else found
+        )
 
     def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         mod = self.variant.allowed
         if mod is None:
             return torch.ones_like(b, dtype=torch.bool)
-        return mod(b, h, q, kv, **{name: self.context[name] for name in mod.context})
+        return _one(mod(b, h, q, kv, **{name: self.context[name] for name in mod.context}))
+
+
+def _one(result: Any) -> Any:
+    """The result of a mod. Dynamo would pass tuples on; what else is not one value, tracing refuses."""
+    if isinstance(result, tuple):
+        raise TypeError("a mod that returns a tuple")
+    return result
 
 
 @torch.compiler.disable

@@ -368,6 +368,7 @@ def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
         not _plain(q, k, v)
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
