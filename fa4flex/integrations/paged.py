@@ -79,8 +79,8 @@ def paged_attention(
 
 @functools.lru_cache(maxsize=64)
 def _composed(softcap: float | None, window: int | None, scale: float | None, exact: str) -> Attention:
-    """A layer's attention. It follows from these numbers alone, and is kept by them; `exact` tells those apart
-    that compare equal."""
+    """A layer's attention. It follows from these numbers alone, and is kept by them; `exact` tells those
+    apart that compare equal."""
     score = None if softcap is None else variants.softcap(softcap)
     return compile(score, variants.causal if window is None else variants.sliding_window(window), scale=scale)
 

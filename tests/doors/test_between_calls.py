@@ -372,7 +372,7 @@ def test_fields_change_on_a_gpu(recorder: Named, name: str, trains: bool) -> Non
             now = [x.transpose(1, 2).contiguous() if variant.layout == "bshd" else x for x in qkv]
             launched_as_alone(
                 recorder,
-                lambda v=variant, x=now: fa4flex.Attention(v, caller)(*x),
+                lambda v=variant, x=now, caller=caller: fa4flex.Attention(v, caller)(*x),
                 lambda v=variant, x=now: fa4flex.Attention(v, Caller())(*x),
             )
 

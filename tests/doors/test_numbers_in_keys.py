@@ -48,10 +48,17 @@ def sign_alone(number: list[Any]) -> Mod:
 
 def span_of_keys(number: list[Any]) -> Mod:
     """Keys from a place on that follows from the number alone."""
-    return lambda b, h, q_idx, kv_idx: kv_idx >= torch.where(1.0 / (number[0] + q_idx * 0.0) > 0, 7, 21)
+    return lambda b, h, q_idx, kv_idx: kv_idx >= torch.where(1.0 / (number[0] * (b + 1.0)) > 0, 7, 21)
 
 
-MASKS = {f.__name__: f for f in (sign_of_table, sign_alone, span_of_keys)}
+def span_of_a_number(number: list[Any]) -> Mod:
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx >= torch.where(torch.reciprocal(torch.as_tensor(number[0])) > 0, 7, 21)
+
+    return mask
+
+
+MASKS = {f.__name__: f for f in (sign_of_table, sign_alone, span_of_keys, span_of_a_number)}
 
 
 @pytest.mark.parametrize("queries", (1, S))

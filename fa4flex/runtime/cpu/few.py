@@ -143,8 +143,8 @@ def _span_of_one(span: Sequence[Expr], kv_len: int, heads: int, captured: Captur
 def _span_of_numbers(
     span: Sequence[Expr], kv_len: int, heads: int, scalars: tuple[Number, ...], exact: str
 ) -> list[Value]:
-    """The same without captured tensors: it follows from the key, and a model's layers ask alike. `exact` tells
-    numbers apart that compare equal."""
+    """The same without captured tensors: it follows from the key, and a model's layers ask alike. `exact`
+    tells numbers apart that compare equal."""
     return _span_of_one(span, kv_len, heads, Captured((), scalars))
 
 
