@@ -254,6 +254,9 @@ def test_explain_says_why_tiles_are_evaluated(seed: int) -> None:
 
 def test_explain_of_a_block_map_claims_no_proof() -> None:
     blocks = fa4flex.BlockMap.from_dense(torch.tril(torch.ones(4, 4)).bool(), 16)
+    assert "the block map fixes q_len at 64: shown at 64 instead of 96" in fa4flex.compile(
+        mask=blocks
+    ).explain(96)
     text = flat(fa4flex.compile(mask=blocks).explain(64))
     assert "proved" not in text and "all lengths" not in text and "sorted" not in text
     assert "q_len=64, kv_len=64 alone, in blocks of 16 x 16: 0 full, 10 partial, 6 empty" in text
@@ -382,6 +385,21 @@ def test_explain_names_what_passes_32_bits() -> None:
     mask = lambda b, h, q_idx, kv_idx: q_idx * 65536 + kv_idx >= 0  # noqa: E731
     assert "beyond 32 bits: (q * 65536)" in flat(fa4flex.compile(mask=mask).explain(40000))
     assert "fits 32 bits" in flat(fa4flex.compile(mask=mask).explain(1000))
+
+
+def test_explain_of_a_long_mod_is_short() -> None:
+    """A hash uses each value twice: written out, it would double with each round."""
+
+    def hashed(x):  # type: ignore[no-untyped-def]
+        for _ in range(16):
+            x = (((x >> 13) ^ x) * 0x45D9F3B) & 0xFFFFFFFF
+        return x
+
+    score = lambda score, b, h, q_idx, kv_idx: score + hashed(q_idx) * 1e-10  # noqa: E731
+    mask = lambda b, h, q_idx, kv_idx: hashed(q_idx * 999 + kv_idx) % 3 > 0  # noqa: E731
+    text = fa4flex.compile(score_mod=score, mask=mask).explain(64, arch="sm_90a")
+    assert len(text) < 6000 and 'listed by source("trace")' in flat(text) and "more" in text
+    assert "allowed where an expression of" in flat(text) and "beyond 32 bits" in text
 
 
 def test_source_computes_the_mod() -> None:
