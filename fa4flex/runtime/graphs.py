@@ -265,8 +265,8 @@ def attend(
     _register()
     score, mask, scale = variant.score_mod, variant.allowed, variant.scale
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
-    asked = (*(() if score is None else score.context), *(() if mask is None else mask.context))
-    lengths = {name: torch.zeros((), dtype=torch.int64) for name in CONTEXT if name in asked}
+    q_len, kv_len, heads = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+    lengths = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         if score is None:
@@ -280,7 +280,7 @@ def attend(
 
     if scale is not None:
         scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
-    options = {**options, "context": tuple([lengths.get(name) for name in CONTEXT]), "contract": _CONTRACT}
+    options = {**options, "context": (q_len, kv_len, heads), "contract": _CONTRACT}
     return attention(*qkv, score_mod, (mask_mod,), scale, options)  # type: ignore[arg-type]
 
 
@@ -293,7 +293,7 @@ _traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDicti
 """Programs by the score's graph, then by the mask's graph (kept beside) and the look of the lifted inputs."""
 
 
-def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> GraphTrace:
+def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     key = id(mask), tuple([_look(x, lifted, context) for x in lifted])
@@ -304,7 +304,7 @@ def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> Grap
     return known[key][1]
 
 
-def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor | None]) -> Any:
+def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
     """Key of all that the program may depend on of a lifted input."""
     if not isinstance(x, Tensor):
         return type(x).__name__
@@ -313,7 +313,7 @@ def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor | None]) -> An
     return first, role, x.dtype, x.device, tuple([str(n) for n in x.shape])
 
 
-def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> GraphTrace:
+def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     carriers = _carriers(score, len(score_lifted)) + _carriers(mask, len(mask_lifted))
@@ -379,9 +379,7 @@ def _hint(value: Any) -> Any:
     return value if node is None else node.hint if node.has_hint() else 1
 
 
-def _stand_ins(
-    lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor | None]
-) -> list[StandIn]:
+def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor]) -> list[StandIn]:
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
     symbols = {id(x): name for x, name in zip(context, CONTEXT, strict=True)}
     found = []
