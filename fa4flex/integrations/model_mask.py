@@ -23,8 +23,6 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from fa4flex.contents import capturing
-
 MaskFunction = Callable[..., Any]
 
 
@@ -59,7 +57,7 @@ class ModelMask(BlockMask):
         if not self.by_positions or not isinstance(positions, Tensor) or positions.ndim != 2:
             return self.mask_mod
         fits = positions.shape[1] == self.sizes[1] > 1
-        if not fits or torch.compiler.is_compiling() or capturing():
+        if not fits or positions.is_meta or is_tracing(positions):
             return self.mask_mod
         if self._split is None or self._split[0] is not positions:
             self._split = positions, self._within(positions)

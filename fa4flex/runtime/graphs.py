@@ -389,7 +389,7 @@ _traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDicti
 """Programs by the score's graph, then by the mask's graph (kept beside) and the look of the lifted inputs."""
 
 
-def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> GraphTrace:
+def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     key = id(mask), tuple([_look(x, lifted, context) for x in lifted])
@@ -400,7 +400,7 @@ def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> Grap
     return known[key][1]
 
 
-def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor | None]) -> Any:
+def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
     """Key of all that the program may depend on of a lifted input."""
     if not isinstance(x, Tensor):
         return type(x).__name__
@@ -409,7 +409,7 @@ def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor | None]) -> An
     return first, role, x.dtype, x.device, tuple([str(n) for n in x.shape])
 
 
-def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor | None]) -> GraphTrace:
+def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     carriers = _carriers(score, len(score_lifted)) + _carriers(mask, len(mask_lifted))
@@ -481,9 +481,7 @@ def _hint(value: Any) -> Any:
     return value if node is None else node.hint if node.has_hint() else 1
 
 
-def _stand_ins(
-    lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor | None]
-) -> list[StandIn]:
+def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor]) -> list[StandIn]:
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
     symbols = {id(x): name for x, name in zip(context, CONTEXT, strict=True)}
     found = []

@@ -394,7 +394,9 @@ def test_a_block_mask_enters_a_graph_as_one_operator() -> None:
     torch.testing.assert_close(compiled(q, k, v, mask), block_mask(q, k, v, mask))
     (graph,) = record.graphs
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    made = [name for name in called if "getitem" not in name]
+    made = [
+        name for name in called if "getitem" not in name and " zeros " not in name
+    ]  # lengths that mods read
     assert made == ["fa4flex.block_classes", "fa4flex_flex_attention"]
 
 
