@@ -130,7 +130,7 @@ class _State:
         """Add the gradients of the sinks."""
         assert self.logits is not None
         share = ((self.logits - self.largest).exp_() * self.delta).squeeze(-1)
-        of_heads = share.view(len(self.call.items), self.call.ratio, -1).sum(-1, dtype=torch.float64)
+        of_heads = share.unflatten(1, (self.call.ratio, -1)).sum(-1, dtype=torch.float64)
         sinks.view(-1, self.call.ratio).index_add_(0, self.call.items.h, -of_heads)
 
 

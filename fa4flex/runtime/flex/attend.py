@@ -73,7 +73,9 @@ class Module:
                 continue
             own = buffers_of(of)
             if own:
-                lines.append(f"    {''.join(f'{kind}_{x.name}, ' for x in own)}= {kind}_buffers")
+                # Torch refuses tensors of a mask that require gradients, though it has none for them.
+                read = "score_buffers" if kind == "score" else "[x.detach() for x in mask_buffers]"
+                lines.append(f"    {''.join(f'{kind}_{x.name}, ' for x in own)}= {read}")
             made = [x for x in of.buffers if x != x.base]
             lines += [
                 f"    {kind}_{x.name} = derived({kind}_{x.base.name}, q.shape[1], {x.spread})" for x in made
@@ -131,9 +133,10 @@ class Module:
             lengths = q.shape[2], k.shape[2]
             given = block_mask_of(_whole(q) if blocks is None else blocks, lengths, mask_mod)
             copies = _derived(self.score, score_buffers, q.shape[1])
+            masks = tuple([x.detach() for x in mask_buffers])
             operator: Any = torch.ops.higher_order.flex_attention
             out, lse, largest = operator(
-                q, k, v, score_mod, given.as_tuple(), wanted.scale, dict(_OPTIONS), copies, mask_buffers
+                q, k, v, score_mod, given.as_tuple(), wanted.scale, dict(_OPTIONS), copies, masks
             )
             lse, largest = lse * _LN2, largest * _LN2
             if sinks is not None:
