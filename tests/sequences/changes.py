@@ -1,0 +1,471 @@
+"""Changes between calls: each is a function under a decorator, and applies itself to what it is drawn for."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .pool import LISTS, Map, Ragged, Skip, Subject, World, draw_classes, draw_lengths
+from .values import Value
+
+Write = Callable[[World, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to write new contents into a tensor. `counted`: torch's version counter tells of it."""
+
+    write: Write
+    counted: bool
+    gpu: bool | None
+
+
+WAYS: dict[str, Way] = {}
+"""Ways to write contents in place, by name. `gpu`: True for a GPU alone, False for a CPU alone."""
+
+REPLACEMENTS: dict[str, Callable[[World, Value], None]] = {}
+"""Ways to put another object in the place of a value."""
+
+OTHERS: dict[str, tuple[float, Callable[[World], None]]] = {}
+"""Other changes, and how often they are drawn."""
+
+
+def way(counted: bool, gpu: bool | None = None) -> Callable[[Write], Write]:
+    def register(function: Write) -> Write:
+        WAYS[function.__name__] = Way(function, counted, gpu)
+        return function
+
+    return register
+
+
+def replacement(function: Callable[[World, Value], None]) -> Callable[[World, Value], None]:
+    REPLACEMENTS[function.__name__] = function
+    return function
+
+
+def other(weight: float) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
+    def register(function: Callable[[World], None]) -> Callable[[World], None]:
+        OTHERS[function.__name__] = weight, function
+        return function
+
+    return register
+
+
+def write_some_way(world: World, x: Tensor, new: Tensor) -> str:
+    """Write contents by a way that is drawn; its name."""
+    names = [n for n, w in WAYS.items() if w.gpu is None or w.gpu == (x.device.type == "cuda")]
+    name = world.rng.choice(names)
+    if x.numel():
+        with torch.no_grad():
+            WAYS[name].write(world, x, new.to(x.device, x.dtype))
+    return name
+
+
+# --- contents --------------------------------------------------------------------------------------------------
+
+
+@way(counted=True)
+def copied(world: World, x: Tensor, new: Tensor) -> None:
+    x.copy_(new)
+
+
+@way(counted=True)
+def indexed(world: World, x: Tensor, new: Tensor) -> None:
+    x[...] = new
+
+
+@way(counted=True)
+def in_part(world: World, x: Tensor, new: Tensor) -> None:
+    """Writes one element after the other into a view."""
+    if x.ndim == 0 or x.shape[0] > 8:
+        raise Skip
+    for i in range(x.shape[0]):
+        x[i].copy_(new[i])
+
+
+@way(counted=True)
+def by_arithmetic(world: World, x: Tensor, new: Tensor) -> None:
+    if not x.is_floating_point():
+        raise Skip
+    x.mul_(0.5).add_(new.float().mul(0.5).to(x.dtype))
+
+
+@way(counted=True)
+def by_a_view(world: World, x: Tensor, new: Tensor) -> None:
+    x.view(x.shape).copy_(new) if x.ndim else x.unsqueeze(0).copy_(new)
+
+
+@way(counted=True)
+def foreach(world: World, x: Tensor, new: Tensor) -> None:
+    torch._foreach_copy_([x], [new])
+
+
+@way(counted=False)
+def by_data(world: World, x: Tensor, new: Tensor) -> None:
+    x.data.copy_(new)
+
+
+@way(counted=False)
+def by_data_in_part(world: World, x: Tensor, new: Tensor) -> None:
+    """Weight averaging: arithmetic on .data; integers are swapped in part."""
+    if x.is_floating_point():
+        x.data.mul_(0.1).add_(new, alpha=0.9)
+    else:
+        x.data.view(-1)[: max(1, x.numel() // 2)] = new.reshape(-1)[: max(1, x.numel() // 2)]
+        x.data.copy_(new)
+
+
+@way(counted=False)
+def past_the_counter(world: World, x: Tensor, new: Tensor) -> None:
+    """The way of FSDP2's unsharding."""
+    with torch.autograd._unsafe_preserve_version_counter(x):
+        x.copy_(new)
+
+
+@way(counted=False, gpu=False)
+def by_numpy(world: World, x: Tensor, new: Tensor) -> None:
+    if x.dtype == torch.bfloat16:
+        raise Skip
+    x.detach().numpy()[...] = new.detach().numpy()
+
+
+@way(counted=False, gpu=False)
+def by_address(world: World, x: Tensor, new: Tensor) -> None:
+    if not x.is_contiguous():
+        raise Skip
+    new = new.contiguous()
+    ctypes.memmove(x.data_ptr(), new.data_ptr(), new.numel() * new.element_size())
+
+
+@way(counted=False)
+def by_dlpack(world: World, x: Tensor, new: Tensor) -> None:
+    if x.dtype == torch.bool:
+        raise Skip
+    torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach())).copy_(new)
+
+
+@way(counted=False, gpu=True)
+def by_a_replayed_graph(world: World, x: Tensor, new: Tensor) -> None:
+    """A CUDA graph captured once per tensor copies from a buffer."""
+    known = {id(y): (y, source, graph) for y, source, graph in world.graphs}
+    if id(x) not in known:
+        source = new.clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.data.copy_(source)
+        world.graphs.append((x, source, graph))
+        known[id(x)] = world.graphs[-1]
+    _, source, graph = known[id(x)]
+    source.copy_(new)
+    graph.replay()
+
+
+@way(counted=False, gpu=True)
+def by_triton(world: World, x: Tensor, new: Tensor) -> None:
+    kernel = _triton_copy()
+    if kernel is None or not x.is_contiguous() or x.dtype == torch.bool:
+        raise Skip
+    kernel[(-(-x.numel() // 256),)](x.detach(), new.contiguous(), x.numel(), BLOCK=256)
+
+
+def _triton_copy() -> Any:
+    try:
+        from . import triton_copy
+    except ImportError:
+        return None
+    return triton_copy.copy
+
+
+# --- objects ----------------------------------------------------------------------------------------------------
+
+
+def _tensor(value: Value) -> Tensor:
+    x = value.read()
+    if not isinstance(x, Tensor):
+        raise Skip
+    return x
+
+
+def _put(value: Value, x: Any) -> None:
+    if value.write is None:
+        raise Skip
+    value.write(x)
+
+
+@replacement
+def rebound(world: World, value: Value) -> None:
+    x, new = value.read(), value.drawn(world.rng)
+    if isinstance(x, Tensor):
+        new.requires_grad_(x.requires_grad)
+    _put(value, new)
+
+
+@replacement
+def rebound_learning_or_not(world: World, value: Value) -> None:
+    if not value.kind.learns:
+        raise Skip
+    _put(value, value.drawn(world.rng).requires_grad_(not _tensor(value).requires_grad))
+
+
+@replacement
+def learns_or_not(world: World, value: Value) -> None:
+    x = _tensor(value)
+    if not value.kind.learns or not x.is_leaf:
+        raise Skip
+    x.requires_grad_(not x.requires_grad)
+
+
+@replacement
+def rebound_of_another_dtype(world: World, value: Value) -> None:
+    x, new = _tensor(value), value.drawn(world.rng)
+    if x.is_floating_point():
+        new = new.to(world.rng.choice((torch.float32, torch.float64, torch.bfloat16))).requires_grad_(x.requires_grad)
+    elif x.dtype != torch.bool:
+        new = new.to(torch.int64 if x.dtype == torch.int32 else torch.int32)
+    _put(value, new)
+
+
+@replacement
+def rebound_strided(world: World, value: Value) -> None:
+    x, new = _tensor(value), value.drawn(world.rng)
+    if not x.ndim:
+        raise Skip
+    new = new.repeat_interleave(2, -1)[..., ::2] if world.rng.random() < 0.5 else new.mT.contiguous().mT if x.ndim > 1 else new
+    _put(value, new.requires_grad_(x.requires_grad))
+
+
+@replacement
+def rebound_longer(world: World, value: Value) -> None:
+    """Another extent: mods read but the first elements."""
+    x, new = _tensor(value), value.drawn(world.rng)
+    if value.fixed or not x.ndim:
+        raise Skip
+    more = new.flip(-1)[..., : world.rng.randint(1, 3)]
+    _put(value, torch.cat([new, more], -1).requires_grad_(x.requires_grad))
+
+
+@replacement
+def data_twice(world: World, value: Value) -> None:
+    """`x.data = new` twice: the second may lie where the first one did."""
+    x = _tensor(value)
+    shape = x.shape
+    for _ in range(2):
+        x.data = value.drawn(world.rng)
+    assert x.shape == shape
+
+
+@replacement
+def swapped(world: World, value: Value) -> None:
+    x = _tensor(value)
+    new = value.drawn(world.rng)
+    new = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new.requires_grad_(x.requires_grad)
+    if not x.is_leaf:
+        raise Skip
+    torch.utils.swap_tensors(x, new)
+
+
+@replacement
+def loaded(world: World, value: Value) -> None:
+    """load_state_dict of the module that owns it."""
+    if value.owner is None or not isinstance(value.read(), Tensor):
+        raise Skip
+    state = {name: x.detach().clone() for name, x in value.owner.state_dict().items()}
+    state[value.key] = value.drawn(world.rng)
+    value.owner.load_state_dict(state, assign=world.rng.random() < 0.5)
+
+
+@replacement
+def moved(world: World, value: Value) -> None:
+    """Module.to(dtype), with swapped tensors half of the time."""
+    if value.owner is None:
+        raise Skip
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(world.rng.random() < 0.5)
+    try:
+        value.owner.to(world.rng.choice((torch.float64, torch.float32)))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@replacement
+def shared(world: World, value: Value) -> None:
+    """The same object as another value."""
+    x = _tensor(value)
+    others = [
+        v for v in world.values()
+        if v is not value and v.kind.name == value.kind.name and isinstance(y := v.read(), Tensor)
+        and y is not x and y.shape == x.shape and v.kind.draw is value.kind.draw
+    ]  # fmt: skip
+    if not others:
+        raise Skip
+    _put(value, world.rng.choice(others).read())
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+
+@other(8)
+def write_a_value(world: World) -> str:
+    values = [x for x in world.values() if isinstance(x.read(), Tensor)]
+    if not values:
+        raise Skip
+    value = world.rng.choice(values)
+    return write_some_way(world, value.read(), value.drawn(world.rng))
+
+
+@other(6)
+def replace_a_value(world: World) -> str:
+    values = [x for x in world.values() if x.kind.name not in ("switch", "pinned")]
+    if not values:
+        raise Skip
+    value = world.rng.choice(values)
+    number = not isinstance(value.read(), Tensor)
+    name = "rebound" if number else world.rng.choice(list(REPLACEMENTS))
+    REPLACEMENTS[name](world, value)
+    return name
+
+
+@other(3)
+def write_a_map(world: World) -> str:
+    if not world.maps:
+        raise Skip
+    chosen: Map = world.rng.choice(world.maps)
+    contents = chosen.contents(draw_classes(world.rng, chosen.shape, world.device))
+    if chosen.tensors[0].shape != contents[0].shape:
+        raise Skip
+    if len(chosen.tensors) > 1 and world.rng.random() < 0.25:
+        names = [x for x in LISTS if getattr(chosen.given, x) is not None]
+        for name, new in zip(names, contents):
+            setattr(chosen.given, name, new)
+        return "rebound"
+    name = ""
+    for x, new in zip(chosen.tensors, contents):
+        if x.shape != new.shape:
+            raise Skip
+        name = write_some_way(world, x, new)
+    return name
+
+
+@other(3)
+def write_lengths(world: World) -> str:
+    if not world.ragged:
+        raise Skip
+    chosen: Ragged = world.rng.choice(world.ragged)
+    ways = [write_some_way(world, x, new) for x, new in zip(chosen.tensors, draw_lengths(chosen, world.rng))]
+    return " ".join(ways)
+
+
+@other(1)
+def set_deterministic(world: World) -> str:
+    now = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not now, warn_only=True)
+    return f"to {not now}"
+
+
+@other(0.7)
+def set_default_dtype(world: World) -> str:
+    new = torch.float32 if torch.get_default_dtype() == torch.float64 else torch.float64
+    torch.set_default_dtype(new)
+    return f"to {new}"
+
+
+@other(1)
+def copy_an_attention(world: World) -> str:
+    """A copy joins the pool: of the same values, or of values of its own."""
+    subject = world.pick()
+    how = world.rng.choice(("copy", "deepcopy", "pickle"))
+    if subject.door in ("compile", "flex") and how == "copy":
+        world.subjects.append(_like(subject, copy.copy(subject.holder), subject.score, subject.mask))
+    elif subject.door in ("compile", "flex") and how == "deepcopy":
+        _deep_copy_of_compiled(world, subject)
+    elif subject.door == "module" and how != "copy":
+        world.subjects.append(_module_copied(world, subject, copy.deepcopy(subject.holder)))
+    elif subject.door.startswith("methods") and how == "deepcopy":
+        from .pool import _of_net
+
+        net = copy.deepcopy(subject.holder)
+        world.subjects.append(_of_net(world, net, subject.own["mods"], subject.heads_first))
+    elif subject.door == "named":
+        _copy_of_named(world, subject, how)
+    else:
+        raise Skip
+    return f"{subject.door} by {how}"
+
+
+def _like(subject: Subject, attention: Any, score: Any, mask: Any) -> Subject:
+    return Subject(
+        subject.door, attention, score, mask, subject.blocks, subject.sinks, subject.scale,
+        subject.heads_first, attention, subject.heads, subject.own,
+    )  # fmt: skip
+
+
+def _deep_copy_of_compiled(world: World, subject: Subject) -> None:
+    if subject.sinks is not None or subject.blocks is not None:
+        raise Skip
+    other = copy.deepcopy(subject.holder)
+    score, mask = (
+        None if old is None else old.copied(new.mod)
+        for old, new in ((subject.score, other.variant.score_mod), (subject.mask, other.variant.mask))
+    )
+    world.subjects.append(_like(subject, other, score, mask))
+
+
+def _module_copied(world: World, subject: Subject, made: Any) -> Subject:
+    from .pool import _of_module
+
+    return _of_module(world, made, subject.own["functions"], subject.heads, subject.heads_first)
+
+
+def _copy_of_named(world: World, subject: Subject, how: str) -> None:
+    """Values of a copy that is not the object itself are where nobody else reaches them."""
+    if how == "copy":
+        world.subjects.append(_like(subject, copy.copy(subject.holder), subject.score, subject.mask))
+        return
+    made = copy.deepcopy(subject.holder) if how == "deepcopy" else pickle.loads(pickle.dumps(subject.holder))
+    found = []
+    for function in (subject.score, subject.mask):
+        if function is None:
+            found.append(None)
+            continue
+        held = {
+            name: x.read().detach().clone() if isinstance(x.read(), Tensor) else x.read()
+            for name, x in function.values.items()
+        }
+        found.append(_Held(function, held))
+    world.subjects.append(_like(subject, made, *found))
+
+
+class _Held:
+    """A function whose values nobody changes any more."""
+
+    def __init__(self, function: Any, held: dict[str, Any]) -> None:
+        self.mod, self.held, self.values = function.mod, held, {}
+
+    def formula(self) -> Any:
+        from .oracle import Formula
+
+        return Formula(self.mod.text, self.held)
+
+
+@other(0.3)
+def forget_an_attention(world: World) -> str:
+    """One leaves the pool: what was kept for it may be found by another in its place."""
+    if len(world.subjects) < 2:
+        raise Skip
+    world.subjects.remove(world.rng.choice(world.subjects))
+    world.last = None
+    return ""
+
+
+@other(0.5)
+def forget_tensors(world: World) -> str:
+    world.tensors.clear()
+    return ""
