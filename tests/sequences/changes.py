@@ -335,9 +335,10 @@ def replace_a_value(world: World) -> str:
 
 @other(3)
 def write_a_map(world: World) -> str:
-    if not world.maps:
+    maps = [x for x in world.maps if not x.copied]
+    if not maps:
         raise Skip
-    chosen: Map = world.rng.choice(world.maps)
+    chosen: Map = world.rng.choice(maps)
     contents = chosen.contents(draw_classes(world.rng, chosen.shape, world.device))
     if chosen.tensors[0].shape != contents[0].shape:
         raise Skip

@@ -42,6 +42,8 @@ class Map:
     lengths: tuple[int, int]
     shape: tuple[int, int, int, int]
     own: Function | None = None
+    copied: bool = False
+    """True if compile() was given a BlockMask, whose map it makes once."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -153,8 +155,8 @@ def make_ragged(world: World, kind: str) -> Ragged:
         kv_len = kv_len if "cu_k" in names else q_len
     elif kind == "paged":
         size = rng.choice((1, 4, 16)) if not world.on_gpu else rng.choice((16, 64))
-        pages = -(-kv_len // size) + rng.randint(0, 3)
-        kv_len = -(-kv_len // size) * size
+        kv_len = max(kv_len // size, 1) * size
+        pages = kv_len // size + rng.randint(0, 3)
         names += ["cu_q"] if rng.random() < 0.4 else []
     shapes = {"cu_q": (batch + 1,), "cu_k": (batch + 1,), "used_q": (batch,), "used_k": (batch,)}
     shapes["table"] = (batch, -(-kv_len // size) if size else 0)
@@ -228,6 +230,12 @@ class Subject:
     @property
     def compiled(self) -> bool:
         return self.door.startswith("torch.compile")
+
+    @property
+    def threads(self) -> bool:
+        """True if threads may call it at once: neither torch.compile nor torch's dense reference of
+        flex_attention, which traces the mods, lets them."""
+        return not self.compiled and "flex" not in self.door.replace("flex_attention", "")
 
 
 class World:
@@ -371,9 +379,14 @@ def fixed(value: Value) -> Value:
 
 @door(4)
 def compile(world: World) -> Subject:
-    subject = _composed(world, *_functions(world))
+    return _compile(world, "compile", _composed(world, *_functions(world)))
+
+
+def _compile(world: World, name: str, subject: Subject) -> Subject:
     subject.holder = fa4flex.compile(**subject.own)
-    subject.door, subject.attend = "compile", subject.holder
+    subject.door, subject.attend = name, subject.holder
+    if subject.blocks is not None:
+        subject.blocks.copied = isinstance(subject.blocks.given, BlockMask)
     return subject
 
 
@@ -501,9 +514,13 @@ def _of_net(world: World, net: Any, mods: list[Any], heads_first: bool) -> Subje
 def flex(world: World) -> Subject:
     subject = _composed(world, *_functions(world))
     subject.own["backend"] = "flex"
-    subject.holder = fa4flex.compile(**subject.own)
-    subject.door, subject.attend = "flex", subject.holder
-    return subject
+    return _compile(world, "flex", subject)
+
+
+def new_attention(world: World) -> Subject:
+    """An attention of code that no call has seen; it does not join the pool."""
+    subject = _composed(world, *_functions(world, own=f" {world.rng.random()}"))
+    return _compile(world, "compile, new", subject)
 
 
 NAMED: dict[str, tuple[Mod, Callable[..., Any]]] = {
@@ -709,7 +726,7 @@ def _bring_rest(world: World, subject: Subject, problem: Problem, heads: int, br
 
 def _bring_scales(world: World, problem: Problem, brought: dict[str, Any]) -> None:
     heads = problem.k.shape[1 if problem.heads_first else 2]
-    scales = [torch.rand(heads, device=world.device) + 0.5 for _ in range(2)]
+    scales = [torch.rand(heads, device=world.device, dtype=torch.float32) + 0.5 for _ in range(2)]
     problem.k, problem.v = (x.detach().to(E4M3) for x in (problem.k, problem.v))
     problem.scales = Scales(*scales)
     brought["kv_scales"] = fa4flex.KVScales(*scales)

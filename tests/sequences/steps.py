@@ -117,7 +117,8 @@ class Asked:
                 name = self._name(x) or str(n)
                 if g is not None and g.dtype != x.dtype:
                     raise Wrong(f"gradient of {name}: {g.dtype} for {x.dtype}")
-                unit = max(self.unit, units(x.dtype))
+                summed = x is not problem.q and x is not problem.k and x is not problem.v
+                unit = max(self.unit, units(x.dtype)) * (8 if summed else 1)
                 judge(
                     f"gradient of {name}", g, self.exact.gradients[id(x)],
                     lambda x=x: self.plain().gradients[id(x)], unit,
@@ -213,7 +214,7 @@ def backward(world: World) -> str:
 def threads(world: World) -> str:
     """Two to four threads call the same attention, in two ways or more, at once."""
     subject = world.pick()
-    if subject.compiled or (subject.door == "flex_attention" and world.rng.random() < 0.5):
+    if not subject.threads:
         raise Skip
     asked = [ask(world, pool.draw_call(world, subject)) for _ in range(world.rng.choice((2, 3)))]
     asked = [x for x in asked if not x.given.problem.q.is_inference()]
@@ -274,18 +275,7 @@ def _in_settings(work: Callable[[int], None], world: World) -> Callable[[int], N
 @step(0.6)
 def threads_on_a_new_attention(world: World) -> str:
     """The same with an attention of code that no call has seen."""
-    rng = world.rng
-    mods = world.choices.mods(rng)
-    own = f" {rng.random()}"
-    score, mask = (
-        None if mod is None else pool.write_function(mod, role, world.sizes, rng, world.device, own)
-        for mod, role in zip(mods, ("score", "mask"))
-    )
-    subject = pool._composed(world, score, mask)
-    if rng.random() < 0.2 and not world.on_gpu:
-        subject.own["backend"] = "flex"
-    subject.holder = pool.fa4flex.compile(**subject.own)
-    subject.attend, subject.door = subject.holder, "compile, new"
+    subject = pool.new_attention(world)
     asked = [ask(world, pool.draw_call(world, subject)) for _ in range(3)]
     asked = [x for x in asked if not x.given.problem.q.is_inference()]
     if not asked:
@@ -326,6 +316,7 @@ def unordered_streams(world: World) -> str:
     if subject.compiled:
         raise Skip
     asked = [ask(world, pool.draw_call(world, subject)) for _ in range(2)]
+    asked = [x for x in asked if not x.given.problem.q.is_inference()]
     torch.cuda.synchronize()
     for n, one in enumerate(asked * 2):
         stream = torch.cuda.Stream()
@@ -441,10 +432,6 @@ def _any_change(world: World) -> str:
         if "use_count" in str(error) or "AccumulateGrad" in str(error):
             raise Skip from error
         raise
-
-
-for _name, (_weight, _function) in changes.OTHERS.items():
-    pass
 
 
 @step(22)
