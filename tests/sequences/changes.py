@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .oracle import Failure
 from .pool import LISTS, Map, Ragged, Skip, Subject, World, draw_classes, draw_lengths
 from .values import Value
 
@@ -59,16 +60,22 @@ def other(weight: float) -> Callable[[Callable[[World], None]], Callable[[World]
 
 
 def write_some_way(world: World, x: Tensor, new: Tensor) -> str:
-    """Write contents by a way that is drawn; its name."""
+    """Write contents by a way that is drawn, of those that can; its name."""
     names = [n for n, w in WAYS.items() if w.gpu is None or w.gpu == (x.device.type == "cuda")]
-    name = world.rng.choice(names)
-    if x.numel():
-        with torch.no_grad():
-            WAYS[name].write(world, x, new.to(x.device, x.dtype))
-    return name
+    world.rng.shuffle(names)
+    if not x.numel():
+        return "nothing"
+    for name in names:
+        try:
+            with torch.no_grad():
+                WAYS[name].write(world, x, new.to(x.device, x.dtype))
+            return name
+        except Skip:
+            continue
+    raise AssertionError("no way to write")
 
 
-# --- contents --------------------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------
 
 
 @way(counted=True)
@@ -153,17 +160,16 @@ def by_dlpack(world: World, x: Tensor, new: Tensor) -> None:
 
 @way(counted=False, gpu=True)
 def by_a_replayed_graph(world: World, x: Tensor, new: Tensor) -> None:
-    """A CUDA graph captured once per tensor copies from a buffer."""
-    known = {id(y): (y, source, graph) for y, source, graph in world.graphs}
-    if id(x) not in known:
+    """A CUDA graph, captured once for an address, copies from a buffer; it is kept with the memory."""
+    key = (x.data_ptr(), x.shape, x.stride(), x.dtype)
+    if key not in world.graphs:
         source = new.clone()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, memory = torch.cuda.CUDAGraph(), x.detach()
         with torch.cuda.graph(graph):
-            x.data.copy_(source)
-        world.graphs.append((x, source, graph))
-        known[id(x)] = world.graphs[-1]
-    _, source, graph = known[id(x)]
+            memory.data.copy_(source)
+        world.graphs[key] = memory, source, graph
+    _, source, graph = world.graphs[key]
     source.copy_(new)
     graph.replay()
 
@@ -184,7 +190,7 @@ def _triton_copy() -> Any:
     return triton_copy.copy
 
 
-# --- objects ----------------------------------------------------------------------------------------------------
+# --- objects ----------------------------------------------------------------------------------------------
 
 
 def _tensor(value: Value) -> Tensor:
@@ -227,7 +233,9 @@ def learns_or_not(world: World, value: Value) -> None:
 def rebound_of_another_dtype(world: World, value: Value) -> None:
     x, new = _tensor(value), value.drawn(world.rng)
     if x.is_floating_point():
-        new = new.to(world.rng.choice((torch.float32, torch.float64, torch.bfloat16))).requires_grad_(x.requires_grad)
+        new = new.to(world.rng.choice((torch.float32, torch.float64, torch.bfloat16))).requires_grad_(
+            x.requires_grad
+        )
     elif x.dtype != torch.bool:
         new = new.to(torch.int64 if x.dtype == torch.int32 else torch.int32)
     _put(value, new)
@@ -238,7 +246,13 @@ def rebound_strided(world: World, value: Value) -> None:
     x, new = _tensor(value), value.drawn(world.rng)
     if not x.ndim:
         raise Skip
-    new = new.repeat_interleave(2, -1)[..., ::2] if world.rng.random() < 0.5 else new.mT.contiguous().mT if x.ndim > 1 else new
+    new = (
+        new.repeat_interleave(2, -1)[..., ::2]
+        if world.rng.random() < 0.5
+        else new.mT.contiguous().mT
+        if x.ndim > 1
+        else new
+    )
     _put(value, new.requires_grad_(x.requires_grad))
 
 
@@ -266,7 +280,11 @@ def data_twice(world: World, value: Value) -> None:
 def swapped(world: World, value: Value) -> None:
     x = _tensor(value)
     new = value.drawn(world.rng)
-    new = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new.requires_grad_(x.requires_grad)
+    new = (
+        nn.Parameter(new, x.requires_grad)
+        if isinstance(x, nn.Parameter)
+        else new.requires_grad_(x.requires_grad)
+    )
     if not x.is_leaf:
         raise Skip
     torch.utils.swap_tensors(x, new)
@@ -309,63 +327,90 @@ def shared(world: World, value: Value) -> None:
     _put(value, world.rng.choice(others).read())
 
 
-# --- steps ------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------
 
 
-@other(8)
-def write_a_value(world: World) -> str:
-    values = [x for x in world.values() if isinstance(x.read(), Tensor)]
-    if not values:
-        raise Skip
-    value = world.rng.choice(values)
-    return write_some_way(world, value.read(), value.drawn(world.rng))
-
-
-@other(6)
-def replace_a_value(world: World) -> str:
-    values = [x for x in world.values() if x.kind.name not in ("switch", "pinned")]
-    if not values:
-        raise Skip
-    value = world.rng.choice(values)
+def change_value(world: World, value: Value) -> str:
+    """Write other contents into a value, or put another in its place."""
     number = not isinstance(value.read(), Tensor)
+    if not number and world.rng.random() < 0.55:
+        return write_some_way(world, value.read(), value.drawn(world.rng))
     name = "rebound" if number else world.rng.choice(list(REPLACEMENTS))
     REPLACEMENTS[name](world, value)
     return name
 
 
-@other(3)
-def write_a_map(world: World) -> str:
-    maps = [x for x in world.maps if not x.copied]
-    if not maps:
+def change_map(world: World, chosen: Map) -> str:
+    """Write other blocks into a map, or put other lists in the place of a BlockMask's."""
+    if chosen.copied:
         raise Skip
-    chosen: Map = world.rng.choice(maps)
     contents = chosen.contents(draw_classes(world.rng, chosen.shape, world.device))
-    if chosen.tensors[0].shape != contents[0].shape:
+    if any(x.shape != new.shape for x, new in zip(chosen.tensors, contents)):
         raise Skip
     if len(chosen.tensors) > 1 and world.rng.random() < 0.25:
         names = [x for x in LISTS if getattr(chosen.given, x) is not None]
         for name, new in zip(names, contents):
             setattr(chosen.given, name, new)
-        return "rebound"
-    name = ""
-    for x, new in zip(chosen.tensors, contents):
-        if x.shape != new.shape:
-            raise Skip
-        name = write_some_way(world, x, new)
-    return name
+        return "map: rebound"
+    return write_map(world, chosen, contents)
+
+
+def write_map(world: World, chosen: Map, contents: list[Tensor] | None = None) -> str:
+    """Write other blocks into a map."""
+    if contents is None:
+        contents = chosen.contents(draw_classes(world.rng, chosen.shape, world.device))
+    if any(x.shape != new.shape for x, new in zip(chosen.tensors, contents)):
+        raise Skip
+    ways = [write_some_way(world, x, new) for x, new in zip(chosen.tensors, contents)]
+    return f"map: {' '.join(ways)}"
+
+
+def change_lengths(world: World, chosen: Ragged) -> str:
+    """Write other lengths, and other pages."""
+    ways = [write_some_way(world, x, new) for x, new in zip(chosen.tensors, draw_lengths(chosen, world.rng))]
+    return f"lengths: {' '.join(ways)}"
+
+
+def in_torchs_words(change: Callable[[], str]) -> str:
+    """Words of a change. Skips what torch refuses because a graph is waiting for its backward pass; raises
+    Failure where something of a call is in the way of a swap."""
+    try:
+        return change()
+    except RuntimeError as error:
+        words = f"{error} {error.__cause__}"
+        if "weakref" in words:
+            raise Failure("raw error", "change", words) from error
+        if "use_count" in words or "AccumulateGrad" in words or "gradient edge" in words:
+            raise Skip from error
+        raise
+
+
+@other(10)
+def change_a_value(world: World) -> str:
+    values = [x for x in world.values() if x.kind.name not in ("switch", "pinned")]
+    if not values:
+        raise Skip
+    return change_value(world, world.rng.choice(values))
 
 
 @other(3)
-def write_lengths(world: World) -> str:
+def change_a_map(world: World) -> str:
+    if not world.maps:
+        raise Skip
+    return change_map(world, world.rng.choice(world.maps))
+
+
+@other(3)
+def change_some_lengths(world: World) -> str:
     if not world.ragged:
         raise Skip
-    chosen: Ragged = world.rng.choice(world.ragged)
-    ways = [write_some_way(world, x, new) for x, new in zip(chosen.tensors, draw_lengths(chosen, world.rng))]
-    return " ".join(ways)
+    return change_lengths(world, world.rng.choice(world.ragged))
 
 
 @other(1)
 def set_deterministic(world: World) -> str:
+    if world.on_gpu and world.rng.random() < 0.8:  # kernels of their own, which take time to compile
+        raise Skip
     now = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(not now, warn_only=True)
     return f"to {not now}"

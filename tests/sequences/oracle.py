@@ -1,7 +1,7 @@
 """Attention in float64 by the formula, from the values of this moment, and how results are judged.
 
-Nothing here calls fa4flex. What a mod means is its text, evaluated by PyTorch on whole matrices of scores; the
-same in the dtype of a call says how far its results may be from the exact ones.
+Nothing here calls fa4flex. What a mod means is its text, evaluated by PyTorch on whole matrices of scores;
+the same in the dtype of a call says how far its results may be from the exact ones.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def solve(
         return Exact(out.detach(), lse.detach(), given, cotangents)
 
 
-# --- the formula ----------------------------------------------------------------------------------------------
+# --- the formula ------------------------------------------------------------------------------------------
 
 
 def _attention(problem: Problem, q: Tensor, k: Tensor, v: Tensor, leaf: Any) -> tuple[Tensor, Tensor]:
@@ -329,7 +329,7 @@ def _dense(
     return (weights[..., :-1] / safe).to(v.dtype) @ v, lse
 
 
-# --- judging --------------------------------------------------------------------------------------------------
+# --- judging ----------------------------------------------------------------------------------------------
 
 FLOOR = 64
 """Errors below so many units in the last place of the largest element (at least 1) need no measurement."""
@@ -337,6 +337,19 @@ FLOOR = 64
 
 class Wrong(AssertionError):
     """A result that is not the formula's."""
+
+
+class Failure(Exception):
+    """A result or error that should not be. kind: "wrong", "raw error" or "accepted"."""
+
+    def __init__(self, kind: str, where: str, words: str) -> None:
+        super().__init__(f"{kind}: {where}: {words}")
+        self.kind, self.where, self.words = kind, where, words
+
+
+def words_of(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def judge(what: str, found: Tensor | None, exact: Tensor, plain: Any, unit: float) -> None:

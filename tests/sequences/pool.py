@@ -19,8 +19,24 @@ from fa4flex import variants
 
 from .oracle import NAMES, Blocks, Formula, Problem, Scales, Sequences
 from .values import (
-    MASKS, SCORES, Function, Kind, Mod, Sizes, Value, arguments, attribute, first_value, floats, ids, near,
-    number, set_on_module, substituted, window, write_function,
+    MASKS,
+    SCORES,
+    Function,
+    Kind,
+    Mod,
+    Sizes,
+    Value,
+    arguments,
+    attribute,
+    first_value,
+    floats,
+    ids,
+    near,
+    number,
+    set_on_module,
+    substituted,
+    window,
+    write_function,
 )  # fmt: skip
 
 E4M3 = torch.float8_e4m3fn
@@ -30,7 +46,7 @@ class Skip(Exception):
     """A step that does not apply to what there is."""
 
 
-# --- block maps and lengths ------------------------------------------------------------------------------------
+# --- block maps and lengths -------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -136,7 +152,9 @@ def draw_lengths(ragged: Ragged, rng: random.Random) -> list[Tensor]:
         if used is not None:
             found[f"used_{side}"] = torch.tensor([rng.randint(0, int(n)) for n in each])
     if s.table is not None:
-        found["table"] = torch.stack([torch.randperm(ragged.pages)[: s.table.shape[1]] for _ in range(ragged.batch)])
+        found["table"] = torch.stack(
+            [torch.randperm(ragged.pages)[: s.table.shape[1]] for _ in range(ragged.batch)]
+        )
     return [found[name] for name, x in vars(s).items() if x is not None]
 
 
@@ -200,7 +218,7 @@ def make_map(world: World, lengths: tuple[int, int], heads: int, batch: int, own
     return Map(given, size, lengths, shape, own)
 
 
-# --- the world of a sequence ---------------------------------------------------------------------------------
+# --- the world of a sequence ------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -251,7 +269,7 @@ class World:
         self.tensors: dict[Any, tuple[Tensor, ...]] = {}
         self.known_lengths = [self._draw_lengths() for _ in range(4)]
         self.numbers = itertools.count()
-        self.graphs: list[Any] = []
+        self.graphs: dict[Any, Any] = {}
         self.calls = 0
         self.last: Subject | None = None
 
@@ -288,8 +306,8 @@ class World:
 
 @dataclass
 class Choices:
-    """What a run draws from. `programs` bounds how many compositions of mods there are (0: any), because a GPU
-    compiles kernels for each."""
+    """What a run draws from. `programs` bounds how many compositions of mods there are (0: any): a GPU compiles
+    kernels for each."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 6 + (torch.bfloat16, torch.float16, torch.float64)
     doors: tuple[str, ...] = ()
@@ -306,7 +324,7 @@ class Choices:
         return score, source.choice(MASKS) if source.random() < 0.6 else None
 
 
-# --- doors -----------------------------------------------------------------------------------------------------
+# --- doors ------------------------------------------------------------------------------------------------
 
 DOORS: dict[str, tuple[float, Callable[[World], Subject]]] = {}
 """How often a door is drawn, and what makes an attention of it."""
@@ -479,7 +497,9 @@ def methods(world: World) -> Subject:
             continue
         renamed = {name: f"{role}_{name}" for name in mod.values}
         for name, kind in mod.values.items():
-            set_on_module(net, renamed[name], first_value(kind, world.sizes, rng, world.device, rng.random() < 0.6))
+            set_on_module(
+                net, renamed[name], first_value(kind, world.sizes, rng, world.device, rng.random() < 0.6)
+            )
         text = substituted(mod.text, {x: f"self.{y}" for x, y in renamed.items()})
         body.append(f"    def {role}(self, {arguments(mod, role)}):\n        return {text}\n")
         mods.append((mod, role, renamed))
@@ -557,7 +577,10 @@ def named(world: World) -> Subject:
         if rng.random() < 0.2:
             continue
         mod, make = family[rng.choice(list(family))]
-        held = {name: first_value(kind, world.sizes, rng, world.device, False) for name, kind in mod.values.items()}
+        held = {
+            name: first_value(kind, world.sizes, rng, world.device, False)
+            for name, kind in mod.values.items()
+        }
         parts[role] = make(**held)
         values = {
             name: Value(mod.values[name], world.sizes, (lambda x=x: x), None) for name, x in held.items()
@@ -601,7 +624,7 @@ def compiled(world: World) -> Subject:
     return Subject(f"torch.compile({how}, {backend}, dynamic={dynamic})", attend, score, mask)
 
 
-# --- calls -----------------------------------------------------------------------------------------------------
+# --- calls ------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -625,7 +648,7 @@ class Given:
 
 
 def draw_call(world: World, subject: Subject) -> Given:
-    """A call of an attention with what it brings drawn, and its tensors, which may be those of an earlier one."""
+    """A call of an attention, with what it brings, and its tensors, which may be those of an earlier one."""
     rng, brought = world.rng, {}
     ragged = _bring_lengths(world, subject, brought)
     heads = subject.heads or (rng.choice((1, 2, 4)) if not world.on_gpu else 4)
@@ -641,7 +664,9 @@ def draw_call(world: World, subject: Subject) -> Given:
     times = 2 if ragged is None and rng.random() < 0.1 and q_len == kv_len else 1
     mode = rng.choice(("grad", "grad", "grad", "no_grad", "inference"))
     eight = not world.on_gpu and ragged is None and not subject.compiled and "flex" not in subject.door
-    eight = eight and subject.door != "module" and dtype != torch.float64 and rng.random() < 0.06 and times == 1
+    eight = (
+        eight and subject.door != "module" and dtype != torch.float64 and rng.random() < 0.06 and times == 1
+    )
     q, k, v = _tensors(
         world, ragged, subject.heads_first, (batch, heads, heads // groups, q_len, kv_len, dim), dtype, mode
     )
@@ -713,7 +738,9 @@ def _bring_blocks(
     return chosen.blocks(), mask if chosen.own is None else chosen.own.formula()
 
 
-def _bring_rest(world: World, subject: Subject, problem: Problem, heads: int, brought: dict[str, Any]) -> None:
+def _bring_rest(
+    world: World, subject: Subject, problem: Problem, heads: int, brought: dict[str, Any]
+) -> None:
     rng, left_out = world.rng, world.choices.left_out
     if rng.random() < 0.2 and "scale" not in left_out:
         problem.scale = brought["scale"] = rng.choice((0.2, 0.7, 1.0))
@@ -721,7 +748,9 @@ def _bring_rest(world: World, subject: Subject, problem: Problem, heads: int, br
         brought["return_lse"] = True
     takes_sinks = subject.door in ("compile", "attention", "flex", "methods", "methods by flex", "named")
     if takes_sinks and rng.random() < 0.15 and "sinks" not in left_out:
-        problem.sinks = brought["sinks"] = torch.randn(heads, device=world.device).requires_grad_(rng.random() < 0.5)
+        problem.sinks = brought["sinks"] = torch.randn(heads, device=world.device).requires_grad_(
+            rng.random() < 0.5
+        )
 
 
 def _bring_scales(world: World, problem: Problem, brought: dict[str, Any]) -> None:
@@ -733,8 +762,13 @@ def _bring_scales(world: World, problem: Problem, brought: dict[str, Any]) -> No
 
 
 def _tensors(
-    world: World, ragged: Ragged | None, heads_first: bool, extents: tuple[int, ...], dtype: torch.dtype, mode: str
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    world: World,
+    ragged: Ragged | None,
+    heads_first: bool,
+    extents: tuple[int, ...],
+    dtype: torch.dtype,
+    mode: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a call: new ones in some layout, or those of an earlier call with other contents."""
     batch, heads, kv_heads, q_len, kv_len, dim = extents
     packed = ragged is not None and ragged.sequences.packed
@@ -755,7 +789,9 @@ def _tensors(
             for x in known:
                 x.data.copy_(torch.randn_like(x))
         return known
-    in_mode = torch.inference_mode() if mode == "inference" and world.rng.random() < 0.3 else torch.enable_grad()
+    in_mode = (
+        torch.inference_mode() if mode == "inference" and world.rng.random() < 0.3 else torch.enable_grad()
+    )
     with in_mode:
         found = tuple(laid_out(world, shape, dtype) for shape in (q_shape, k_shape, k_shape))
     if not found[0].is_inference():

@@ -18,7 +18,7 @@ import torch
 
 from . import pool
 from .pool import Choices, World
-from .steps import STEPS, Failure, Step, draw_steps, run_step
+from .steps import Failure, Step, draw_steps, run_step
 from .values import Sizes
 
 
@@ -86,7 +86,11 @@ def run_sequence(setting: Setting, steps: list[Step]) -> Outcome:
                 outcome.trace = "".join(traceback.format_exception(cause)[-6:])
                 break
             except Exception as error:
-                outcome.kind, outcome.where, outcome.words = "raw error", one[0], f"{type(error).__name__}: {error}"
+                outcome.kind, outcome.where, outcome.words = (
+                    "raw error",
+                    one[0],
+                    f"{type(error).__name__}: {error}",
+                )
                 outcome.trace = "".join(traceback.format_exception(error)[-12:])
                 break
     finally:
@@ -98,7 +102,7 @@ def run_sequence(setting: Setting, steps: list[Step]) -> Outcome:
     return outcome
 
 
-# --- shrinking, in processes that have made no call yet -----------------------------------------------------------
+# --- shrinking, in processes that have made no call yet ---------------------------------------------------
 
 
 class Clean:
@@ -165,7 +169,7 @@ def shrink(clean: Clean, steps: list[Step], seconds: float) -> tuple[list[Step],
     until = time.monotonic() + seconds
     times = 8 if any(name.startswith("threads") for name, _ in steps) else 1
     first = clean.run(steps, times)
-    if not first.kind:
+    if not first.kind or "fork" in first.words:
         return steps, None
     best, steps = first, [x for x, _ in first.ran]
     size = max(1, len(steps) // 2)
@@ -184,7 +188,7 @@ def shrink(clean: Clean, steps: list[Step], seconds: float) -> tuple[list[Step],
     return steps, best
 
 
-# --- the run -------------------------------------------------------------------------------------------------------
+# --- the run ----------------------------------------------------------------------------------------------
 
 
 def prepare(setting: Setting) -> None:
@@ -201,8 +205,9 @@ def prepare(setting: Setting) -> None:
         compiled.Compiled.__init__ = uncompiled  # type: ignore[method-assign]
 
 
-def preload(setting: Setting) -> None:
+def preload() -> None:
     """Import what calls import, lest each process that is forked does it anew: a few calls of no subject."""
+
     def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return s + table[j]
 
@@ -244,7 +249,7 @@ def describe(setting: Setting, steps: list[Step], outcome: Outcome) -> str:
     options += " --as-gpu" * setting.as_gpu
     options += f" --doors {','.join(setting.doors)}" * bool(setting.doors)
     options += f" --leave-out {','.join(setting.left_out)}" * bool(setting.left_out)
-    return "\n".join([*lines, f'    python -m tests.sequences {options} --replay "{given}"'])
+    return "\n".join([*lines, f'    python tests/sequences {options} --replay "{given}"'])
 
 
 def run(
@@ -259,9 +264,10 @@ def run(
     """Run sequences until so many calls, sequences or seconds are over."""
     prepare(setting)
     if setting.device == "cpu":
-        preload(setting)
+        preload()
     clean = Clean(setting) if shrink_seconds > 0 else None
     rng, report, start = random.Random(setting.seed), Report(), time.monotonic()
+    told = start
     mean = 24 if not setting.on_gpu else 8
     while True:
         report.seconds = time.monotonic() - start
@@ -271,6 +277,9 @@ def run(
             break
         if seconds is not None and report.seconds >= seconds:
             break
+        if time.monotonic() > told + 60:
+            told = time.monotonic()
+            say(f"{report.calls} calls, {report.sequences} sequences, {report.seconds:.0f} s", flush=True)
         steps = draw_steps(random.Random(rng.randrange(2**62)), setting.on_gpu, mean)
         outcome = run_sequence(setting, steps)
         report.calls += outcome.calls
@@ -300,7 +309,7 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m tests.sequences", description=__doc__)
+    parser = argparse.ArgumentParser("python tests/sequences", description=__doc__)
     parser.add_argument("--calls", type=int)
     parser.add_argument("--sequences", type=int)
     parser.add_argument("--time", type=float, help="seconds")
@@ -311,7 +320,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--doors", default="", help="names of doors, separated by commas")
     parser.add_argument("--leave-out", default="", help="what calls never bring: blocks, sinks, paged, ...")
     parser.add_argument("--stop-at-first", action="store_true")
-    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for each kind of failure; 0: none")
+    parser.add_argument(
+        "--shrink", type=float, default=60.0, help="seconds for each kind of failure; 0: none"
+    )
     parser.add_argument("--replay", default="", help="name:seed ... of steps")
     parser.add_argument("--smaller", action="store_true", help="shrink what is replayed")
     given = parser.parse_args(arguments)
@@ -324,7 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
         steps = [(name, int(n)) for name, n in (x.split(":") for x in given.replay.split())]
         if given.smaller:
             prepare(setting)
-            preload(setting)
+            if given.device == "cpu":
+                preload()
             steps, _ = shrink(Clean(setting), steps, given.shrink)
         prepare(setting)
         outcome = Outcome()
@@ -342,10 +354,6 @@ def main(arguments: list[str] | None = None) -> int:
     report = run(setting, calls, given.sequences, given.time, given.stop_at_first, given.shrink)
     print(report.table())
     return 1 if report.failures else 0
-
-
-def names_of_steps() -> list[str]:
-    return list(STEPS)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import changes, pool
-from .oracle import Exact, Wrong, judge, settings, solve, units
-from .pool import Given, Skip, World
+from .oracle import Exact, Failure, Wrong, judge, settings, solve, units, words_of
+from .pool import Given, Skip, Subject, World
 
 Step = tuple[str, int]
 """Name of a step, and the seed of what it draws."""
 
 STEPS: dict[str, tuple[float, Callable[[World], str]]] = {}
-
-
-class Failure(Exception):
-    """A result or error that should not be. kind: "wrong", "raw error" or "accepted"."""
-
-    def __init__(self, kind: str, where: str, words: str) -> None:
-        super().__init__(f"{kind}: {where}: {words}")
-        self.kind, self.where, self.words = kind, where, words
 
 
 def step(weight: float) -> Callable[[Callable[[World], str]], Callable[[World], str]]:
@@ -38,7 +32,7 @@ def step(weight: float) -> Callable[[Callable[[World], str]], Callable[[World], 
     return register
 
 
-# --- calls -----------------------------------------------------------------------------------------------------
+# --- calls ------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -58,6 +52,10 @@ class Asked:
             self.found = self.given()
         except Exception as error:
             self.error = error
+
+    def again(self) -> Asked:
+        """The same call, which has not run."""
+        return Asked(self.given, self.exact, self.unit, with_lse=self.with_lse)
 
     def plain(self) -> Exact:
         """The same maths in the dtypes of the call."""
@@ -138,10 +136,6 @@ class Asked:
         return ""
 
 
-def words_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def is_of_torch(error: BaseException) -> bool:
     """True for what torch itself refuses: too many recompilations."""
     return "recompile_limit" in str(error) or "RecompileLimit" in type(error).__name__
@@ -190,6 +184,50 @@ def call_again(world: World) -> str:
     return asked.where
 
 
+@step(12)
+def around_a_change(world: World) -> str:
+    """Calls alike, once to three times, a change of something that they read, and the same call again."""
+    subject, seed = world.pick(), world.rng.random()
+    repeats, how = world.rng.choice((1, 2, 3)), world.rng.random()
+    words: list[str] = []
+    last: Asked | None = None
+    for n in range(repeats + 1):
+        if n == repeats and last is not None:
+            world.rng.seed(how)
+            try:
+                words.append(_change_of(world, subject, last.given))
+            except Skip:
+                return " ".join(words)
+        world.rng.seed(seed)
+        last = asked = ask(world, pool.draw_call(world, subject))
+        asked.run()
+        try:
+            asked.check()
+            if asked.differentiable() and how < 0.5:
+                asked.check_gradients()
+        except Failure as failure:
+            raise Failure(
+                failure.kind, f"{failure.where}; call {n + 1}, {' '.join(words)}", failure.words
+            ) from failure
+        words.append(asked.where if n == 0 else "again")
+    return " ".join(words)
+
+
+def _change_of(world: World, subject: Subject, given: Given) -> str:
+    """A change of one thing that the call read: a value, a map, or lengths."""
+    things: list[Callable[[], str]] = []
+    brought = given.brought
+    maps = [x for x in world.maps if x.given is brought.get("blocks") or x is subject.blocks]
+    values = [x for x in subject.values if x.kind.name not in ("switch", "pinned")]
+    values += [v for x in maps if x.own is not None for v in x.own.values.values()]
+    things += [partial(changes.change_value, world, x) for x in values]
+    things += [partial(changes.change_map, world, x) for x in maps]
+    things += [partial(changes.change_lengths, world, x) for x in _lengths_of(world, given)]
+    if not things:
+        raise Skip
+    return changes.in_torchs_words(world.rng.choice(things))
+
+
 @step(2.5)
 def backward(world: World) -> str:
     """The backward pass of an earlier call, unless what it read holds something else now."""
@@ -207,7 +245,7 @@ def backward(world: World) -> str:
     return asked.where
 
 
-# --- threads ---------------------------------------------------------------------------------------------------
+# --- threads ----------------------------------------------------------------------------------------------
 
 
 @step(1.5)
@@ -232,10 +270,12 @@ def _at_once(world: World, asked: list[Asked], count: int, rounds: int) -> None:
         gate.wait()
         for i in range(rounds):
             one = asked[(n + i) % len(asked)]
-            mine = Asked(one.given, one.exact, one.unit, with_lse=one.with_lse)
+            mine = one.again()
             mine.run()
             found.append(mine)
 
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -252,7 +292,7 @@ def _at_once(world: World, asked: list[Asked], count: int, rounds: int) -> None:
     for one in found:
         one.check()
     for one in asked:  # what threads left behind
-        alone = Asked(one.given, one.exact, one.unit, with_lse=one.with_lse)
+        alone = one.again()
         alone.run()
         alone.check()
 
@@ -284,14 +324,17 @@ def threads_on_a_new_attention(world: World) -> str:
     return " | ".join(x.where for x in asked)
 
 
-# --- streams ----------------------------------------------------------------------------------------------------
+# --- a GPU alone ------------------------------------------------------------------------------------------
+
+
+ON_A_GPU: dict[str, float] = {"streams": 4, "unordered_streams": 4, "captured": 5, "sharded": 0.7}
+"""Steps that are drawn on a GPU alone, and how often."""
 
 
 @step(0)
 def streams(world: World) -> str:
-    """Two streams: a call on one, changes and a call on the other, each waiting for the one before."""
-    if world.device.type != "cuda":
-        raise Skip
+    """Calls and changes on two streams in turn, each of which waits for the one before."""
+    _need_a_gpu(world)
     before = torch.cuda.current_stream()
     others = [torch.cuda.Stream(), torch.cuda.Stream()]
     words = []
@@ -301,7 +344,8 @@ def streams(world: World) -> str:
             words.append(call(world))
             torch.cuda._sleep(1_000_000)
             if world.rng.random() < 0.6:
-                _any_change(world)
+                with contextlib.suppress(Skip):
+                    words.append(_any_change(world))
         before = stream
     torch.cuda.current_stream().wait_stream(before)
     return " | ".join(words)
@@ -309,29 +353,157 @@ def streams(world: World) -> str:
 
 @step(0)
 def unordered_streams(world: World) -> str:
-    """Calls on two streams that do not wait for each other: inputs are ready, contents do not change."""
-    if world.device.type != "cuda":
-        raise Skip
+    """After a change, the same call on a stream that is late, and then on one that does not wait for it."""
+    _need_a_gpu(world)
     subject = world.pick()
     if subject.compiled:
         raise Skip
-    asked = [ask(world, pool.draw_call(world, subject)) for _ in range(2)]
-    asked = [x for x in asked if not x.given.problem.q.is_inference()]
-    torch.cuda.synchronize()
-    for n, one in enumerate(asked * 2):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            if n % 2 == 0:
-                torch.cuda._sleep(3_000_000)
-            one.run()
-        stream.wait_stream(torch.cuda.current_stream())
-    torch.cuda.synchronize()
-    for one in asked:
-        one.check()
-    return " | ".join(x.where for x in asked)
+    given = pool.draw_call(world, subject)
+    if given.problem.q.is_inference():
+        raise Skip
+    words = ""
+    for _ in range(2):
+        first = ask(world, given)
+        pair = [first, first.again()]
+        torch.cuda.synchronize()
+        for n, one in enumerate(pair):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                if n == 0:
+                    torch.cuda._sleep(20_000_000)
+                one.run()
+        torch.cuda.synchronize()
+        for one in pair:
+            one.check()
+        words = first.where
+        if not _write_in_place(world, given):
+            break
+    return words
 
 
-# --- errors in between --------------------------------------------------------------------------------------------
+@step(0)
+def captured(world: World) -> str:
+    """A call in a CUDA graph, whose replays read what tensors hold by then."""
+    _need_a_gpu(world)
+    subject = world.pick()
+    given = pool.draw_call(world, subject)
+    if subject.compiled or "paging" in given.brought or given.problem.q.is_inference():
+        raise Skip
+    given.mode = "no_grad"
+    asked = ask(world, given)
+    asked.run()
+    asked.check()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            given()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph):
+            found = given()
+    except Exception as error:
+        raise Failure("raw error", f"{asked.where}, captured", words_of(error)) from error
+    for n in range(3):
+        again = ask(world, given)
+        graph.replay()
+        again.found = found
+        try:
+            again.check()
+        except Failure as failure:
+            raise Failure(failure.kind, f"{failure.where}, replay {n + 1}", failure.words) from failure
+        if not _write_in_place(world, given):
+            break
+    return f"{asked.where}, captured"
+
+
+@step(0)
+def sharded(world: World) -> str:
+    """A module under FSDP2 in a group of one process, whose weights change between evaluations."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    net = _Sloped(world.sizes.length, world.device)
+    fully_shard(net, reshard_after_forward=True)
+    length = world.rng.randint(8, world.sizes.length)
+    q, k, v = _qkv(world, length)
+    for n in range(4):
+        weight: Any = net.slope
+        held = weight.to_local().detach().clone()
+        mode = world.rng.choice((torch.no_grad, torch.enable_grad))
+        with mode():
+            out = net(q, k, v)
+        exact = _sloped(q, k, v, held)
+        floor = units(q.dtype, held.dtype) * max(1.0, float(exact.abs().max()))
+        error = float((out.detach().double() - exact).abs().max())
+        if not error <= 2 * floor:
+            raise Failure("wrong", f"sharded, evaluation {n + 1}", f"off by {error:.2e}")
+        if out.requires_grad:
+            out.float().sum().backward()
+        with torch.no_grad():
+            weight.to_local().copy_(torch.randn_like(held) * 2)
+    world.calls += 4
+    return "sharded"
+
+
+class _Sloped(torch.nn.Module):
+    def __init__(self, length: int, device: torch.device) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.randn(length, device=device))
+
+        def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return s + torch.nn.functional.softplus(self.slope)[kv]
+
+        self.attention = pool.fa4flex.compile(score)
+
+    def forward(self, *qkv: Tensor) -> Tensor:
+        out: Tensor = self.attention(*qkv)
+        return out
+
+
+def _qkv(world: World, length: int) -> list[Tensor]:
+    dtype = world.rng.choice(world.choices.dtypes)
+    return [torch.randn(1, 2, length, 64, device=world.device).to(dtype) for _ in range(3)]
+
+
+def _sloped(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
+    s = (q.double() @ k.double().mT) / 8 + torch.nn.functional.softplus(slope.double())[: k.shape[2]]
+    return s.softmax(-1) @ v.double()
+
+
+def _need_a_gpu(world: World) -> None:
+    if world.device.type != "cuda":
+        raise Skip
+
+
+def _write_in_place(world: World, given: Given) -> bool:
+    """Write other contents into one tensor, or the tensors of one thing, that a call read; False if none."""
+    things: list[Callable[[], Any]] = []
+    for x in (given.problem.q, given.problem.k):
+        things += [partial(changes.write_some_way, world, x, torch.randn_like(x))]
+    for value in given.subject.values:
+        if isinstance(x := value.read(), Tensor):
+            things += [partial(changes.write_some_way, world, x, value.drawn(world.rng))] * 3
+    maps = [x for x in world.maps if x.given is given.brought.get("blocks") and not x.copied]
+    things += [partial(changes.write_map, world, x) for x in maps] * 3
+    things += [partial(changes.change_lengths, world, x) for x in _lengths_of(world, given)] * 3
+    if not things:
+        return False
+    with contextlib.suppress(Skip):
+        world.rng.choice(things)()
+    if maps:
+        given.problem.blocks = maps[0].blocks()
+    return True
+
+
+def _lengths_of(world: World, given: Given) -> list[pool.Ragged]:
+    return [x for x in world.ragged if x.sequences is given.problem.sequences]
+
+
+# --- errors in between ------------------------------------------------------------------------------------
 
 
 @step(2)
@@ -368,7 +540,9 @@ def _bad_shapes(world: World) -> str:
                 torch.float16 if p.v.dtype != torch.float16 else torch.bfloat16
             )
         elif what == "length of v":
-            axis = 0 if p.v.ndim == 3 or (given.brought.get("paging") is not None) else 2 if p.heads_first else 1
+            axis = (
+                0 if p.v.ndim == 3 or (given.brought.get("paging") is not None) else 2 if p.heads_first else 1
+            )
             p.v = torch.cat([p.v.detach(), p.v.detach()], axis) if p.v.shape[axis] else p.v
             if p.v.shape == p.k.shape:
                 raise Skip
@@ -418,20 +592,13 @@ def _bad_lengths(world: World) -> str:
         x.data.copy_(before)
 
 
-# --- changes ------------------------------------------------------------------------------------------------------
+# --- changes ----------------------------------------------------------------------------------------------
 
 
 def _any_change(world: World) -> str:
     names = list(changes.OTHERS)
     name = world.rng.choices(names, [changes.OTHERS[x][0] for x in names])[0]
-    try:
-        return f"{name}: {changes.OTHERS[name][1](world)}"
-    except RuntimeError as error:
-        if "weakref" in str(error):
-            raise Failure("raw error", name, words_of(error)) from error
-        if "use_count" in str(error) or "AccumulateGrad" in str(error):
-            raise Skip from error
-        raise
+    return f"{name}: {changes.in_torchs_words(lambda: changes.OTHERS[name][1](world))}"
 
 
 @step(22)
@@ -452,9 +619,12 @@ def draw_steps(rng: random.Random, on_gpu: bool, mean: int) -> list[Step]:
     names = [x for x in STEPS if STEPS[x][0]]
     weights = [STEPS[x][0] for x in names]
     if on_gpu:
-        names, weights = [*names, "streams", "unordered_streams"], [*weights, 4, 2]
+        names, weights = [*names, *ON_A_GPU], [*weights, *ON_A_GPU.values()]
     first = [("make", rng.randrange(2**31)) for _ in range(rng.choice((1, 1, 2, 3)))]
-    rest = [(x, rng.randrange(2**31)) for x in rng.choices(names, weights, k=rng.randint(mean // 2, mean * 3 // 2))]
+    rest = [
+        (x, rng.randrange(2**31))
+        for x in rng.choices(names, weights, k=rng.randint(mean // 2, mean * 3 // 2))
+    ]
     return first + rest
 
 

@@ -106,7 +106,7 @@ class Value:
         return new.to(device=now.device, dtype=now.dtype)
 
 
-# --- mods -----------------------------------------------------------------------------------------------------
+# --- mods -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,11 @@ class Mod:
         return [x for x in ("q_len", "kv_len", "num_heads") if re.search(rf"\b{x}\b", self.text)]
 
 
+PINNED = Kind("pinned", lambda rng, sizes: sizes.length - 1)
+
 SCORES = [
     Mod("score + t[kv_idx]", {"t": floats("L")}),
-    Mod("score + t[h, q_idx - kv_idx + N]", {"t": floats("H", "2L"), "N": Kind("pinned", lambda r, s: s.length - 1)}),
+    Mod("score + t[h, q_idx - kv_idx + N]", {"t": floats("H", "2L"), "N": PINNED}),
     Mod("score + F.softplus(t)[kv_idx]", {"t": floats("L")}),
     Mod("score + 0.2 * torch.cumsum(t, 0)[kv_idx]", {"t": floats("L")}),
     Mod("score + (t * 2).tanh()[h, kv_idx]", {"t": floats("H", "L")}),
@@ -138,7 +140,7 @@ SCORES = [
     Mod("torch.where(i[q_idx] == i[kv_idx], score, score - n)", {"i": ids("L"), "n": near(0.5, 2.0)}),
     Mod("score + t[h] * (kv_idx + q_len - kv_len - q_idx) / 16", {"t": floats("H")}),
     Mod("(score + t[kv_idx]) if go else score.no_such_thing()", {"t": floats("L"), "go": switch()}),
-    Mod("score + (t[kv_idx] if go else u[kv_idx])", {"t": floats("L"), "u": floats("L"), "go": number(True, False)}),
+    Mod("score + (t if go else u)[kv_idx]", {"t": floats("L"), "u": floats("L"), "go": number(True, False)}),
     Mod("score + t[kv_idx] * n", {"t": floats("L"), "n": number(0.0, -0.0, 1.0, -1.0, 0.5)}),
 ]  # fmt: skip
 
