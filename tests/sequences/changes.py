@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .brought import LISTS, Map, Ragged, draw_classes, draw_lengths
 from .oracle import Failure
-from .pool import LISTS, Map, Ragged, Skip, Subject, World, draw_classes, draw_lengths
+from .pool import Skip, Subject, World, of_module, of_net
 from .values import Value
 
 Write = Callable[[World, Tensor, Tensor], None]
@@ -435,10 +436,8 @@ def copy_an_attention(world: World) -> str:
     elif subject.door == "module" and how != "copy":
         world.subjects.append(_module_copied(world, subject, copy.deepcopy(subject.holder)))
     elif subject.door.startswith("methods") and how == "deepcopy":
-        from .pool import _of_net
-
         net = copy.deepcopy(subject.holder)
-        world.subjects.append(_of_net(world, net, subject.own["mods"], subject.heads_first))
+        world.subjects.append(of_net(world, net, subject.own["mods"], subject.heads_first))
     elif subject.door == "named":
         _copy_of_named(world, subject, how)
     else:
@@ -465,9 +464,7 @@ def _deep_copy_of_compiled(world: World, subject: Subject) -> None:
 
 
 def _module_copied(world: World, subject: Subject, made: Any) -> Subject:
-    from .pool import _of_module
-
-    return _of_module(world, made, subject.own["functions"], subject.heads, subject.heads_first)
+    return of_module(world, made, subject.own["functions"], subject.heads, subject.heads_first)
 
 
 def _copy_of_named(world: World, subject: Subject, how: str) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from . import pool
+import fa4flex
+
+from . import gpu_steps  # noqa: F401  # registers its steps
 from .pool import Choices, World
 from .steps import Failure, Step, draw_steps, run_step
 from .values import Sizes
@@ -212,11 +214,11 @@ def preload() -> None:
         return s + table[j]
 
     table = torch.zeros(3, requires_grad=True)
-    maps = pool.fa4flex.BlockMap.from_dense(torch.ones(1, 1, dtype=torch.bool), 4, 3, 3)
+    maps = fa4flex.BlockMap.from_dense(torch.ones(1, 1, dtype=torch.bool), 4, 3, 3)
     for backend in ("auto", "flex"):
-        for more in ({}, {"blocks": maps}, {"varlen": pool.fa4flex.Varlen(seqused_k=torch.tensor([2]))}):
+        for more in ({}, {"blocks": maps}, {"varlen": fa4flex.Varlen(seqused_k=torch.tensor([2]))}):
             q = torch.randn(1, 1, 3, 8, requires_grad=True)
-            attn = pool.fa4flex.compile(score, lambda b, h, i, j: i >= j, backend=backend)
+            attn = fa4flex.compile(score, lambda b, h, i, j: i >= j, backend=backend)
             attn(q, q, q, **more).sum().backward()
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import changes, pool
+import fa4flex
+
+from . import calls, changes, pool
+from .brought import Ragged
+from .calls import Given
 from .oracle import Exact, Failure, Wrong, judge, settings, solve, units, words_of
-from .pool import Given, Skip, Subject, World
+from .pool import Skip, Subject, World
 
 Step = tuple[str, int]
 """Name of a step, and the seed of what it draws."""
@@ -155,7 +157,7 @@ def ask(world: World, given: Given) -> Asked:
 @step(30)
 def call(world: World) -> str:
     subject = world.pick()
-    asked = ask(world, pool.draw_call(world, subject))
+    asked = ask(world, calls.draw_call(world, subject))
     asked.run()
     asked.check()
     words = asked.where
@@ -178,7 +180,7 @@ def call_again(world: World) -> str:
     subject, seed = world.pick(), world.rng.random()
     for _ in range(3):
         world.rng.seed(seed)
-        asked = ask(world, pool.draw_call(world, subject))
+        asked = ask(world, calls.draw_call(world, subject))
         asked.run()
         asked.check()
     return asked.where
@@ -199,7 +201,7 @@ def around_a_change(world: World) -> str:
             except Skip:
                 return " ".join(words)
         world.rng.seed(seed)
-        last = asked = ask(world, pool.draw_call(world, subject))
+        last = asked = ask(world, calls.draw_call(world, subject))
         asked.run()
         try:
             asked.check()
@@ -213,6 +215,10 @@ def around_a_change(world: World) -> str:
     return " ".join(words)
 
 
+def lengths_of(world: World, given: Given) -> list[Ragged]:
+    return [x for x in world.ragged if x.sequences is given.problem.sequences]
+
+
 def _change_of(world: World, subject: Subject, given: Given) -> str:
     """A change of one thing that the call read: a value, a map, or lengths."""
     things: list[Callable[[], str]] = []
@@ -222,7 +228,7 @@ def _change_of(world: World, subject: Subject, given: Given) -> str:
     values += [v for x in maps if x.own is not None for v in x.own.values.values()]
     things += [partial(changes.change_value, world, x) for x in values]
     things += [partial(changes.change_map, world, x) for x in maps]
-    things += [partial(changes.change_lengths, world, x) for x in _lengths_of(world, given)]
+    things += [partial(changes.change_lengths, world, x) for x in lengths_of(world, given)]
     if not things:
         raise Skip
     return changes.in_torchs_words(world.rng.choice(things))
@@ -254,7 +260,7 @@ def threads(world: World) -> str:
     subject = world.pick()
     if not subject.threads:
         raise Skip
-    asked = [ask(world, pool.draw_call(world, subject)) for _ in range(world.rng.choice((2, 3)))]
+    asked = [ask(world, calls.draw_call(world, subject)) for _ in range(world.rng.choice((2, 3)))]
     asked = [x for x in asked if not x.given.problem.q.is_inference()]
     if not asked:
         raise Skip
@@ -316,191 +322,12 @@ def _in_settings(work: Callable[[int], None], world: World) -> Callable[[int], N
 def threads_on_a_new_attention(world: World) -> str:
     """The same with an attention of code that no call has seen."""
     subject = pool.new_attention(world)
-    asked = [ask(world, pool.draw_call(world, subject)) for _ in range(3)]
+    asked = [ask(world, calls.draw_call(world, subject)) for _ in range(3)]
     asked = [x for x in asked if not x.given.problem.q.is_inference()]
     if not asked:
         raise Skip
     _at_once(world, asked, 4, rounds=6)
     return " | ".join(x.where for x in asked)
-
-
-# --- a GPU alone ------------------------------------------------------------------------------------------
-
-
-ON_A_GPU: dict[str, float] = {"streams": 4, "unordered_streams": 4, "captured": 5, "sharded": 0.7}
-"""Steps that are drawn on a GPU alone, and how often."""
-
-
-@step(0)
-def streams(world: World) -> str:
-    """Calls and changes on two streams in turn, each of which waits for the one before."""
-    _need_a_gpu(world)
-    before = torch.cuda.current_stream()
-    others = [torch.cuda.Stream(), torch.cuda.Stream()]
-    words = []
-    for stream in (*others, others[0]):
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            words.append(call(world))
-            torch.cuda._sleep(1_000_000)
-            if world.rng.random() < 0.6:
-                with contextlib.suppress(Skip):
-                    words.append(_any_change(world))
-        before = stream
-    torch.cuda.current_stream().wait_stream(before)
-    return " | ".join(words)
-
-
-@step(0)
-def unordered_streams(world: World) -> str:
-    """After a change, the same call on a stream that is late, and then on one that does not wait for it."""
-    _need_a_gpu(world)
-    subject = world.pick()
-    if subject.compiled:
-        raise Skip
-    given = pool.draw_call(world, subject)
-    if given.problem.q.is_inference():
-        raise Skip
-    words = ""
-    for _ in range(2):
-        first = ask(world, given)
-        pair = [first, first.again()]
-        torch.cuda.synchronize()
-        for n, one in enumerate(pair):
-            with torch.cuda.stream(torch.cuda.Stream()):
-                if n == 0:
-                    torch.cuda._sleep(20_000_000)
-                one.run()
-        torch.cuda.synchronize()
-        for one in pair:
-            one.check()
-        words = first.where
-        if not _write_in_place(world, given):
-            break
-    return words
-
-
-@step(0)
-def captured(world: World) -> str:
-    """A call in a CUDA graph, whose replays read what tensors hold by then."""
-    _need_a_gpu(world)
-    subject = world.pick()
-    given = pool.draw_call(world, subject)
-    if subject.compiled or "paging" in given.brought or given.problem.q.is_inference():
-        raise Skip
-    given.mode = "no_grad"
-    asked = ask(world, given)
-    asked.run()
-    asked.check()
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            given()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(graph):
-            found = given()
-    except Exception as error:
-        raise Failure("raw error", f"{asked.where}, captured", words_of(error)) from error
-    for n in range(3):
-        again = ask(world, given)
-        graph.replay()
-        again.found = found
-        try:
-            again.check()
-        except Failure as failure:
-            raise Failure(failure.kind, f"{failure.where}, replay {n + 1}", failure.words) from failure
-        if not _write_in_place(world, given):
-            break
-    return f"{asked.where}, captured"
-
-
-@step(0)
-def sharded(world: World) -> str:
-    """A module under FSDP2 in a group of one process, whose weights change between evaluations."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    if not dist.is_initialized():
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    net = _Sloped(world.sizes.length, world.device)
-    fully_shard(net, reshard_after_forward=True)
-    length = world.rng.randint(8, world.sizes.length)
-    q, k, v = _qkv(world, length)
-    for n in range(4):
-        weight: Any = net.slope
-        held = weight.to_local().detach().clone()
-        mode = world.rng.choice((torch.no_grad, torch.enable_grad))
-        with mode():
-            out = net(q, k, v)
-        exact = _sloped(q, k, v, held)
-        floor = units(q.dtype, held.dtype) * max(1.0, float(exact.abs().max()))
-        error = float((out.detach().double() - exact).abs().max())
-        if not error <= 2 * floor:
-            raise Failure("wrong", f"sharded, evaluation {n + 1}", f"off by {error:.2e}")
-        if out.requires_grad:
-            out.float().sum().backward()
-        with torch.no_grad():
-            weight.to_local().copy_(torch.randn_like(held) * 2)
-    world.calls += 4
-    return "sharded"
-
-
-class _Sloped(torch.nn.Module):
-    def __init__(self, length: int, device: torch.device) -> None:
-        super().__init__()
-        self.slope = torch.nn.Parameter(torch.randn(length, device=device))
-
-        def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return s + torch.nn.functional.softplus(self.slope)[kv]
-
-        self.attention = pool.fa4flex.compile(score)
-
-    def forward(self, *qkv: Tensor) -> Tensor:
-        out: Tensor = self.attention(*qkv)
-        return out
-
-
-def _qkv(world: World, length: int) -> list[Tensor]:
-    dtype = world.rng.choice(world.choices.dtypes)
-    return [torch.randn(1, 2, length, 64, device=world.device).to(dtype) for _ in range(3)]
-
-
-def _sloped(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
-    s = (q.double() @ k.double().mT) / 8 + torch.nn.functional.softplus(slope.double())[: k.shape[2]]
-    return s.softmax(-1) @ v.double()
-
-
-def _need_a_gpu(world: World) -> None:
-    if world.device.type != "cuda":
-        raise Skip
-
-
-def _write_in_place(world: World, given: Given) -> bool:
-    """Write other contents into one tensor, or the tensors of one thing, that a call read; False if none."""
-    things: list[Callable[[], Any]] = []
-    for x in (given.problem.q, given.problem.k):
-        things += [partial(changes.write_some_way, world, x, torch.randn_like(x))]
-    for value in given.subject.values:
-        if isinstance(x := value.read(), Tensor):
-            things += [partial(changes.write_some_way, world, x, value.drawn(world.rng))] * 3
-    maps = [x for x in world.maps if x.given is given.brought.get("blocks") and not x.copied]
-    things += [partial(changes.write_map, world, x) for x in maps] * 3
-    things += [partial(changes.change_lengths, world, x) for x in _lengths_of(world, given)] * 3
-    if not things:
-        return False
-    with contextlib.suppress(Skip):
-        world.rng.choice(things)()
-    if maps:
-        given.problem.blocks = maps[0].blocks()
-    return True
-
-
-def _lengths_of(world: World, given: Given) -> list[pool.Ragged]:
-    return [x for x in world.ragged if x.sequences is given.problem.sequences]
 
 
 # --- errors in between ------------------------------------------------------------------------------------
@@ -528,7 +355,7 @@ def _bad_shapes(world: World) -> str:
     subject = world.pick()
     if subject.compiled:
         raise Skip
-    given = pool.draw_call(world, subject)
+    given = calls.draw_call(world, subject)
     p, what = given.problem, world.rng.choice(("width of k", "dtype of v", "length of v", "rank of q"))
     with settings():
         if what == "width of k":
@@ -548,7 +375,7 @@ def _bad_shapes(world: World) -> str:
                 raise Skip
         else:
             p.q = p.q.detach()[None]
-    return _must_raise(given, (pool.fa4flex.Fa4flexError,), what)
+    return _must_raise(given, (fa4flex.Fa4flexError,), what)
 
 
 def _bad_mod(world: World) -> str:
@@ -562,10 +389,10 @@ def _bad_mod(world: World) -> str:
     subject, value = world.rng.choice(found)
     if subject.compiled or value.write is None:
         raise Skip
-    given = pool.draw_call(world, subject)
+    given = calls.draw_call(world, subject)
     value.write(False)
     try:
-        return _must_raise(given, (AttributeError, pool.fa4flex.Fa4flexError), "a mod that raises")
+        return _must_raise(given, (AttributeError, fa4flex.Fa4flexError), "a mod that raises")
     finally:
         value.write(True)
 
@@ -575,7 +402,7 @@ def _bad_lengths(world: World) -> str:
     if world.on_gpu:  # there the next call tells
         raise Skip
     subject = world.pick()
-    given = pool.draw_call(world, subject)
+    given = calls.draw_call(world, subject)
     s = given.problem.sequences
     if s is None:
         raise Skip
@@ -586,7 +413,7 @@ def _bad_lengths(world: World) -> str:
     wrong[-1] = -1 if world.rng.random() < 0.5 else 10_000
     how = changes.write_some_way(world, x, wrong)
     try:
-        return _must_raise(given, (pool.fa4flex.Fa4flexError,), f"{name} ends in {int(wrong[-1])}, {how}")
+        return _must_raise(given, (fa4flex.Fa4flexError,), f"{name} ends in {int(wrong[-1])}, {how}")
     finally:
         changes.write_some_way(world, x, before)
         x.data.copy_(before)
@@ -595,7 +422,7 @@ def _bad_lengths(world: World) -> str:
 # --- changes ----------------------------------------------------------------------------------------------
 
 
-def _any_change(world: World) -> str:
+def any_change(world: World) -> str:
     names = list(changes.OTHERS)
     name = world.rng.choices(names, [changes.OTHERS[x][0] for x in names])[0]
     return f"{name}: {changes.in_torchs_words(lambda: changes.OTHERS[name][1](world))}"
@@ -603,7 +430,7 @@ def _any_change(world: World) -> str:
 
 @step(22)
 def change(world: World) -> str:
-    return _any_change(world)
+    return any_change(world)
 
 
 @step(0)
@@ -612,6 +439,10 @@ def make(world: World) -> str:
     return f"{subject.door} {'' if subject.score is None else subject.score.mod.text} | " + (
         "" if subject.mask is None else subject.mask.mod.text
     )
+
+
+ON_A_GPU: dict[str, float] = {"streams": 4, "unordered_streams": 4, "captured": 5, "sharded": 0.7}
+"""Steps that are drawn on a GPU alone, and how often."""
 
 
 def draw_steps(rng: random.Random, on_gpu: bool, mean: int) -> list[Step]:
@@ -637,5 +468,5 @@ def run_step(world: World, one: Step) -> str | None:
         return None
     except Failure:
         raise
-    except pool.fa4flex.Fa4flexError as error:
+    except fa4flex.Fa4flexError as error:
         raise Failure("raw error", one[0], words_of(error)) from error
