@@ -211,7 +211,7 @@ def _attention(problem: Problem, q: Tensor, k: Tensor, v: Tensor, leaf: Any) -> 
 
 
 def _scaled(x: Tensor, scale: Tensor, problem: Problem) -> Tensor:
-    return x * (scale[:, None, None] if problem.heads_first else scale[:, None])
+    return (x * (scale[:, None, None] if problem.heads_first else scale[:, None])).to(x.dtype)
 
 
 def _list(x: Tensor | None, problem: Problem) -> list[int] | None:

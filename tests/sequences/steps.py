@@ -149,9 +149,8 @@ def ask(world: World, given: Given) -> Asked:
     with_lse = bool(given.brought.get("return_lse")) or given.subject.compiled
     wanted = given.mode == "grad"
     world.calls += 1
-    floating = [x.dtype for x in problem.tensors() if x.dtype.is_floating_point]
     exact = solve(problem, True, None, wanted, with_lse)
-    return Asked(given, exact, units(*floating), with_lse=with_lse)
+    return Asked(given, exact, units(problem.q.dtype), with_lse=with_lse)
 
 
 @step(30)
