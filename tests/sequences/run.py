@@ -198,13 +198,22 @@ def prepare(setting: Setting) -> None:
     warnings.simplefilter("ignore")
     if setting.device == "cpu":
         torch.set_num_threads(1)
-        from fa4flex.runtime.flex import compiled
+        from fa4flex.runtime.flex import attend
 
-        def uncompiled(self: Any, function: Any, options: Any, fallback: Any) -> None:
-            self._options, self._fallback, self._watched = options, None, None
-            self._chosen = function if fallback is None else fallback()
+        attend.Module.compiled = lambda self, fallback=None: _Uncompiled(self.uncompiled())
 
-        compiled.Compiled.__init__ = uncompiled  # type: ignore[method-assign]
+
+class _Uncompiled:
+    """In the place of a function that torch compiles: what a CPU without a compiler runs."""
+
+    def __init__(self, attend: Any) -> None:
+        self.attend = attend
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.attend(*arguments)
+
+    def watched(self, *arguments: Any) -> Any:
+        return self.attend(*arguments), None
 
 
 def preload() -> None:
