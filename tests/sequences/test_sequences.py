@@ -23,13 +23,13 @@ def test_sequences(seed: int) -> None:
     """Other sequences each time: `python -m tests.sequences --seed <number> --calls 20000` is a long run."""
     report = run(Setting(seed=seed), seconds=SECONDS, shrink_seconds=15.0, stop_at_first=True)
     assert not report.failures, report.table()
-    assert report.calls > 50
+    assert report.calls > 10
 
 
 def test_as_a_gpu_is_asked(seed: int) -> None:
     """What a GPU would be given, on a CPU."""
     report = run(
-        Setting(seed=seed, programs=4, as_gpu=True), sequences=2, shrink_seconds=0.0, stop_at_first=True
+        Setting(seed=seed, programs=4, as_gpu=True), sequences=1, shrink_seconds=0.0, stop_at_first=True
     )
     assert not report.failures, report.table()
 
