@@ -41,8 +41,9 @@ class Map:
         """The classes that its tensors hold now."""
         if not isinstance(self.given, BlockMask):
             return Blocks(self.given.classes, self.size)
-        partial = _listed(self.given.kv_num_blocks, self.given.kv_indices, self.shape)
-        full = _listed(self.given.full_kv_num_blocks, self.given.full_kv_indices, self.shape)
+        given, device = self.given, self.given.kv_num_blocks.device
+        partial = _listed(given.kv_num_blocks, given.kv_indices, self.shape, device)
+        full = _listed(given.full_kv_num_blocks, given.full_kv_indices, self.shape, device)
         return Blocks(torch.where(full, 2, partial.to(torch.uint8)).to(torch.uint8), self.size)
 
     def contents(self, classes: Tensor) -> list[Tensor]:
@@ -60,9 +61,11 @@ LISTS = (
 )  # fmt: skip
 
 
-def _listed(counts: Tensor | None, indices: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def _listed(
+    counts: Tensor | None, indices: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
     if counts is None or indices is None:
-        return torch.zeros(shape, dtype=torch.bool)
+        return torch.zeros(shape, dtype=torch.bool, device=device)
     taken = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
     found = torch.zeros(*indices.shape[:-1], shape[-1], dtype=torch.int32, device=indices.device)
     return found.scatter_add(-1, indices.long(), taken.int()) > 0
