@@ -94,7 +94,7 @@ class World:
         self.ragged: list[Ragged] = []
         self.pending: list[Any] = []
         self.tensors: dict[Any, tuple[Tensor, ...]] = {}
-        self.known_lengths = [self._draw_lengths() for _ in range(4)]
+        self.known_lengths = [self.draw_lengths() for _ in range(4)]
         self.numbers = itertools.count()
         self.graphs: dict[Any, Any] = {}
         self.calls = 0
@@ -110,10 +110,10 @@ class World:
 
     def lengths(self) -> tuple[int, int]:
         """Lengths of queries and keys: one of a few pairs, mostly."""
-        known, own = self.rng.choice(self.known_lengths), self._draw_lengths()
+        known, own = self.rng.choice(self.known_lengths), self.draw_lengths()
         return known if self.rng.random() < 0.85 else own
 
-    def _draw_lengths(self) -> tuple[int, int]:
+    def draw_lengths(self) -> tuple[int, int]:
         least, most = (64, self.sizes.length) if self.on_gpu else (1, self.sizes.length)
         q_len, kv_len = (self.rng.randint(least, most) for _ in range(2))
         share = self.rng.random()

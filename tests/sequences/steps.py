@@ -444,13 +444,21 @@ ON_A_GPU: dict[str, float] = {"streams": 4, "unordered_streams": 4, "captured": 
 """Steps that are drawn on a GPU alone, and how often."""
 
 
+@step(0)
+def lengths(world: World) -> str:
+    """Pairs of lengths that most calls of a sequence have."""
+    world.known_lengths = [world.draw_lengths() for _ in range(4)]
+    return str(world.known_lengths)
+
+
 def draw_steps(rng: random.Random, on_gpu: bool, mean: int) -> list[Step]:
     """Steps of one sequence, names with seeds of their own: any of them can be left out."""
     names = [x for x in STEPS if STEPS[x][0]]
     weights = [STEPS[x][0] for x in names]
     if on_gpu:
         names, weights = [*names, *ON_A_GPU], [*weights, *ON_A_GPU.values()]
-    first = [("make", rng.randrange(2**31)) for _ in range(rng.choice((1, 1, 2, 3)))]
+    first = [("lengths", rng.randrange(2**31))]
+    first += [("make", rng.randrange(2**31)) for _ in range(rng.choice((1, 1, 2, 3)))]
     rest = [
         (x, rng.randrange(2**31))
         for x in rng.choices(names, weights, k=rng.randint(mean // 2, mean * 3 // 2))
