@@ -1,0 +1,144 @@
+"""A short run of random sequences, and checks that the tester sees what it is to see."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import fa4flex
+
+from . import calls, changes, gpu_steps, pool
+from .oracle import Failure
+from .run import Setting, run
+from .steps import Asked, ask, run_step
+
+SECONDS = 20.0
+
+
+@pytest.mark.slow
+def test_sequences(seed: int) -> None:
+    """Other sequences each time: `python -m tests.sequences --seed <number> --calls 20000` is a long run."""
+    report = run(Setting(seed=seed), seconds=SECONDS, shrink_seconds=15.0, stop_at_first=True)
+    assert not report.failures, report.table()
+    assert report.calls > 10
+
+
+def test_as_a_gpu_is_asked(seed: int) -> None:
+    """What a GPU would be given, on a CPU."""
+    report = run(
+        Setting(seed=seed, programs=4, as_gpu=True), sequences=1, shrink_seconds=0.0, stop_at_first=True
+    )
+    assert not report.failures, report.table()
+
+
+@pytest.mark.parametrize("name", list(changes.WAYS))
+def test_ways_write(name: str) -> None:
+    """Each way leaves what was to be written, and its effect on torch's counter is as said."""
+    way = changes.WAYS[name]
+    if way.gpu:
+        pytest.skip("needs a GPU")
+    world = Setting().world()
+    for new in (torch.randn(5), torch.randint(0, 9, (5,))):
+        x = torch.zeros_like(new)
+        before = x._version
+        try:
+            way.write(world, x, new)
+        except pool.Skip:
+            continue
+        assert (
+            torch.equal(x, new)
+            or name == "by_arithmetic"
+            or (name == "by_data_in_part" and new.dtype == torch.float32)
+        )
+        assert not torch.equal(x, torch.zeros_like(x))
+        assert (x._version > before) == way.counted
+
+
+class NoStream:
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+class NoGraph:
+    """A graph that does nothing when it is replayed, as one would that reads what was kept."""
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and graphs of a GPU that is not there."""
+    monkeypatch.setattr(gpu_steps, "need_a_gpu", lambda world: None)
+    nothing: dict[str, Any] = {
+        "Stream": NoStream, "current_stream": NoStream, "CUDAGraph": NoGraph, "synchronize": lambda: None,
+        "_sleep": lambda cycles: None, "stream": lambda x: nullcontext(), "graph": lambda x: nullcontext(),
+    }  # fmt: skip
+    for name, value in nothing.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def gpu_world() -> pool.World:
+    world = Setting(as_gpu=True, programs=3, left_out=("blocks",)).world()
+    world.seed(0)
+    world.subjects.append(pool.compile(world))
+    return world
+
+
+@pytest.mark.parametrize("name", ["streams", "unordered_streams", "sharded"])
+def test_steps_of_a_gpu(name: str, no_gpu: None, seed: int) -> None:
+    world = gpu_world()
+    for n in range(4):
+        run_step(world, (name, seed + n))
+    assert world.calls
+
+
+def test_a_captured_call_that_reads_old_contents_is_seen(no_gpu: None, seed: int) -> None:
+    world = gpu_world()
+    with pytest.raises(Failure, match=r"wrong.*replay"):
+        for n in range(30):
+            run_step(world, ("captured", seed + n))
+
+
+def asked_of(seed: int) -> Asked:
+    """A call of a compiled attention with a table, right as it is."""
+    world = Setting(doors=("compile",), left_out=("blocks",)).world()
+    world.seed(seed)
+    mod = pool.SCORES[0]
+    score = pool.write_function(mod, "score", world.sizes, world.rng, world.device)
+    next(iter(score.values.values())).read().requires_grad_()
+    subject = pool.Subject("compile", fa4flex.compile(score.made), score)
+    while True:
+        asked = ask(world, calls.draw_call(world, subject))
+        if (
+            asked.given.mode == "grad"
+            and asked.given.problem.q.dtype == torch.float32
+            and asked.given.problem.k.numel() > 99
+        ):
+            return asked
+
+
+@pytest.mark.parametrize("what", ["out", "lse", "gradients", "dtype", "error"])
+def test_faults_are_seen(what: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(seed)
+    if "return_lse" not in asked.given.brought:
+        asked.given.brought["return_lse"] = True
+    asked.run()
+    asked.check()
+    assert asked.found is not None
+    out, lse = asked.found
+    if what == "gradients":
+        asked.found = out * 1.1, lse * 1.1
+        with pytest.raises(Failure, match="gradient of"):
+            asked.check_gradients()
+        return
+    found: dict[str, Any] = {
+        "out": (out + 0.001 * out.abs().max(), lse), "lse": (out, lse + 0.001 * lse.abs().max()),
+        "dtype": (out.double(), lse), "error": (out, lse),
+    }  # fmt: skip
+    asked.found, asked.error = found[what], KeyError("x") if what == "error" else None
+    with pytest.raises(Failure):
+        asked.check()
