@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ def _version(package: str) -> str:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Long context in little memory, and Hugging Face models; about a minute."""
+    """Long context in little memory, and Hugging Face models; two minutes on two cores."""
     from fa4flex.demo import main as run
 
     return run()
@@ -117,6 +118,9 @@ def plan_parallel(arguments: argparse.Namespace) -> int:
     from fa4flex.parallel.predict import Machine, count_of, ranks_of, report
     from fa4flex.parallel.traffic import Model
 
+    if arguments.heads % arguments.kv_heads:
+        given = f"--heads {arguments.heads} --kv-heads {arguments.kv_heads}"
+        raise InputError(given, "query heads a multiple of KV heads", "e.g. --heads 32 --kv-heads 8")
     machine = Machine(arguments.tflops * 1e12, arguments.link * 1e9)
     model = Model(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim)
     print(report(compiled(arguments), count_of(arguments.tokens), ranks_of(arguments.ranks), machine, model))
@@ -150,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add(doctor, variant=False)
     add(demo, variant=False)
     size: dict[str, Any]
-    size, same = {"type": int, "metavar": "N"}, "keys (default: as many as queries)"
+    size, same = {"type": int, "action": Positive, "metavar": "N"}, "keys (default: as many as queries)"
     drawing = add(draw)
     drawing.add_argument("--size", **size, help="queries (default: what the variant implies, or 2048)")
     drawing.add_argument("--kv-len", **size, help=same)
@@ -164,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("--head-dim", **size, help="of that kernel (default 128)")
     checking.add_argument("--q-len", **size, default=200, help="queries (default 200)")
     checking.add_argument("--kv-len", **size, help=same)
-    checking.add_argument("--seed", **size, default=0, help="of the random inputs (default 0)")
+    seed = "of the random inputs (default 0)"
+    checking.add_argument("--seed", type=int, metavar="N", default=0, help=seed)
     planning = add(plan_parallel)
     planning.add_argument("--ranks", default="8", help="8, 8,64 or 8..1024 (default 8)")
     planning.add_argument(
@@ -173,14 +178,31 @@ def _parser() -> argparse.ArgumentParser:
     for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         planning.add_argument(f"--{name}", **size, default=default, help=f"(default {default})")
     planning.add_argument(
-        "--tflops", type=float, default=570.0, help="of a kernel, in 1e12 / s (default 570)"
+        "--tflops", type=float, action=Positive, default=570.0, help="of a kernel, in 1e12 / s (default 570)"
     )
     planning.add_argument(
-        "--link", type=float, default=281.0, help="into a rank, in 1e9 bytes / s (default 281)"
+        "--link",
+        type=float,
+        action=Positive,
+        default=281.0,
+        help="into a rank, in GB/s (default 281)",
     )
     add_options(add(bench, variant=False))
     add_simulator_options(add(simulate))
     return parser
+
+
+class Positive(argparse.Action):
+    """A size or a rate, which is above 0."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        for value in values if isinstance(values, list) else [values]:
+            if not 0 < value < math.inf:
+                given = f"{option} {value:g}"
+                raise InputError(given, "a positive number", f"leave {option} out, or give another one")
+        setattr(namespace, self.dest, values)
 
 
 def _command(
@@ -208,9 +230,9 @@ def _command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 well, 1 a check failed, 2 the request does not fit."""
     parser = _parser()
-    arguments, arguments_extra = parser.parse_known_args(argv)
-    arguments.extra = arguments_extra
     try:
+        arguments, arguments_extra = parser.parse_known_args(argv)
+        arguments.extra = arguments_extra
         if arguments_extra and not hasattr(arguments, "variant"):
             raise InputError(f"arguments {' '.join(arguments_extra)!r}", "none", "see --help")
         return int(arguments.run(arguments))

@@ -46,6 +46,39 @@ def _heading(text: str) -> None:
     print(f"\n=== {text} {'=' * max(0, 94 - len(text))}", flush=True)
 
 
+class Progress:
+    """How much of something is done, on standard error: a bar on a terminal, else a line now and then."""
+
+    WIDTH, EVERY = 30, 10.0
+    """Characters of a bar; seconds between lines."""
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self.what, self.total, self.unit, self.bar = what, total, unit, sys.stderr.isatty()
+        self.shown = time.perf_counter()
+        if self.bar:
+            self.reached(0)
+
+    def reached(self, done: int) -> None:
+        """`done` of the total is done."""
+        now = time.perf_counter()
+        if self.bar:
+            full = self.WIDTH * done // self.total
+            self._write(f"\r  {'#' * full}{'.' * (self.WIDTH - full)} {self.what}")
+        elif now - self.shown >= self.EVERY:
+            self.shown = now
+            self._write(f"  {self.what}: {done} of {self.total} {self.unit}\n")
+
+    def close(self) -> None:
+        """The bar is taken away."""
+        if self.bar:
+            self._write(f"\r{' ' * (self.WIDTH + len(self.what) + 3)}\r")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 # --- 1. a window with ALiBi at 8192 tokens -----------------------------------------------------------------
 
 
@@ -83,11 +116,13 @@ def _errors(attn: fa4flex.Attention) -> bool:
     heads = ", ".join(map(str, CHECKED_HEADS))
     print(f"largest error against the dense formula in float64, heads {heads}, every query and key:")
     worst: dict[str, tuple[float, float]] = {}
-    for head in CHECKED_HEADS:
-        for name, exact in _exact(head).items():
+    progress = Progress("the dense formula in float64", len(CHECKED_HEADS) * LENGTH, "rows")
+    for i, head in enumerate(CHECKED_HEADS):
+        for name, exact in _exact(head, lambda row, i=i: progress.reached(i * LENGTH + row)).items():
             error = (result[name][0, head].double() - exact).abs().max().item()
             scale = exact.abs().max().item()
             worst[name] = max(worst.get(name, (0.0, 1.0)), (error, scale))
+    progress.close()
     # float32 sums over thousands of keys: relative to the largest element, a few hundred roundings.
     tolerance = 256 * torch.finfo(torch.float32).eps
     for name, (error, scale) in worst.items():
@@ -97,8 +132,9 @@ def _errors(attn: fa4flex.Attention) -> bool:
     return all(error <= tolerance * scale for error, scale in worst.values())
 
 
-def _exact(head: int) -> dict[str, Tensor]:
-    """out, lse and gradients of one head in float64: autograd through the dense formula, rows at a time."""
+def _exact(head: int, reached: Callable[[int], None]) -> dict[str, Tensor]:
+    """out, lse and gradients of one head in float64: autograd through the dense formula, rows at a time.
+    `reached` is called with how many there are so far."""
     q, k, v, d_out = (x[0, head].double() for x in _inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     outs, lses = [], []
@@ -109,6 +145,7 @@ def _exact(head: int) -> dict[str, Tensor]:
         out.backward(d_out[rows.flatten()])
         outs.append(out.detach())
         lses.append(scores.detach().logsumexp(-1))
+        reached(first + len(rows))
     gradients = [x.grad for x in leaves if x.grad is not None]
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (torch.cat(outs), torch.cat(lses), *gradients)))
 
@@ -134,15 +171,26 @@ def _measured(name: str) -> str:
     if name == "dense" and free is not None and free < DENSE_NEEDS_GB:
         return f"not run: needs {DENSE_NEEDS_GB} GB, {free:.0f} free"
     code = f"from fa4flex.demo import measure; measure({name!r})"
-    try:
-        child = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=MOST_SECONDS
-        )
-    except subprocess.TimeoutExpired:
+    progress = Progress(f"{name}, in a process of its own", MOST_SECONDS, "s at most")
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        for second in range(MOST_SECONDS + 1):
+            progress.reached(second)
+            try:
+                written, _ = child.communicate(timeout=1)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        else:
+            child.kill()
+            written = ""
+    progress.close()
+    if not written and child.returncode < 0:
         return f"stopped after {MOST_SECONDS} s"
     if child.returncode:
         return f"did not finish (status {child.returncode})"
-    found = json.loads(child.stdout)
+    found = json.loads(written)
     return f"{found['gigabytes'] * 1024:>7,.0f} MB   {found['seconds']:>5.1f} s"
 
 
@@ -230,7 +278,7 @@ def _model(name: str, config: Any, baseline: str) -> bool:
     tokens = torch.randint(1, VOCABULARY, (2, PROMPT))
     padded = torch.ones_like(tokens)
     padded[1, : PROMPT // 3] = 0  # the second sequence is shorter: left padding, as generation has it
-    print(f"\n{name}, against {baseline}")
+    print(f"\n{name}, against {baseline}", flush=True)
     differences = {
         "prefill": _prefill(theirs, ours, tokens, torch.ones_like(tokens)),
         "prefill, left padding": _prefill(theirs, ours, tokens, padded),

@@ -20,6 +20,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="of the random inputs (default: fresh, and printed)")
     add("--time-limit", type=float, metavar="SECONDS", help="start no row that would not fit")
     add("--device", default="cuda", choices=["cuda", "cpu"], help="default: cuda")
-    add("--smoke", action="store_true", help="tiny sizes and no verdicts: a dry run, also on a CPU")
+    add(
+        "--smoke",
+        action="store_true",
+        help="tiny sizes, times not judged: a dry run, also on a CPU",
+    )
     add("--out", type=Path, default=Path(), metavar="FOLDER", help="for JSON and plot (default: here)")
     add("--format", default="svg", choices=["svg", "png"], help="of the plot (default: svg)")

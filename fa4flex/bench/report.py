@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa4flex.bench.accuracy import Accuracy
@@ -84,11 +84,14 @@ class RowReport:
 
 
 def verdicts(report: RowReport, all_reports: Sequence[RowReport]) -> list[Verdict]:
-    """Speed by the row's targets, cost by its base, and fa4flex's error."""
+    """Speed by the row's targets, cost by its base, and fa4flex's error. Times of small sizes are not judged:
+    targets are those of full ones."""
     found = [_speed(report, target) for target in report.row.targets]
     if report.row.base:
         base = next((r for r in all_reports if r.row.name == report.row.base), None)
         found.append(_cost(report, base))
+    if report.row.shrink > 1:
+        found = [replace(verdict, passed=None) for verdict in found]
     ours = report.peers.get(OURS)
     if ours and ours.accuracy:
         value = ours.accuracy.ratio
@@ -141,7 +144,7 @@ def _line(report: RowReport, name: str, measured: Measured) -> str:
     rate = report.flops / median / 1e12
     ours = report.seconds(OURS)
     ratio = f"{median / ours:8.2f}" if ours else f"{'-':>8}"
-    text = f"{head} {rate:8.1f} {1e3 * median:9.4f} {low:8.4f}-{high:8.4f} {ratio}"
+    text = f"{head} {_rate(rate):>8} {1e3 * median:9.4f} {low:8.4f}-{high:8.4f} {ratio}"
     if measured.accuracy is None:
         return text
     a = measured.accuracy
@@ -151,12 +154,16 @@ def _line(report: RowReport, name: str, measured: Measured) -> str:
 
 def short_table(reports: Sequence[RowReport]) -> str:
     """One line per target."""
-    lines = [f"{'row':24} {'TF/s':>5}  {'':10} value / target"]
+    lines = [f"{'row':24} {'TFLOP/s':>7}  {'':10} value / target"]
     for report in reports:
         rate = report.tflops(OURS)
-        head = f"{report.row.name:24} {f'{rate:.0f}' if rate else '-':>5}"
+        head = f"{report.row.name:24} {_rate(rate) if rate else '-':>7}"
         lines += [f"{head}  {verdict_text(verdict)}" for verdict in verdicts(report, reports)]
     return "\n".join(lines)
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.2g}"
 
 
 def verdict_text(verdict: Verdict) -> str:

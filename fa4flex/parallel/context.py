@@ -274,7 +274,7 @@ class ContextParallel:
         heads, ranks = (q.shape[1], k.shape[1]), self.links.size
         if any(x % ranks for x in heads):
             raise InputError(
-                f'moves="heads", {heads[0]} query heads and {heads[1]} key heads on {ranks} ranks',
+                f'moves="heads", {heads[0]} query heads and {heads[1]} KV heads on {ranks} ranks',
                 "numbers of heads that are multiples of the number of ranks",
                 'leave it at moves="auto", or use fewer ranks',
             )

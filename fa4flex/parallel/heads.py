@@ -36,9 +36,9 @@ def check_heads(q_heads: int, kv_heads: int, parts: int) -> None:
     """Raise InputError unless heads can be spread evenly."""
     if q_heads % parts or kv_heads % parts:
         raise InputError(
-            f"{q_heads} query heads and {kv_heads} key heads spread over {parts} ranks",
+            f"{q_heads} query heads and {kv_heads} KV heads spread over {parts} ranks",
             "numbers of heads that are multiples of the number of ranks",
-            "spread heads over fewer ranks, or repeat the heads of keys",
+            "spread heads over fewer ranks, or repeat the KV heads",
         )
 
 

@@ -90,7 +90,7 @@ def count_of(text: str) -> int:
     factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdigit() or not int(digits):
-        raise InputError(f"--tokens {text}", "a number, such as 65536, 64k or 1M", "write it in digits")
+        raise InputError(f"--tokens {text}", "a number above 0", "e.g. 65536, 64k or 1M")
     return int(digits) * factor
 
 
@@ -98,8 +98,10 @@ def ranks_of(text: str) -> list[int]:
     """Numbers of ranks: "8", "8,64", or "8..1024", which doubles."""
     first, dots, last = text.partition("..")
     parts = text.split(",") if not dots else [first, last]
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise InputError(f"--ranks {text}", "numbers such as 8, 8,64 or 8..1024", "write them in digits")
+    known = all(part.isdigit() and int(part) for part in parts)
+    if not known or (dots and int(first) > int(last)):
+        given = "numbers above 0, one, several or a range that rises"
+        raise InputError(f"--ranks {text}", given, "e.g. 8, 8,64 or 8..1024")
     if not dots:
         return [int(part) for part in parts]
     found, most = [int(first)], int(last)

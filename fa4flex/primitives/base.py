@@ -293,10 +293,16 @@ class Family(Generic[P]):
             inspect.signature(self._make).bind(*args, **params)
         except TypeError as error:
             signature = f"{self.__name__}{inspect.signature(self._make)}"
+            missing = str(error).startswith("missing")
+            needed = (
+                "without the parameters that it needs" if missing else "with parameters that it does not have"
+            )
             raise InputError(
-                f"{self.__name__} without the parameters that it needs: {error}",
+                f"{self.__name__} {needed}: {error}",
                 signature.split(" -> ")[0],
-                f"call it before composing: {self.__name__}(...)",
+                f"call it before composing: {self.__name__}(...)"
+                if missing
+                else f"its function of indices is {self.__name__}(...), called with its parameters alone",
             ) from None
 
     def __repr__(self) -> str:

@@ -139,7 +139,7 @@ class BlockMap:
             raise StateError(
                 "Cannot use mask_mod from a sliced BlockMask: slicing replaced it by one that only raises",
                 "a BlockMask whose mask_mod fits the slice",
-                "reassign it: sliced.mask_mod = original.mask_mod, with q_idx offset by the rows cut off",
+                "reassign it: sliced.mask_mod = original.mask_mod, with b, h, q_idx offset by what was cut",
             )
         own = None if mask_mod is None or mask_mod is noop_mask else mask_mod
         if torch.compiler.is_compiling():
@@ -292,8 +292,8 @@ class BlockMap:
             if given not in (1, wanted):
                 raise InputError(
                     f"a block map with {given} {name} for inputs with {wanted}",
-                    f"1 (shared) or {wanted}",
-                    "expand or slice the map; heads are query heads",
+                    f"1 (shared) or {wanted}; heads are query heads",
+                    _refitted(name, given, wanted),
                 )
 
     @property
@@ -522,3 +522,16 @@ def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
     hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
     hits.scatter_add_(3, torch.where(known, indices, columns).long(), live.to(torch.int32))
     return _once(hits[..., :columns], name) > 0
+
+
+def _refitted(name: str, given: int, wanted: int) -> str:
+    """Advice for a map of another batch, or of other heads, than a call's."""
+    made = f"make the map with {wanted} {name}"
+    dimension, index = (0, "") if name == "batch" else (1, ":, ")
+    if given > wanted:
+        part = f"blocks.classes[{index}:{wanted}]"
+    elif wanted % given == 0:
+        part = f"blocks.classes.repeat_interleave({wanted // given}, {dimension})"
+    else:
+        return made
+    return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"

@@ -111,7 +111,7 @@ def check_caches(q: Tensor, k: Tensor, v: Tensor, scales: object) -> None:
                 "quantise to e4m3 with a scale, or dequantise: k.to(torch.bfloat16)",
             )
     if k.dtype != E4M3 or v.dtype != E4M3:
-        instead = "quantise both alike" if E4M3 in (k.dtype, v.dtype) else "leave kv_scales out, or multiply"
+        instead = "quantise both alike" if E4M3 in (k.dtype, v.dtype) else "leave kv_scales out"
         raise InputError(given, "keys and values that are both torch.float8_e4m3fn", instead)
     if q.dtype == E4M3 or q.dtype in _OTHERS:
         raise UnsupportedError(

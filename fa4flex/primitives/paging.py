@@ -116,7 +116,7 @@ class Paging:
             raise InputError(
                 f"page {wrong} in the page table",
                 f"0 to {pages - 1}: the cache has {pages} pages",
-                "only entries behind a sequence's last page may hold anything",
+                "name pages of this cache; entries behind a sequence's last page may hold anything",
             )
 
     def _known(self, cache: Tensor) -> Tensor:

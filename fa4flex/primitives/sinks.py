@@ -55,7 +55,9 @@ class Sinks:
             raise InputError(
                 f"{logits.shape[0]} sinks for {q_heads} query heads",
                 "one logit per query head (not per key/value head)",
-                "repeat_interleave them by the ratio of query to key/value heads",
+                f"sinks.repeat_interleave({q_heads // logits.shape[0]}) gives each query head its KV head's"
+                if q_heads % logits.shape[0] == 0
+                else f"pass {q_heads} of them",
             )
         if logits.device != device:
             raise InputError(

@@ -112,9 +112,11 @@ class Varlen:
                 raise InputError(
                     f"cu_seqlens_{side} ends at {end}, {side} has {tokens} tokens",
                     "the last entry equal to the number of packed tokens",
-                    "slice the tensor, or pass seqused for sequences with unused tail tokens"
-                    if side == "q" or self.cu_seqlens_k is not None
-                    else "pass cu_seqlens_k where keys are packed differently from queries",
+                    "pass cu_seqlens_k where keys are packed differently from queries"
+                    if side == "k" and self.cu_seqlens_k is None
+                    else f"slice it: {side}[:{end}]"
+                    if end < tokens
+                    else f"pass cumulative lengths of these {tokens} tokens",
                 )
 
     def check_padded(self, batch: int, q_len: int, kv_len: int) -> None:
@@ -127,7 +129,7 @@ class Varlen:
             raise InputError(
                 f"lengths of {self.sequences} sequences for a batch of {batch}",
                 "one per batch entry",
-                "pass all",
+                f"pass the length of each of the {batch} entries",
             )
         if self.checked:
             self.check_used(q_len, kv_len)
@@ -142,7 +144,7 @@ class Varlen:
                 raise InputError(
                     f"{name} up to {longest} for a length of {length}",
                     f"at most {length}",
-                    "check the batch",
+                    f"pass tensors that hold {longest} tokens, or {name}.clamp(max={length})",
                 )
 
     def bounds(self, q_len: int | None = None, kv_len: int | None = None) -> list[Bounds]:

@@ -51,7 +51,8 @@ def check_strided(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise UnsupportedError(
                 f"flex_attention does not support NestedTensor inputs: {name} is one",
                 "strided tensors",
-                "pack the sequences, and give their lengths in varlen=fa4flex.Varlen(...)",
+                f"pass {name}.values() of a jagged (batch, ragged, heads, head_dim) tensor, and"
+                f" varlen=fa4flex.Varlen({name}.offsets())",
             )
         if tensor.layout is not torch.strided:
             raise InputError(
@@ -122,7 +123,8 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:
         raise InputError(
             f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
             f"4-D tensors in layout {layout}",
-            "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors",
+            "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors, with"
+            " cu_seqlens_q",
         )
     # Each reading of a size takes 0.1 us.
     batch, heads, q_len, width = q.shape
@@ -136,7 +138,9 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:
         )
     if not batch == k_batch == v_batch:
         raise InputError(
-            f"batch sizes differ: {_shape(q=q, k=k, v=v)}", "one batch size", "expand k and v to q's batch"
+            f"batch sizes differ: {_shape(q=q, k=k, v=v)}",
+            "one batch size",
+            "expand those of batch 1, e.g. k.expand(q.shape[0], -1, -1, -1), or slice to one batch",
         )
     if kv_len != v_len:
         raise InputError(
@@ -155,7 +159,7 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None, sequenc
         raise InputError(
             f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
             "packed 3-D tensors (tokens, heads, head_dim), as cu_seqlens was given",
-            "drop the batch dimension: q.flatten(0, 1) of a (batch, sequence, heads, head_dim) tensor",
+            "drop the batch dimension: q.transpose(1, 2).flatten(0, 1) of bhsd, q.flatten(0, 1) of bshd",
         )
     if k.shape[0] != v.shape[0]:
         raise InputError(
@@ -179,7 +183,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.shape[1] != v.shape[1]:
         raise InputError(
-            f"k and v differ in heads: {_shape(q=q, k=k, v=v)}", "one number of heads for both", "expand one"
+            f"k and v differ in heads: {_shape(q=q, k=k, v=v)}",
+            "one number of heads for both",
+            "repeat_interleave the heads of the one that has fewer",
         )
     ratio(q.shape[1], k.shape[1])
 
@@ -190,17 +196,24 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
         raise no_backend(q.device)
     if q.device.type == "cuda" and not by_flex(variant.backend, q):
         _check_cuda(q, variant)
-    if variant.blocks is not None and q.ndim == 3:
-        raise UnsupportedError(
-            "a block map with packed sequences: a map is made for one q_len and kv_len",
-            "a dense batch",
-            "express the blocks as a mask_mod over each sequence's own indices, e.g. q_idx // 128",
-        )
+    if q.ndim == 3:
+        refuse_map(variant, "packed sequences")
     _check_tables(variant, sizes.q_heads)
     if variant.sinks is not None:
         variant.sinks.check(sizes.q_heads, q.device)
     if variant.blocks is not None:
         variant.blocks.fits(sizes.q_len, sizes.kv_len, sizes.batch, sizes.q_heads)
+
+
+def refuse_map(variant: Variant, what: str) -> None:
+    """Raise UnsupportedError if the variant has a block map."""
+    if variant.blocks is not None:
+        raise UnsupportedError(
+            f"a block map with {what}: a map is made for one q_len and kv_len",
+            "contiguous keys, in a dense or padded batch",
+            "express the blocks as a mask_mod over each sequence's own indices:"
+            " listed[q_idx // 128, kv_idx // 128], of a captured bool tensor",
+        )
 
 
 def _check_tables(variant: Variant, q_heads: int) -> None:
@@ -210,7 +223,7 @@ def _check_tables(variant: Variant, q_heads: int) -> None:
             raise InputError(
                 f"{part!r} holds a table of {part.query_heads} heads, q has {q_heads} query heads",
                 "one entry per query head (not per key/value head)",
-                "give it the table of this model; select heads of a larger one with table[..., :heads]",
+                f"give it a table of {q_heads} heads",
             )
 
 

@@ -37,6 +37,7 @@ from fa4flex.runtime.checks import (
     check_pages,
     check_tensors,
     check_variant,
+    refuse_map,
 )
 from fa4flex.runtime.launch import Results, Statistics
 from fa4flex.runtime.programs import contract, publish
@@ -179,6 +180,7 @@ def run(
     qkv = autocast.cast(*qkv)
     if paging is not None:
         # Gradients, and tensors that are shared out, go by the operator that has rules for them.
+        refuse_map(variant, "pages")
         alone = not torch.is_grad_enabled() and type(qkv[0]) is Tensor
         pages = _in_pages if alone else _paged
         return pages(variant, qkv, varlen, paging, statistics)

@@ -29,6 +29,7 @@ from fa4flex.runtime.checks import (
     check_tensors,
     check_transforms,
     check_variant,
+    refuse_map,
 )
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
@@ -441,6 +442,7 @@ def _paged(
     number of keys on the host, so this waits for the device.
     """
     q, k_cache, v_cache = qkv
+    refuse_map(now.variant, "pages")
     check_paged(q, k_cache, v_cache, paging, varlen)
     k, cu_k = paging.gather(k_cache)
     v, _ = paging.gather(v_cache)

@@ -17,6 +17,7 @@ from fa4flex.primitives.score import ScoreFunction
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BOOL = (torch.bool,)
+_USUAL = {INTEGERS: torch.int64, FLOATS: torch.float32, BOOL: torch.bool}
 _KINDS = {INTEGERS: "an integer tensor", FLOATS: "a floating tensor", BOOL: "a bool tensor"}
 
 
@@ -29,21 +30,23 @@ def whole(variant: str, name: str, value: Any, least: int = 1) -> int:
             number = least - 1
         if number >= least:
             return number
+    a_number = isinstance(value, int) and not isinstance(value, bool)
     raise InputError(
         f"{variant}({name}={value!r})",
         f"an int >= {least}",
-        "pass a Python int: a new value does not recompile anything",
+        f"use {least} or more" if a_number else "pass a Python int: a new value does not recompile anything",
     )
 
 
 def finite(variant: str, name: str, value: Any, positive: bool = False) -> float:
     """`value` as a finite float, above zero where `positive`."""
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or (positive and value <= 0):
+    negative = fits and positive and value <= 0
+    if not fits or negative:
         raise InputError(
             f"{variant}({name}={value!r})",
             f"a finite number{' above 0' if positive else ''}",
-            "leave the score mod out to switch it off" if positive else "pass a Python number",
+            f"leave {variant} out to switch it off" if negative else "pass a Python number",
         )
     return float(value)
 
@@ -53,7 +56,7 @@ def table(
 ) -> Tensor:
     """`value` as a tensor of a dtype in `kinds` and of a rank in `ranks`; `shape` is how to say it."""
     if not isinstance(value, Tensor) or value.dtype not in kinds:
-        fix = f"convert {name} first" if isinstance(value, Tensor) else f"convert it: torch.as_tensor({name})"
+        fix = f"convert it: torch.as_tensor({name}, dtype={_USUAL[kinds]})"
         raise InputError(f"{variant}({name}=<{kind_of(value)}>)", f"{_KINDS[kinds]} {shape}", fix)
     if value.ndim not in ranks or value.numel() == 0:
         raise InputError(

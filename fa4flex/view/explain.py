@@ -15,7 +15,7 @@ from fa4flex.codegen.analyze.tiles import Proof, TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
 from fa4flex.codegen.trace import Pinned
-from fa4flex.errors import Fa4flexError
+from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
@@ -298,6 +298,8 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             ]
         lines = gpu.summary(program, q_len, kv_len, arch=arch, **problem)
     except Fa4flexError as error:
+        if problem and isinstance(error, InputError):
+            raise
         if arch is not None:
             gpu.target_named(arch)
         return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]

@@ -27,6 +27,7 @@ def test_a_dry_run_writes_numbers_and_a_plot(tmp_path: Path, capsys: pytest.Capt
     assert main([*SMOKE, *chosen, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "seed 7" in printed and "takes no mods" in printed
+    assert "FAIL" not in printed and "not judged" in printed and " 0.0 " not in printed
     found = json.loads((tmp_path / "bench-variants.json").read_text())
     assert [row["row"] for row in found["rows"]] == ["softcap+causal", "alibi+sliding"]
     ours = found["rows"][0]["peers"]["fa4flex"]

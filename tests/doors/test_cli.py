@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 import fa4flex
 from fa4flex import check as check_module
+from fa4flex import demo
 from fa4flex.__main__ import main
 from fa4flex.errors import InputError
 from fa4flex.selection import select
@@ -150,6 +152,59 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
     assert all(name in help_text for name in ("doctor", "demo", "draw", "show", "explain", "check"))
     wrong = subprocess.run([*command, "draw", "nope"], capture_output=True, text=True, check=False, cwd=root)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--ranks 0", "numbers above 0"), ("--ranks 8..4", "a range that rises"), ("--ranks x", "8..1024"),
+        ("--tokens 0", "a number above 0"), ("--heads 32 --kv-heads 5", "a multiple of KV heads"),
+    ],
+)  # fmt: skip
+def test_plan_parallel_names_what_is_wrong(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan-parallel", "causal", *arguments.split()]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "digits" not in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan-parallel causal --heads 0", "plan-parallel causal --link 0", "plan-parallel causal --tflops nan",
+     "draw causal --size 0", "check causal --q-len -3", "explain causal --head-dim 0"],
+)  # fmt: skip
+def test_sizes_and_rates_are_above_zero(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert f"error: {' '.join(arguments.split()[-2:])}\n" in said and "a positive number" in said
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_demo_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar on a terminal, which is taken away; lines elsewhere, ten seconds apart."""
+    screen, file, now = Screen(), io.StringIO(), [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    for written in (screen, file):
+        monkeypatch.setattr("sys.stderr", written)
+        progress = demo.Progress("long", 200, "rows")
+        for row in range(0, 200, 50):
+            now[0] += 5.0
+            progress.reached(row + 50)
+        progress.close()
+    assert "######" in screen.getvalue() and "\n" not in screen.getvalue()
+    assert screen.getvalue().split("\r")[-2].strip() == ""
+    assert file.getvalue().splitlines() == ["  long: 100 of 200 rows", "  long: 200 of 200 rows"]
+
+
+def test_demo_measures_in_a_process_that_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MOST_SECONDS", 0)
+    monkeypatch.setattr(demo, "DENSE_NEEDS_GB", 0)
+    assert demo._measured("fa4flex") == "stopped after 0 s"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

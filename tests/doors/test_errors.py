@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import fa4flex
 from fa4flex import BlockMap, InputError, Paging, Schedule, Sinks, TraceError, UnsupportedError, Varlen
-from fa4flex.variants import alibi, causal, sliding_window
+from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -324,6 +325,143 @@ def test_message(name: str) -> None:
         call()
     if isinstance(caught.value, fa4flex.Fa4flexError):
         assert "expected: " in str(caught.value) and "to fix: " in str(caught.value)
+
+
+def _dense_map(heads: int, batch: int = 1) -> BlockMap:
+    return BlockMap.from_dense(torch.rand(batch, heads, 2, 2) < 0.6, 8)
+
+
+def _pages() -> tuple[Tensor, Paging]:
+    return rand(4, 8, 4, 8), Paging(torch.tensor([[0, 1], [3, 2]]), torch.tensor([16, 9]))
+
+
+def _paged_map() -> Any:
+    cache, paging = _pages()
+    return fa4flex.compile(blocks=_dense_map(1))(dense()[0], cache, cache, paging=paging)
+
+
+def _paged_table() -> Any:
+    cache, paging = _pages()
+    listed = torch.rand(2, 2) < 0.6
+    mask = lambda b, h, q_idx, kv_idx: listed[q_idx // 8, kv_idx // 8]  # noqa: E731
+    return fa4flex.compile(mask=mask)(dense()[0], cache, cache, paging=paging)
+
+
+def _with_map(blocks: BlockMap) -> Any:
+    return fa4flex.compile(blocks=blocks)(*dense())
+
+
+def _jagged() -> Tensor:
+    return torch.nested.nested_tensor([rand(3, 4, 8), rand(2, 4, 8)], layout=torch.jagged)
+
+
+wide, few = _dense_map(8), _dense_map(2, 2)
+qkv, tokens = dense(), packed()
+jagged = _jagged()
+offsets = Varlen(cu(0, 16))
+
+ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
+    "a map and pages": (_paged_map, "a block map with pages.*captured bool tensor", _paged_table),
+    "a map of more heads": (
+        lambda: _with_map(wide),
+        r"make the map with 4 heads, or .*dataclasses.replace\(blocks, classes=blocks.classes\[:, :4\]\)",
+        lambda: _with_map(dataclasses.replace(wide, classes=wide.classes[:, :4])),
+    ),
+    "a map of KV heads": (
+        lambda: _with_map(few),
+        r"heads are query heads.*blocks.classes.repeat_interleave\(2, 1\)",
+        lambda: _with_map(dataclasses.replace(few, classes=few.classes.repeat_interleave(2, 1))),
+    ),
+    "a batch of queries alone": (
+        lambda: plain(qkv[0], qkv[1][:1], qkv[2][:1]),
+        r"expand those of batch 1, e.g. k.expand\(q.shape\[0\], -1, -1, -1\)",
+        lambda: plain(qkv[0], *(x[:1].expand(2, -1, -1, -1) for x in qkv[1:])),
+    ),
+    "a batch of keys alone": (
+        lambda: plain(qkv[0][:1], *qkv[1:]), "expand those of batch 1",
+        lambda: plain(qkv[0][:1].expand(2, -1, -1, -1), *qkv[1:]),
+    ),
+    "k and v of other heads": (
+        lambda: plain(qkv[0], qkv[1], qkv[2][:, :2]),
+        "repeat_interleave the heads of the one that has fewer",
+        lambda: plain(qkv[0], qkv[1], qkv[2][:, :2].repeat_interleave(2, 1)),
+    ),
+    "sinks of KV heads": (
+        lambda: fa4flex.compile(sinks=torch.zeros(2))(*qkv),
+        r"sinks.repeat_interleave\(2\)",
+        lambda: fa4flex.compile(sinks=torch.zeros(2).repeat_interleave(2))(*qkv),
+    ),
+    "too many sinks": (
+        lambda: fa4flex.compile(sinks=torch.zeros(8))(*qkv),
+        "pass 4 of them",
+        lambda: fa4flex.compile(sinks=torch.zeros(8)[:4])(*qkv),
+    ),
+    "slopes of another model": (
+        lambda: fa4flex.compile(score_mod=alibi(torch.ones(8)))(*qkv),
+        "give it a table of 4 heads",
+        lambda: fa4flex.compile(score_mod=alibi(torch.ones(4)))(*qkv),
+    ),
+    "slopes that are a list": (
+        lambda: alibi([1, 2]), r"torch.as_tensor\(slopes, dtype=torch.float32\)",
+        lambda: alibi(torch.as_tensor([1, 2], dtype=torch.float32)),
+    ),
+    "tokens that no sequence has": (
+        lambda: plain(*tokens, varlen=Varlen(cu(0, 10))),
+        r"slice it: q\[:10\]",
+        lambda: plain(*(x[:10] for x in tokens), varlen=Varlen(cu(0, 10))),
+    ),
+    "sequences past the tokens": (
+        lambda: plain(*tokens, varlen=Varlen(cu(0, 20))), "pass cumulative lengths of these 16 tokens",
+        lambda: plain(*tokens, varlen=offsets),
+    ),
+    "fewer keys": (
+        lambda: plain(tokens[0], tokens[1][:9], tokens[2][:9], varlen=offsets), "pass cu_seqlens_k where",
+        lambda: plain(tokens[0], tokens[1][:9], tokens[2][:9], varlen=Varlen(cu(0, 16), cu(0, 9))),
+    ),
+    "a batch with cu_seqlens": (
+        lambda: plain(*qkv, varlen=Varlen(cu(0, 16, 32))), r"q.transpose\(1, 2\).flatten\(0, 1\) of bhsd",
+        lambda: plain(*(x.transpose(1, 2).flatten(0, 1) for x in qkv), varlen=Varlen(cu(0, 16, 32))),
+    ),
+    "one length for a batch": (
+        lambda: plain(*qkv, varlen=Varlen(seqused_k=cu(9))), "the length of each of the 2 entries",
+        lambda: plain(*qkv, varlen=Varlen(seqused_k=cu(9, 16))),
+    ),
+    "lengths past the end": (
+        lambda: plain(*qkv, varlen=Varlen(seqused_k=cu(9, 17))), r"seqused_k.clamp\(max=16\)",
+        lambda: plain(*qkv, varlen=Varlen(seqused_k=cu(9, 17).clamp(max=16))),
+    ),
+    "nested tensors": (
+        lambda: plain(jagged, jagged, jagged), r"q.values\(\) of a jagged .*Varlen\(q.offsets\(\)\)",
+        lambda: plain(*[jagged.values()] * 3, varlen=Varlen(jagged.offsets())),
+    ),
+    "a window of none": (lambda: sliding_window(0), "use 1 or more", lambda: sliding_window(1)),
+    "a window that is a float": (lambda: sliding_window(3.0), "pass a Python int", lambda: sliding_window(3)),
+    "no soft cap": (lambda: softcap(0.0), "leave softcap out", lambda: plain(*qkv)),
+    "a soft cap that is a tensor": (
+        lambda: softcap(torch.tensor(3.0)), "pass a Python number", lambda: softcap(3.0),
+    ),
+    "a family called as a mask": (
+        lambda: causal(0, 0, 3, 4), r"causal with parameters that it does not have.*causal\(...\)",
+        lambda: causal()(0, 0, 3, 4, q_len=9, kv_len=9),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_that_is_followed_works(name: str) -> None:
+    wrong, text, followed = ADVICE[name]
+    with pytest.raises(fa4flex.Fa4flexError, match=f"(?s){text}"):
+        wrong()
+    assert followed() is not None
+
+
+def test_a_width_is_padded_at_its_own_scale() -> None:
+    """The advice for a head_dim that kernels do not have keeps the result."""
+    with pytest.raises(UnsupportedError, match=r"q and k with zeros to 16, and keep the scale: scale=12"):
+        plain.source("plan", head_dim=12)
+    q, k, v = dense(d=12)
+    wider = [torch.nn.functional.pad(x, (0, 4)) for x in (q, k)]
+    torch.testing.assert_close(fa4flex.attention(*wider, v, scale=12**-0.5), plain(q, k, v))
 
 
 def test_a_call_says_which_variant_failed() -> None:

@@ -263,7 +263,8 @@ def _require_dtype(name: str, dtype: object, allowed: tuple[str, ...]) -> None:
 def _require_width(name: str, width: object) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width <= 0:
         raise InputError(f"{name}={width!r}", "a positive int", "pass the last dimension of the tensor")
-    padding = "q and k with zeros, which change no score" if name == "head_dim" else "v, and cut the output"
+    scale = f", and keep the scale: scale={width} ** -0.5" if name == "head_dim" else ", and cut the output"
+    padding = "q and k with zeros" if name == "head_dim" else "v with zeros"
     if width > WIDEST:
         raise UnsupportedError(
             f"{name}={width}: one matrix instruction makes at most {WIDEST} columns",
@@ -274,7 +275,7 @@ def _require_width(name: str, width: object) -> None:
         raise UnsupportedError(
             f"{name}={width}: rows are copied in pieces of 16 bytes, which are 8 elements",
             "a multiple of 8",
-            f"pad {padding}: to {-(-width // 8) * 8}",
+            f"pad {padding} to {-(-width // 8) * 8}{scale}",
         )
 
 
