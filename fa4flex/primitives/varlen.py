@@ -114,7 +114,7 @@ class Varlen:
                     "the last entry equal to the number of packed tokens",
                     "pass cu_seqlens_k where keys are packed differently from queries"
                     if side == "k" and self.cu_seqlens_k is None
-                    else f"slice it: {side}[:{end}]"
+                    else f"slice it: {side}[:{end}], or end the last sequence at {tokens} and pass seqused"
                     if end < tokens
                     else f"pass cumulative lengths of these {tokens} tokens",
                 )

@@ -30,11 +30,10 @@ def whole(variant: str, name: str, value: Any, least: int = 1) -> int:
             number = least - 1
         if number >= least:
             return number
-    a_number = isinstance(value, int) and not isinstance(value, bool)
     raise InputError(
         f"{variant}({name}={value!r})",
         f"an int >= {least}",
-        f"use {least} or more" if a_number else "pass a Python int: a new value does not recompile anything",
+        f"pass a Python int of {least} or more: a new value does not recompile anything",
     )
 
 

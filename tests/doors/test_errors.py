@@ -410,6 +410,11 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         r"slice it: q\[:10\]",
         lambda: plain(*(x[:10] for x in tokens), varlen=Varlen(cu(0, 10))),
     ),
+    "tokens that no sequence uses": (
+        lambda: plain(*tokens, varlen=Varlen(cu(0, 10))),
+        "or end the last sequence at 16 and pass seqused",
+        lambda: plain(*tokens, varlen=Varlen(cu(0, 16), seqused_q=cu(10), seqused_k=cu(10))),
+    ),
     "sequences past the tokens": (
         lambda: plain(*tokens, varlen=Varlen(cu(0, 20))), "pass cumulative lengths of these 16 tokens",
         lambda: plain(*tokens, varlen=offsets),
@@ -434,7 +439,7 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         lambda: plain(jagged, jagged, jagged), r"q.values\(\) of a jagged .*Varlen\(q.offsets\(\)\)",
         lambda: plain(*[jagged.values()] * 3, varlen=Varlen(jagged.offsets())),
     ),
-    "a window of none": (lambda: sliding_window(0), "use 1 or more", lambda: sliding_window(1)),
+    "a window of none": (lambda: sliding_window(0), "a Python int of 1 or more", lambda: sliding_window(1)),
     "a window that is a float": (lambda: sliding_window(3.0), "pass a Python int", lambda: sliding_window(3)),
     "no soft cap": (lambda: softcap(0.0), "leave softcap out", lambda: plain(*qkv)),
     "a soft cap that is a tensor": (
