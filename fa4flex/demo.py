@@ -47,7 +47,7 @@ def _heading(text: str) -> None:
 
 
 class Progress:
-    """How much of something is done, on standard error: a bar on a terminal, else a line now and then."""
+    """Progress of one step, on standard error: a bar on a terminal, else a line now and then."""
 
     WIDTH, EVERY = 30, 10.0
     """Characters of a bar; seconds between lines."""

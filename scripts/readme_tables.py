@@ -169,7 +169,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def summary(page: str) -> str:
     """README's table: fa4flex in both passes of the variants whose tables stand on `page`."""
     passes = [_rows(page, TITLES[suite]) for suite in ("variants", "backward-variants")]
-    columns = [(OURS, "{}"), ("over flex", "over flex_attention"), ("over the best other", "over the best")]
+    columns = [
+        (OURS, "{}, TFLOP/s"),
+        ("over flex", "times flex_attention"),
+        ("over the best other", "times the best other"),
+    ]
     head = ["", *(label.format(which) for which in ("forward", "backward") for _, label in columns)]
     both = [name for name in passes[0] if name in passes[1]]
     return table(head, ([name, *(rows[name][key] for rows in passes for key, _ in columns)] for name in both))

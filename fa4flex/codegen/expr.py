@@ -319,6 +319,19 @@ def walk(*roots: Expr) -> Iterator[Expr]:
             stack.extend((arg, False) for arg in reversed(node.args))
 
 
+def brief(node: Expr, most: int = 120) -> str:
+    """`node` as text; where that has more than `most` operators and names, as the number of its operations.
+
+    Text repeats what a node uses twice, so that it may be exponentially longer than the expression.
+    """
+    sizes: dict[Expr, int] = {}
+    for inner in walk(node):
+        sizes[inner] = 1 + sum(sizes[arg] for arg in inner.args)
+    if sizes[node] <= most:
+        return str(node)
+    return f"an expression of {sum(1 for inner in sizes if inner.args)} operations"
+
+
 @lru_cache(maxsize=4096)
 def nodes(*roots: Expr) -> tuple[Expr, ...]:
     """`walk`, for expressions that are asked about again and again."""

@@ -13,7 +13,7 @@ from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.analyze.overflow import overflowing
 from fa4flex.codegen.analyze.tiles import Proof, TileMap
 from fa4flex.codegen.build import Program
-from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
+from fa4flex.codegen.expr import TRUE, Expr, apply, brief, const, sym, walk
 from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
@@ -25,7 +25,9 @@ from fa4flex.view.sizes import Setting, setting
 
 Section = tuple[str, list[str]]
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
-LONG_TERM = 90
+MOST_LISTED = 4
+"""Integers beyond 32 bits that are listed."""
+
 FEW_INTERVALS = 2
 """Up to so many intervals are listed again with lengths and numbers put in."""
 
@@ -127,7 +129,7 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     tiles = _cpu_tiles(program, chosen)
     tile = tiles.tile
     reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
-    lines = [f"allowed where {names.show(facts.mask)}"]
+    lines = [f"allowed where {_text(facts.mask, names, 'trace')}"]
     if program.variant.blocks is not None:
         reasons = ()
         lines.append(_block_map(program.variant.blocks))
@@ -208,7 +210,10 @@ def _score(program: Program, names: Names) -> list[str]:
     facts = program.facts
     if facts.score is SCORE:
         return ["the scaled product itself"]
-    lines = [f"score' = {names.show(facts.score)}", f"computed: {names.rename(facts.hoisting.explain())}"]
+    lines = [
+        f"score' = {_text(facts.score, names, 'trace')}",
+        f"computed: {names.rename(facts.hoisting.explain())}",
+    ]
     gradient = facts.gradient
     by_score = gradient.by_score
     if by_score is const(1.0):
@@ -227,11 +232,13 @@ def _score(program: Program, names: Names) -> list[str]:
 
 
 def _term(node: Expr, names: Names) -> str:
-    text = names.show(node)
-    if len(text) <= LONG_TERM:
-        return text
-    operations = sum(1 for inner in walk(node) if inner.args)
-    return f'an expression of {operations} operations, listed by source("gradient")'
+    return _text(node, names, "gradient", 24)
+
+
+def _text(node: Expr, names: Names, stage: str, most: int = 120) -> str:
+    """`node` in the user's names; a long one as the number of its operations, which `stage` lists."""
+    text = brief(node, most)
+    return f'{text}, listed by source("{stage}")' if text.startswith("an expression") else names.rename(text)
 
 
 REDUCTIONS = {
@@ -262,10 +269,15 @@ def _pinned(pin: Pinned) -> str:
 
 def _indices(program: Program, names: Names, chosen: Setting) -> list[str]:
     roots = (program.facts.score, program.facts.mask)
-    beyond = overflowing(roots, chosen.shape, program.captured(), bits=32)
+    found = overflowing(roots, chosen.shape, program.captured(), bits=32)
+    beyond = [(node, ends) for node, ends in found if node.op != "const"]
     if not beyond:
         return ["all index arithmetic fits 32 bits at these lengths"]
-    listed = [f"beyond 32 bits: {names.show(node)}, from {lo} to {hi}" for node, (lo, hi) in beyond]
+    shown = beyond[:MOST_LISTED]
+    listed = [
+        f"beyond 32 bits: {names.rename(brief(node, 24))}, from {lo} to {hi}" for node, (lo, hi) in shown
+    ]
+    listed += [f"and {len(beyond) - len(shown)} more"] * (len(beyond) > len(shown))
     return [*listed, "a CPU computes indices in 64 bits, so these do not wrap"]
 
 

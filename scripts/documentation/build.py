@@ -26,6 +26,9 @@ import reference
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/notes/*.md", "tests/README.md")
+NOT_HERE = "<!-- not on the site -->"
+"""End of lines of README that do not belong on the site."""
+
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -55,8 +58,7 @@ def stage(source: Path, run_notebooks: bool) -> None:
     for pattern in PAGES:
         for page in sorted(ROOT.glob(pattern)):
             _copy(page, source)
-    index = (ROOT / "README.md").read_text() + "\n" + (HERE / "contents.md").read_text()
-    (source / "index.md").write_text(index.replace(".ipynb)", ".md)"))  # here, notebooks are pages
+    (source / "index.md").write_text(_index())
     with (source / "docs" / "variants.md").open("a") as page:
         page.write("\n## Pictures\n\nOf each: [the gallery](../gallery/index.md).\n")
     gallery.write(source / "gallery")
@@ -65,6 +67,14 @@ def stage(source: Path, run_notebooks: bool) -> None:
     for linked in set(_linked(source)):
         if not (source / linked).exists():
             _copy(ROOT / linked, source)
+
+
+def _index() -> str:
+    """The start page: README without what is about the site, with some pictures, and the contents."""
+    lines = (ROOT / "README.md").read_text().replace(".ipynb)", ".md)").splitlines()  # notebooks are pages
+    title, _, tagline, *rest = (line for line in lines if not line.endswith(NOT_HERE))
+    head = [title, "", tagline, "", gallery.row("gallery/"), ""]
+    return "\n".join([*head, *rest, "", (HERE / "contents.md").read_text()])
 
 
 def _copy(path: Path, source: Path) -> None:

@@ -38,6 +38,9 @@ MASKS: dict[str, tuple[str, int, int]] = {
 }  # fmt: skip
 """Variant -> the mask as code, queries, keys."""
 
+START = ("document", "streaming_llm", "block_diffusion", "natten")
+"""Masks that the start page shows."""
+
 COMPOSED: tuple[tuple[str, int, int], ...] = (
     ("sliding_window(24) | streaming_llm(4, 20)", 128, 128),
     ("causal & ~sliding_window(32)", 128, 128),
@@ -102,6 +105,11 @@ def write(folder: Path) -> None:
     (folder / "index.md").write_text("\n\n".join(parts))
 
 
+def row(place: str) -> str:
+    """HTML of START's pictures, which `write` draws; `place` is the path to them."""
+    return _grid([_html(f"{place}{name}", name, MASKS[name][0], name) for name in START])
+
+
 def _lengths(q_len: int, kv_len: int) -> str:
     return "" if q_len == kv_len else f"{q_len} queries, {kv_len} keys"
 
@@ -113,8 +121,12 @@ def _grid(figures: list[str]) -> str:
 def _figure(folder: Path, name: str, code: str, figure: Figure, title: str | None = None) -> str:
     """HTML of one picture, which is written to `folder`."""
     figure.savefig(folder / f"{name}.png", dpi=DPI)
-    data = f'<img alt="{escape(name)}: {escape(code, quote=True)}" loading="lazy" src="{name}.png">'
-    heading = f"<strong>{escape(name if title is None else title)}</strong>" if title != "" else ""
+    return _html(name, name, code, name if title is None else title)
+
+
+def _html(place: str, name: str, code: str, title: str) -> str:
+    data = f'<img alt="{escape(name)}: {escape(code, quote=True)}" loading="lazy" src="{place}.png">'
+    heading = f"<strong>{escape(title)}</strong>" if title else ""
     return f"<figure>{data}<figcaption>{heading}<code>{escape(code)}</code></figcaption></figure>"
 
 

@@ -60,6 +60,15 @@ def test_every_variant_is_pictured(site: Path, monkeypatch: pytest.MonkeyPatch) 
     assert drawn <= pictures.keys() and min(pictures.values()) > 1000
 
 
+@pytest.mark.slow
+def test_the_start_page_has_pictures_and_nothing_about_itself(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    for name in re.findall(r'<img alt="[^"]*" loading="lazy" src="([^"]+)"', page):
+        assert (site / name).stat().st_size > 1000
+    assert page.count('src="gallery/') == 4 and "make docs" not in page
+    assert page.index('src="gallery/') < page.index("make demo") < page.index("make test")
+
+
 def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = '<h1 id="title"></h1><a href="index.html#there">'
     page = (

@@ -384,6 +384,21 @@ def test_explain_names_what_passes_32_bits() -> None:
     assert "fits 32 bits" in flat(fa4flex.compile(mask=mask).explain(1000))
 
 
+def test_explain_of_a_long_mod_is_short() -> None:
+    """A hash uses each value twice: written out, it would double with each round."""
+
+    def hashed(x):  # type: ignore[no-untyped-def]
+        for _ in range(16):
+            x = (((x >> 13) ^ x) * 0x45D9F3B) & 0xFFFFFFFF
+        return x
+
+    score = lambda score, b, h, q_idx, kv_idx: score + hashed(q_idx) * 1e-10  # noqa: E731
+    mask = lambda b, h, q_idx, kv_idx: hashed(q_idx * 999 + kv_idx) % 3 > 0  # noqa: E731
+    text = fa4flex.compile(score_mod=score, mask=mask).explain(64, arch="sm_90a")
+    assert len(text) < 6000 and 'listed by source("trace")' in flat(text) and "more" in text
+    assert "allowed where an expression of" in flat(text) and "beyond 32 bits" in text
+
+
 def test_source_computes_the_mod() -> None:
     """The listing is close enough to Python to run: it gives the mod's own values."""
     table = torch.randn(300)

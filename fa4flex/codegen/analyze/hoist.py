@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.expr import Expr, brief, walk
 
 Frequency = Literal["uniform", "row", "column", "element"]
 
@@ -25,7 +25,7 @@ class Hoisting:
 
     def explain(self) -> str:
         parts = [
-            f"{len(terms)} once per {unit} ({', '.join(str(t) for t in terms)})"
+            f"{len(terms)} once per {unit} ({', '.join(map(brief, terms))})"
             for unit, terms in (("head", self.uniform), ("query row", self.row), ("key", self.column))
             if terms
         ]
