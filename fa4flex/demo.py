@@ -118,7 +118,7 @@ def _errors(attn: fa4flex.Attention) -> bool:
     worst: dict[str, tuple[float, float]] = {}
     progress = Progress("the dense formula in float64", len(CHECKED_HEADS) * LENGTH, "rows")
     for i, head in enumerate(CHECKED_HEADS):
-        for name, exact in _exact(head, lambda row, i=i: progress.reached(i * LENGTH + row)).items():
+        for name, exact in _exact(head, progress, i * LENGTH).items():
             error = (result[name][0, head].double() - exact).abs().max().item()
             scale = exact.abs().max().item()
             worst[name] = max(worst.get(name, (0.0, 1.0)), (error, scale))
@@ -132,9 +132,9 @@ def _errors(attn: fa4flex.Attention) -> bool:
     return all(error <= tolerance * scale for error, scale in worst.values())
 
 
-def _exact(head: int, reached: Callable[[int], None]) -> dict[str, Tensor]:
+def _exact(head: int, progress: Progress, before: int) -> dict[str, Tensor]:
     """out, lse and gradients of one head in float64: autograd through the dense formula, rows at a time.
-    `reached` is called with how many there are so far."""
+    `before`: rows of other heads that are done."""
     q, k, v, d_out = (x[0, head].double() for x in _inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     outs, lses = [], []
@@ -145,7 +145,7 @@ def _exact(head: int, reached: Callable[[int], None]) -> dict[str, Tensor]:
         out.backward(d_out[rows.flatten()])
         outs.append(out.detach())
         lses.append(scores.detach().logsumexp(-1))
-        reached(first + len(rows))
+        progress.reached(before + first + len(rows))
     gradients = [x.grad for x in leaves if x.grad is not None]
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (torch.cat(outs), torch.cat(lses), *gradients)))
 

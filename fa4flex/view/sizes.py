@@ -89,8 +89,9 @@ def _lengths(
         shown_q, shown_kv = min(asked_q, most_q), min(asked_kv, most_kv)
         if square and asked_q == asked_kv:
             shown_q = shown_kv = min(shown_q, shown_kv)
+    fixed = "captured tensors fix" if program.variant.blocks is None else "the block map fixes"
     notes = tuple(
-        f"captured tensors fix {name} at {shown}: shown at {shown} instead of {asked}"
+        f"{fixed} {name} at {shown}: shown at {shown} instead of {asked}"
         for name, shown, asked in (("q_len", shown_q, q_len), ("kv_len", shown_kv, kv_len))
         if asked is not None and shown != asked
     )

@@ -254,6 +254,9 @@ def test_explain_says_why_tiles_are_evaluated(seed: int) -> None:
 
 def test_explain_of_a_block_map_claims_no_proof() -> None:
     blocks = fa4flex.BlockMap.from_dense(torch.tril(torch.ones(4, 4)).bool(), 16)
+    assert "the block map fixes q_len at 64: shown at 64 instead of 96" in fa4flex.compile(
+        mask=blocks
+    ).explain(96)
     text = flat(fa4flex.compile(mask=blocks).explain(64))
     assert "proved" not in text and "all lengths" not in text and "sorted" not in text
     assert "q_len=64, kv_len=64 alone, in blocks of 16 x 16: 0 full, 10 partial, 6 empty" in text
