@@ -358,6 +358,7 @@ def _jagged() -> Tensor:
 wide, few = _dense_map(8), _dense_map(2, 2)
 qkv, tokens = dense(), packed()
 jagged = _jagged()
+vector = torch.randn(4, 16)
 offsets = Varlen(cu(0, 16))
 
 ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
@@ -444,6 +445,15 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
     "no soft cap": (lambda: softcap(0.0), "leave softcap out", lambda: plain(*qkv)),
     "a soft cap that is a tensor": (
         lambda: softcap(torch.tensor(3.0)), "pass a Python number", lambda: softcap(3.0),
+    ),
+    "a vector read backwards": (
+        lambda: fa4flex.compile(lambda s, b, h, q, k: s + vector[h][::-1][k])(*qkv), r"x\[n - 1 - i\]",
+        lambda: fa4flex.compile(lambda s, b, h, q, k: s + vector[h][15 - k])(*qkv),
+    ),
+    "dropout in a mod": (
+        lambda: fa4flex.compile(lambda s, b, h, q, k: torch.nn.functional.dropout(s, 0.5))(*qkv),
+        "drop pairs in a mask, by a hash",
+        lambda: fa4flex.compile(mask=lambda b, h, q, k: (q * 16 + k) * 0x45D9F3B % 1013 > 500)(*qkv),
     ),
     "a family called as a mask": (
         lambda: causal(0, 0, 3, 4), r"causal with parameters that it does not have.*causal\(...\)",

@@ -309,7 +309,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     raise current().error(
         "dropout inside a mod",
         "a mod that gives the same result every time it runs",
-        "apply dropout outside the mod",
+        "drop pairs in a mask, by a hash of their indices, as in docs/recipes.md",
     )
 
 

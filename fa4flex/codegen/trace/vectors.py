@@ -133,7 +133,11 @@ def _wrapped(node: Expr, dim: Dim, index: Expr) -> Expr:
 def _slice(dim: Dim, entry: slice, replaced: dict[Expr, Expr]) -> Dim:
     start, stop, step = slice(*(_bound(x) for x in (entry.start, entry.stop, entry.step))).indices(dim.extent)
     if step < 0:
-        raise current().error("a slice with a negative step", "a positive step", "use flip")
+        raise current().error(
+            "a slice with a negative step",
+            "a positive step",
+            "index from the end: x[n - 1 - i]; or flip the tensor outside the mod",
+        )
     extent = len(range(start, stop, step))
     if dim.axis is None or extent == dim.extent:
         return Dim(dim.axis if extent == dim.extent else None, extent)
