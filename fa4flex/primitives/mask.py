@@ -52,7 +52,7 @@ class ModMask(FunctionMod, Mask):
     """A mask_mod as a mask."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        return call_with(self.mod, (b, h, q_idx, kv_idx), self.context, context)
+        return call_with(self.mod, (b, h, q_idx, kv_idx), self.context, context, self)
 
 
 def _part(mask: Mask, indices: tuple[Any, ...], context: dict[str, Any]) -> Any:

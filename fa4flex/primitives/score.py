@@ -34,7 +34,7 @@ class ModScore(FunctionMod, ScoreMod):
     """A score_mod function as a score mod."""
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        return call_with(self.mod, (score, b, h, q_idx, kv_idx), self.context, context)
+        return call_with(self.mod, (score, b, h, q_idx, kv_idx), self.context, context, self)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
