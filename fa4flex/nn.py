@@ -195,7 +195,8 @@ def _parameter(name: str, given: Any) -> nn.Parameter:
     raise InputError(
         f"{name} of {kind_of(given)}",
         "a floating tensor, or its shape",
-        f"what does not learn is a buffer: buffers={{{name!r}: ...}}",
+        f"give a tensor of floats, e.g. torch.tensor(0.5); what does not learn is a buffer:"
+        f" buffers={{{name!r}: ...}}",
     )
 
 

@@ -84,22 +84,23 @@ def call_with(
     indices: tuple[Any, ...],
     wanted: tuple[str, ...],
     context: dict[str, Any],
-    known_as: object = None,
+    called: object = None,
 ) -> Any:
-    """`mod(*indices)` with the `wanted` entries of `context`. Raises InputError where one is missing, for
-    what the caller knows the mod as."""
+    """`mod(*indices)` with the `wanted` entries of `context`. Raises InputError where one is missing, which
+    names `called`, the object that the user called, if it is another one than `mod`."""
     for name in wanted:
         if name not in context:
-            raise _missing(mod if known_as is None else known_as, wanted, context)
+            raise _missing(mod if called is None else called, wanted, context, len(indices))
     return mod(*indices, **{name: context[name] for name in wanted})
 
 
-def _missing(mod: object, wanted: tuple[str, ...], context: dict[str, Any]) -> InputError:
+def _missing(mod: object, wanted: tuple[str, ...], context: dict[str, Any], indices: int) -> InputError:
     name = getattr(mod, "__name__", repr(mod))
     lengths = ", ".join(f"{n}=..." for n in wanted)
+    positions = ", ".join(("score", "b", "h", "q_idx", "kv_idx")[-indices:])
     return InputError(
         f"{name} was called without {', '.join(n for n in wanted if n not in context)}",
-        f"{name}(b, h, q_idx, kv_idx, {lengths})",
+        f"{name}({positions}, {lengths})",
         f"pass the lengths, or fix them once: {name}.bind({lengths})",
     )
 

@@ -351,6 +351,10 @@ def _with_map(blocks: BlockMap) -> Any:
     return fa4flex.compile(blocks=blocks)(*dense())
 
 
+def tilted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slope: Any) -> Any:
+    return score + slope * (kv_idx - q_idx)
+
+
 def _jagged() -> Tensor:
     return torch.nested.nested_tensor([rand(3, 4, 8), rand(2, 4, 8)], layout=torch.jagged)
 
@@ -454,6 +458,18 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         lambda: fa4flex.compile(lambda s, b, h, q, k: torch.nn.functional.dropout(s, 0.5))(*qkv),
         "drop pairs in a mask, by a hash",
         lambda: fa4flex.compile(mask=lambda b, h, q, k: (q * 16 + k) * 0x45D9F3B % 1013 > 500)(*qkv),
+    ),
+    "a mask called without lengths": (
+        lambda: causal()(0, 0, 3, 4), r"^causal\(\) was called without q_len, kv_len.*causal\(\).bind\(",
+        lambda: causal().bind(q_len=9, kv_len=9)(0, 0, 3, 4),
+    ),
+    "a score mod called without lengths": (
+        lambda: alibi()(0.0, 0, 0, 3, 4), r"expected: alibi\(\)\(score, b, h, q_idx, kv_idx, ",
+        lambda: alibi()(0.0, 0, 0, 3, 4, q_len=9, kv_len=9, num_heads=2),
+    ),
+    "a parameter that is a number": (
+        lambda: fa4flex.nn.Attention(tilted, parameters={"slope": 0.5}), r"torch.tensor\(0.5\)",
+        lambda: fa4flex.nn.Attention(tilted, parameters={"slope": torch.tensor(0.5)})(*qkv),
     ),
     "a family called as a mask": (
         lambda: causal(0, 0, 3, 4), r"causal with parameters that it does not have.*causal\(...\)",
