@@ -1,4 +1,4 @@
-"""Threads that call one attention at the same time, with calls that differ: each result is that of its call."""
+"""Threads that call one attention at the same time: each result is that of its call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # torch cannot be imported by several threads at once
-import torch._inductor.compile_fx  # noqa: F401
+import torch._inductor.compile_fx
 from torch import Tensor
 
 import fa4flex
@@ -120,11 +120,13 @@ def test_gradients_of_threads_do_not_mix() -> None:
 
 
 def test_conditions_are_told_once_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A condition that has not arrived is not taken for one that did not hold, and no other one is dropped."""
+    """One that has not arrived is not taken for one that did not hold, and no other one is dropped."""
     arrived = [torch.full((), later.HELD, dtype=torch.uint8) for _ in range(400)]
     for n in range(0, 400, 7):
         arrived[n].fill_(0)
-    monkeypatch.setattr(later, "_awaited", collections.deque((x, f"condition {n}", None) for n, x in enumerate(arrived)))
+    monkeypatch.setattr(
+        later, "_awaited", collections.deque((x, f"condition {n}", None) for n, x in enumerate(arrived))
+    )
     told: list[str] = []
 
     def work(thread: int) -> None:

@@ -28,9 +28,7 @@ def test_rows_past_the_end_have_neither_keys_nor_sinks(backend: Any, sinks: Any)
     exact, exact_lse = reference.attention(q, k, v, sinks=sinks)
     there = (torch.arange(S) < used[:, None])[:, None].expand(2, HEADS, S)
     torch.testing.assert_close(out.double(), torch.where(there[..., None], exact, 0), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        lse.double(), torch.where(there, exact_lse, -torch.inf), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(lse.double(), torch.where(there, exact_lse, -torch.inf), atol=1e-5, rtol=1e-5)
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     lengths = Varlen(torch.tensor([0, 30, S]), seqused_q=torch.tensor([5, 20]))
     out, lse = attn(*packed, varlen=lengths, return_lse=True)
