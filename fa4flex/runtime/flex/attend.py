@@ -180,7 +180,7 @@ class _Again(torch.autograd.Function):
         with torch.enable_grad():
             found = ctx.attend(*tree_unflatten(tensors, ctx.structure))
         pairs = [(x, up) for x, up in zip(found, upstream, strict=True) if x is not None and up is not None]
-        learned = [x for x, want in zip(tensors, wanted, strict=True) if want]
+        learned = [x for x in tensors if x is not None and x.requires_grad]
         outputs, gradients = zip(*pairs, strict=True)
         made = iter(torch.autograd.grad(outputs, learned, gradients, allow_unused=True))
         return None, None, *(next(made) if want else None for want in wanted)
