@@ -263,7 +263,9 @@ class BlockMap:
 
     def fits(self, q_len: int, kv_len: int, batch: int, heads: int) -> None:
         """Raise StateError unless the map was made for these lengths, InputError unless for this batch and
-        these query heads."""
+        these query heads, or for classes that are none by now, where the host can tell."""
+        if not torch.compiler.is_compiling() and checked_here(self.classes) and (self.classes > FULL).any():
+            raise _no_class(self.classes)
         if (self.q_len, self.kv_len) != (q_len, kv_len):
             raise StateError(
                 f"block_mask was created for q_len={self.q_len}, kv_len={self.kv_len}, "
@@ -460,11 +462,7 @@ def _checked_classes(blocks: BlockMap) -> Tensor:
     _check_shape(classes, blocks.block_size, blocks.q_len, blocks.kv_len)
     checked = _checked(classes, classes <= FULL, "BlockMap: a class above 2")
     if checked is None:
-        raise InputError(
-            f"class {int(classes.max())} in the map",
-            "0 empty, 1 partial, 2 full",
-            "map other values to these",
-        )
+        raise _no_class(classes)
     return checked
 
 
@@ -477,6 +475,12 @@ def _check_shape(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_le
             f"{wanted} blocks: ceil(length / block size)",
             "check block_size (query, key) and the lengths in tokens",
         )
+
+
+def _no_class(classes: Tensor) -> InputError:
+    return InputError(
+        f"class {int(classes.max())} in the map", "0 empty, 1 partial, 2 full", "map other values to these"
+    )
 
 
 def _checked(x: Tensor, condition: Tensor, message: str) -> Tensor | None:

@@ -392,3 +392,12 @@ def test_what_a_call_brings_changes_on_a_gpu(recorder: Named, name: str, trains:
                     lambda given=given, attn=attn: attn(*qkv, **given),
                     lambda given=given, v=variant: fa4flex.Attention(v, Caller())(*qkv, **given),
                 )
+
+
+@pytest.mark.parametrize("name", [x for x in FIELDS if x not in ("score_mod", "mask", "sinks")])
+def test_modules_with_parameters_keep_every_field(name: str) -> None:
+    def score(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
+        return s + bias[h]
+
+    module = fa4flex.nn.Attention(score, near, parameters={"bias": HEADS}, **{name: FIELDS[name]})
+    assert getattr(module.variant, name) == getattr(compose(**{name: FIELDS[name]}), name)

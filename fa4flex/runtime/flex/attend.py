@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.emit.source import Source
@@ -143,7 +144,49 @@ class Module:
                 out, lse = with_sinks(out, lse, sinks)
             return out, lse if wanted.lse else None, largest if wanted.max_scores else None
 
-        return attend
+        def saving_inputs_alone(*arguments: Any) -> Outputs:
+            if _hooks_of_saved_tensors() and torch.is_grad_enabled():
+                tensors, structure = tree_flatten(arguments)
+                found: Outputs = _Again.apply(attend, structure, *tensors)
+                return found
+            return attend(*arguments)
+
+        return saving_inputs_alone
+
+
+def _hooks_of_saved_tensors() -> bool:
+    """True within checkpoints and the like."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class _Again(torch.autograd.Function):
+    """A function that is run again for its gradients, so that nothing but its arguments is saved.
+
+    Torch differentiates mods by tracing them, and hooks of saved tensors see what that saves: not the same in
+    each pass, so that a checkpoint that compares passes raises.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, attend: Attend, structure: TreeSpec, *tensors: Any) -> Outputs:
+        ctx.attend, ctx.structure = attend, structure
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return attend(*tree_unflatten(tensors, structure))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        tensors = [
+            x if x is None else x.detach().requires_grad_(want)
+            for x, want in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            found = ctx.attend(*tree_unflatten(tensors, ctx.structure))
+        pairs = [(x, up) for x, up in zip(found, upstream, strict=True) if x is not None and up is not None]
+        learned = [x for x in tensors if x is not None and x.requires_grad]
+        outputs, gradients = zip(*pairs, strict=True)
+        made = iter(torch.autograd.grad(outputs, learned, gradients, allow_unused=True))
+        return None, None, *(next(made) if want else None for want in wanted)
 
 
 _HEADER = """import torch

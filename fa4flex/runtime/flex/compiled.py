@@ -32,6 +32,10 @@ class Run(NamedTuple):
     results: Sequence[Any]
 
 
+_importing = threading.Lock()
+"""Held while torch imports its compiler, which fails where two threads begin at the same time."""
+
+
 class Compiled:
     """`function` under torch.compile. Where it does not compile `fallback` takes its place, with a warning.
 
@@ -44,7 +48,8 @@ class Compiled:
         self._options = options
         self._watched = threading.local()
         """`runs`, a list that runs of the thread at hand enter; absent where nobody watches."""
-        compiled: Attend = torch.compile(function, fullgraph=True, backend=self._compile)
+        with _importing:
+            compiled: Attend = torch.compile(function, fullgraph=True, backend=self._compile)
         self._chosen: tuple[Attend, Callable[[], Attend] | None] = compiled, fallback
 
     def __call__(self, *arguments: Any) -> Outputs:

@@ -34,6 +34,7 @@ from fa4flex.contents import Followed, VersionedCache
 from fa4flex.exact import exactly
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.attend import Module, Wanted, buffers_of, module
@@ -97,6 +98,7 @@ class Engine:
         packed = lengths.cu_seqlens_q is not None
 
         def make() -> tuple[Tensor, ...]:
+            Varlen(*lengths)  # which raises, where the host reads contents, if these do not fit
             with torch.inference_mode(False):  # what inference makes, no later call could save
                 if packed:
                     return ragged.tokens_of(lengths, q.shape[0], k.shape[0])
@@ -171,6 +173,8 @@ class Ready:
     dtypes            of the tensors of numbers and lengths that functions read
     padded_to         columns of zeros that q and k, and v, get
     output            dtype of the output
+    learned           slots of captured tensors that gradients are wanted of, and the dtype in which these are
+                      summed: a sum is rounded to the tensor's own once
     recent            parts of the last call, whoever called
     """
 
@@ -185,6 +189,7 @@ class Ready:
     dtypes: dict[Buffer, torch.dtype]
     padded_to: tuple[int, int]
     output: torch.dtype
+    learned: dict[int, torch.dtype]
     recent: Recent | None = None
 
     def __post_init__(self) -> None:
@@ -207,6 +212,8 @@ class Ready:
         blocks = None
         if self.classes is not None:
             blocks, recent = self._blocks(recent, operands, scalars, q)
+        if self.learned:
+            operands = tuple([x.to(self.learned.get(slot, x.dtype)) for slot, x in enumerate(operands)])
         return Parts(q, k, v, blocks, operands, recent, sinks)
 
     def arguments(self, parts: Parts) -> tuple[Any, ...]:
@@ -233,6 +240,8 @@ class Ready:
     def results(self, found: Outputs, given: Tensors) -> Outputs:
         """Results in the layout of what was given."""
         out, lse, largest = found
+        if given.sinks is not None and lse is not None and given.lengths.seqused_q is not None:
+            lse = self._of_used(lse, given)
         if self.padded_to[1]:
             out = out[..., : given.v.shape[-1]]
         if out.dtype is not self.output:
@@ -241,6 +250,16 @@ class Ready:
             return out, lse, largest
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
         return out[0].transpose(0, 1), lse, largest
+
+    def _of_used(self, lse: Tensor, given: Tensors) -> Tensor:
+        """Log-sum-exps, -inf in rows past the ends of sequences: these have no sinks either."""
+        tables = self.engine.tokens(given)
+        if given.lengths.cu_seqlens_q is not None:
+            used = ragged.Tokens(*tables).sequence_q >= 0
+        else:
+            ends = ragged.Ends(*tables).q_len
+            used = (torch.arange(lse.shape[2], device=lse.device) < ends[:, None])[:, None]
+        return torch.where(used, lse, -torch.inf)
 
     def _now(self, scalars: tuple[int | float, ...], q: Tensor, recent: Recent | None) -> Recent:
         """The numbers of this call as tensors: those of the last one, if they are equal."""
@@ -328,6 +347,7 @@ def _made(
         _dtypes(facts, setting, functions),
         short,  # type: ignore[arg-type]
         engine.precision.output_dtype(q.dtype),
+        {slot: engine.precision.compute_dtype(q.dtype) for slot in wanting},
     )
 
 
