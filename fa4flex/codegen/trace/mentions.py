@@ -104,13 +104,14 @@ def imported(code: CodeType, package: str | None) -> tuple[str, ...]:
     """Modules that `code` imports itself, the ones that they lie in among them."""
     found: dict[str, None] = {}
     for inner in nested(code):
-        level, names = 0, None
+        level: int = 0
+        names: Any = None
         for step in dis.get_instructions(inner):
             if step.opname == "IMPORT_NAME":
                 base = importlib.util.resolve_name("." * level + step.argval, package)
                 parts = base.split(".")
                 found |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
-                inside = [f"{base}.{name}" for name in names or ()]
+                inside = [f"{base}.{one}" for one in names or ()]
                 found |= dict.fromkeys(module for module in inside if module in sys.modules)
             elif step.opname.startswith("LOAD_"):
                 level, names = (names if isinstance(names, int) else 0), step.argval
