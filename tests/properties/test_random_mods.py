@@ -1,5 +1,5 @@
-"""Random mods that read extents, ask helpers for "number or tensor", and cast: equal to the float64 formula by
-every door and at every length.
+"""Random mods that read extents, ask helpers for "number or tensor", and cast: equal to the float64
+formula by every door and at every length.
 
 FA4FLEX_RANDOM_MODS: how many mods are drawn. FA4FLEX_RANDOM_DOORS: which doors they go through, by name.
 """
@@ -68,8 +68,8 @@ class Draw:
     def extent(self) -> str:
         """A positive int."""
         plain = (
-            "t.shape[0]", "len(t)", "t.numel()", "q.shape[2]", "q.size(-2)", "n.size()[0]", "q[b, h].shape[0]",
-            "sized(t)", "q.shape[-1]",
+            "t.shape[0]", "len(t)", "t.numel()", "q.shape[2]", "q.size(-2)", "n.size()[0]",
+            "q[b, h].shape[0]", "sized(t)", "q.shape[-1]",
         )  # fmt: skip
         made = self.random.choice(plain)
         match self.random.randrange(8):
@@ -93,8 +93,8 @@ class Draw:
         match self.random.randrange(12):
             case 0 | 1 | 2:
                 how = (
-                    ".to(torch.int8)", ".to(torch.int16)", ".to(torch.int32)", ".byte()", ".int()", ".short()",
-                    ".char()", ".to(dtype=torch.uint8)", ".type(torch.int32)",
+                    ".to(torch.int8)", ".to(torch.int16)", ".to(torch.int32)", ".byte()", ".int()",
+                    ".short()", ".char()", ".to(dtype=torch.uint8)", ".type(torch.int32)",
                 )  # fmt: skip
                 return f"({x} * {self.random.choice((1, 37, 991, 2654435761))}){self.random.choice(how)}"
             case 3:
