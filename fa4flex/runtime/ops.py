@@ -265,15 +265,16 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
 
 def _as_tensors(floats: Sequence[float]) -> tuple[Tensor, ...]:
     """Captured floats as operators take them."""
-    return tuple([as_tensor(x) for x in floats])
+    return tuple([_as_tensor(x) for x in floats])
 
 
-def as_tensor(x: Any) -> Tensor:
+def _as_tensor(x: Any) -> Tensor:
     """A float as operators take it; one that is symbolic stays so."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, torch.SymFloat):
-        return torch.ones((), dtype=torch.float64, device="cpu") * x
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        return one * x  # type: ignore[operator]
     return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 

@@ -101,17 +101,18 @@ _OF_ARGUMENTS = frozenset(("is_tensor", "is_storage", "get_default_dtype"))
 
 @lru_cache(maxsize=4096)
 def imported(code: CodeType, package: str | None) -> tuple[str, ...]:
-    """Modules that `code` imports itself, the ones that they lie in among them."""
+    """Modules that `code` imports, those that they lie in among them, and what it imports from them, module or
+    not, as "module:name"."""
     found: dict[str, None] = {}
     for inner in nested(code):
-        level, names = 0, None
+        level: int = 0
+        names: Any = None
         for step in dis.get_instructions(inner):
             if step.opname == "IMPORT_NAME":
-                base = importlib.util.resolve_name("." * level + step.argval, package)
+                base = importlib.util.resolve_name("." * level + step.argval, package or "")
                 parts = base.split(".")
                 found |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
-                inside = [f"{base}.{name}" for name in names or ()]
-                found |= dict.fromkeys(module for module in inside if module in sys.modules)
+                found |= dict.fromkeys(f"{base}:{one}" for one in names or ())
             elif step.opname.startswith("LOAD_"):
                 level, names = (names if isinstance(names, int) else 0), step.argval
     return tuple(found)

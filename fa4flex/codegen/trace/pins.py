@@ -197,12 +197,17 @@ class Pins:
             self._environment()
         if not {"import_module", "__import__"}.isdisjoint(names):
             self.opaque = self.opaque or "a module that the mod imports by a computed name"
-        for module in imported(code, function.__globals__.get("__package__")):
-            found = sys.modules.get(module)
-            if found is None:
-                self.opaque = self.opaque or f"the module {module}, which the mod is the first to import"
-            else:
-                self._pin(found, module, Path(None, "constant", sys.modules).item(module))
+        for name in imported(code, function.__globals__.get("__package__")):
+            module, _, part = name.partition(":")
+            there = sys.modules.get(module)
+            if there is None or (part and not hasattr(there, part)):
+                self.opaque = self.opaque or f"the module {name}, which the mod is the first to import"
+                continue
+            path = Path(None, "constant", sys.modules).item(module)
+            if not part:
+                self._pin(there, module, path)
+            elif isinstance(getattr(there, part), ModuleType):
+                self._pin(getattr(there, part), part, path.attribute(part))
 
     def _environment(self) -> None:
         now = dict(os.environ._data)  # type: ignore[attr-defined]
