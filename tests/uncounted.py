@@ -22,7 +22,7 @@ def by_data(x: Tensor, new: Tensor) -> None:
 
 
 def behind_the_count(x: Tensor, new: Tensor) -> None:
-    """As FSDP2 fills a parameter that it has gathered."""
+    """FSDP2 fills a parameter that it has gathered in this way."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
         x.copy_(new)
 
@@ -32,7 +32,7 @@ def in_memory_of_numpy(x: Tensor, new: Tensor) -> None:
 
 
 def averaged(x: Tensor, new: Tensor) -> None:
-    """As averages of weights are updated."""
+    """Averages of weights are updated in this way."""
     x.data.mul_(0.1).add_(new, alpha=0.9)
 
 

@@ -1,4 +1,4 @@
-"""What follows from contents follows every change of them, counted by torch or not, on a CPU and by flex."""
+"""Results follow every change of contents, counted by torch or not, on a CPU and by flex."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_contents_are_counted_where_a_schedule_says_so(
 
 
 def test_counted_contents_are_not_read() -> None:
-    """What torch does not count is not seen: the caller has said that there is nothing of the kind."""
+    """A change that torch does not count is not seen: the caller has said that there is none."""
     ids = torch.zeros(4096, dtype=torch.int64)
     attn = fa4flex.compile(mask=fa4flex.variants.document(ids), schedule=COUNTED)
     whole = plan(attn, 4096, 4)

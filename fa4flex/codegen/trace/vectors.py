@@ -49,8 +49,8 @@ def getitem(input: Any, index: Any) -> Value:
 
 
 def _source(input: Any, one: bool) -> Value:
-    """What is indexed. Of a tensor that the mod computed, one element is computed where it is read, if it can
-    be; a vector of them would be computed again and again."""
+    """Value that is indexed. Of a tensor that the mod computed, one element is computed where it is read, if
+    it can be; a vector of them would be computed again and again."""
     if not is_real(input):
         return coerce(input)
     elements = elements_of(input) if one else None
