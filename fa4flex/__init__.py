@@ -13,7 +13,6 @@ once both are imported.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -95,22 +94,26 @@ def __dir__() -> list[str]:
 
 
 class _TorchIsImported:
-    """Finds torch as others would, and has its operators declared at the end of its import."""
+    """Finds torch as others do, and has its operators declared at the end of its import."""
 
     @classmethod
-    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        others = [finder for finder in sys.meta_path if finder is not cls]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                importlib.import_module("fa4flex.operators")
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if cls in sys.meta_path:
+                sys.meta_path.remove(cls)
+            importlib.import_module("fa4flex.operators")
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

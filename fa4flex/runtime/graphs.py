@@ -313,9 +313,7 @@ def _paged(
     return run(variant, (q, k, v), ragged, None, statistics)
 
 
-def attend(
-    qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[str, Any]) -> Results:
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
@@ -330,8 +328,7 @@ def attend(
     if scale is not None:
         scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
     options = {**options, "context": tuple([context.get(name) for name in CONTEXT]), "contract": _CONTRACT}
-    found: tuple[Tensor, Tensor, Tensor] = attention(*qkv, mods.score, (mods.mask,), scale, options)  # type: ignore[arg-type]
-    return found
+    return attention(*qkv, mods.score, (mods.mask,), scale, options)  # type: ignore[arg-type]
 
 
 class _Mods:
@@ -368,8 +365,9 @@ def _one(result: Any) -> Any:
 def _eager(variant: Variant, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Results:
     """Results of eager mode: where Dynamo cannot trace a mod, it leaves the call out of its graphs."""
     pages = options.get("pages")
+    paging, layout = None, variant.layout
     if pages is None:
-        lengths, paging, layout = options["lengths"], None, "bhsd"
+        lengths, layout = options["lengths"], "bhsd"
     else:
         table, keys, heads_first = pages
         cu_seqlens_q, used = options["lengths"]

@@ -125,9 +125,10 @@ def test_a_file_of_an_earlier_version_loads(first: str, second: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_that_is_imported_later_is_as_always() -> None:
+def test_torch_that_is_looked_for_and_imported_later_is_as_always() -> None:
     code = (
         "import sys; before = list(sys.meta_path); import fa4flex; assert 'torch' not in sys.modules;"
+        "import importlib.util; assert importlib.util.find_spec('torch'); assert 'torch' not in sys.modules;"
         "import torch; assert torch.ops.fa4flex.attention.default;"
         "assert sys.meta_path[-len(before):] == before;"
         "assert not [x for x in sys.meta_path if getattr(x, '__module__', '') == 'fa4flex'];"
