@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from uncounted import WRITES
 
@@ -113,3 +114,23 @@ def test_masks_of_them_follow_every_change(made: str, backend: str, write: str) 
         scores = (q.double() @ k.double().mT / D**0.5).masked_fill(~allowed, -torch.inf)
         torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-5)
         WRITES[write](starts, torch.rand(N))
+
+
+def test_new_lengths_need_no_new_graph() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + (F.softplus(slope) * scale.exp())[j]
+
+        return fa4flex.attention(q, k, v, score_mod=score)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for length in (40, 50, 60, 70):
+        qkv, slope, scale = (
+            [torch.randn(B, H, length, D) for _ in range(3)],
+            torch.randn(length),
+            torch.randn(()),
+        )
+        exact = expected(lambda a, b: F.softplus(a) * b.exp(), [slope.double(), scale.double()], qkv)
+        torch.testing.assert_close(compiled(*qkv, slope, scale).double(), exact, rtol=0, atol=1e-5)
+    assert counter.frame_count <= 2

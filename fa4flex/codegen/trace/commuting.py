@@ -37,7 +37,8 @@ def commuted(name: str, function: Callable[..., Any], args: Any, kwargs: Any) ->
         return None
     if any(x.dtype is torch.float64 or x.device != tensors[0].device for x in tensors):
         return None
-    state, error = current(), current().first_error
+    state = current()
+    error, seen = state.first_error, {key: set(what) for key, what in state.seen.items()}
     try:
         given, named = map_leaves((args, kwargs), _element)
         if name in ("T", "mT"):
@@ -47,6 +48,8 @@ def commuted(name: str, function: Callable[..., Any], args: Any, kwargs: Any) ->
     except TraceError:  # the table has no such operation, or not on such arguments
         state.first_error = error
         return None
+    finally:  # torch compares extents when it makes the tensor; the expression is the same for others
+        state.seen = seen
     if type(found) is not Value:
         return None
     narrowed = found.expr.kind == "int" and found.dtype_or_none not in (torch.int64, tensors[0].dtype)

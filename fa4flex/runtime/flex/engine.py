@@ -412,7 +412,7 @@ def _bits(facts: Facts, operands: tuple[Tensor, ...]) -> tuple[tuple[int, int], 
 
 # --- parts of a call --------------------------------------------------------------------------------------
 
-_numbers: VersionedCache[Tensor] = VersionedCache(MOST_NUMBERS)
+_numbers: VersionedCache[Tensor] = VersionedCache(MOST_NUMBERS)  # of keys alone: no contents
 
 
 def _number_of(
