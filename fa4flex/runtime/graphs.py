@@ -56,14 +56,15 @@ _CONTRACT = contract()
 class GraphTrace:
     """A program made of two graphs; positions are among the inputs that were lifted.
 
-    `fixed` are tensors and dimensions whose extents the program depends on, `pinned` numbers that are part of
+    `scalars` are numbers, or tensors with the dimension whose extent is the number. `fixed` are tensors and
+    dimensions whose extents the program depends on, `pinned` numbers that are part of
     it, with their values.
     """
 
     facts: Facts
     operands: tuple[Operand, ...]
     bases: tuple[int, ...]
-    scalars: tuple[Path, ...]
+    scalars: tuple[tuple[int, int | None], ...]
     fixed: tuple[tuple[int, int], ...]
     pinned: tuple[tuple[int, int | float], ...]
 
@@ -97,7 +98,10 @@ class _Attention(HigherOrderOperator):
             int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
         bases = tuple([lifted[position] for position in found.bases])
         operands = [operand.of(bases).value() for operand in found.operands]
-        numbers = [_at(path, lifted) for path in found.scalars]
+        numbers = [
+            lifted[at] if dimension is None else lifted[at].shape[dimension]
+            for at, dimension in found.scalars
+        ]
         ints = [x for x in numbers if isinstance(x, (int, torch.SymInt))]
         floats = [_as_tensor(x) for x in numbers if not isinstance(x, (int, torch.SymInt))]
         plain: float | None = None
@@ -433,15 +437,15 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
         analyze(traced_score.root, traced_mask.root),
         tuple([operand.at(bases) for operand in operands]),
         tuple(places[id(x)] for x in bases),
-        captures.scalar_paths,
+        tuple([_place(path) for path in captures.scalar_paths]),
         tuple({(g.path.key, g.constant[0]): None for g in captures.guards if g.kind == "extent"}),
         tuple(pinned),
     )
 
 
-def _at(path: Path, lifted: Sequence[Any]) -> Any:
-    """A lifted number, or an extent of a lifted tensor."""
-    return lifted[path.key] if path.parent is None else lifted[path.parent.key].shape[path.key]
+def _place(path: Path) -> tuple[int, int | None]:
+    """The position of a lifted number; of a tensor, and a dimension, where the number is that extent."""
+    return (path.key, None) if path.parent is None else (path.parent.key, path.key)
 
 
 def _made_in_the_graph(operand: Operand, places: Mapping[int, int]) -> Operand:

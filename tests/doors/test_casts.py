@@ -49,6 +49,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "bytes and chars": lambda b, h, q, k: BYTES[q] + k.char() > 100,
     "shifts": lambda b, h, q, k: (q.byte() << 4) > (k.byte() << 9) + 100,
     "long tables": lambda b, h, q, k: LONG[q].int() > LONG[k].int(),
+    "beyond 64 bits": lambda b, h, q, k: ((q * FACTOR + k) * FACTOR * FACTOR).int() >= 0,
     "numbers": lambda b, h, q, k: (q.int() - k.int()) * 100000 < 2**32 - 5,
     "floats": lambda b, h, q, k: (q * 50.25 - k * 31.5).to(torch.int8) > 0,
     "floats to bytes": lambda b, h, q, k: (q * 50.25 - k * 31.5).byte() > 100,

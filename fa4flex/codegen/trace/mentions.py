@@ -101,8 +101,8 @@ _OF_ARGUMENTS = frozenset(("is_tensor", "is_storage", "get_default_dtype"))
 
 @lru_cache(maxsize=4096)
 def imported(code: CodeType, package: str | None) -> tuple[str, ...]:
-    """Modules that `code` imports, those that they lie in among them, and what it imports from them, module or
-    not, as "module:name"."""
+    """Modules that `code` imports, those that they lie in among them, and what it imports from them, be it a
+    module or not, as "module:name"."""
     found: dict[str, None] = {}
     for inner in nested(code):
         level: int = 0

@@ -19,6 +19,7 @@ NARROW = frozenset((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.ui
 """Dtypes whose arithmetic wraps wherever its operands come from. That of int32 does so after a cast to it:
 indices and lengths in captured int32 tensors stay what they are."""
 WRAPPING = NARROW | {torch.int32}
+_OF_LOWEST_BITS, _WORD = ("add", "sub", "mul", "neg"), 1 << 62
 _LONGEST, _MOST = 1 << 24, 1 << 16
 """Lengths, and batch entries or heads, for which arithmetic on an index that was cast is checked."""
 
@@ -28,6 +29,8 @@ def narrowed(x: Expr, dtype: torch.dtype) -> Expr:
     limits = torch.iinfo(dtype)
     if _within(x, limits.min, limits.max):
         return x
+    if x.op in _OF_LOWEST_BITS and not _within(x, -_WORD, _WORD):  # their lowest bits are those of the result
+        x = apply(x.op, *(narrowed(a, torch.int32) for a in x.args))
     low, count = const(limits.min), const(limits.max - limits.min + 1)
     return apply("add", apply("mod", apply("sub", x, low), count), low)
 
