@@ -117,9 +117,8 @@ class Recent(Generic[Prepared]):
                     return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v), True)
                 # It would keep alive what was captured then.
                 one.repeated, one.row = None, 0
-            if one.family is None:
-                continue
-            like = one.family.find(variant, qkv, varlen, paging)
+            family = one.family  # another thread may exchange it
+            like = None if family is None else family.find(variant, qkv, varlen, paging)
             if like is not None:
                 return self._by_family(one, *like, dense)
         return None
@@ -175,9 +174,9 @@ class Recent(Generic[Prepared]):
                 one = Kept(*key, shapes=shapes)
                 self.once = (one, *self.once)[:MOST_KEPT]
                 return
-            self.once = tuple([one for one in self.once if one is not found[0]])
-            self.kept = (found[0], *self.kept)[:MOST_KEPT]
-        (one,) = found
+            self.once = tuple([one for one in self.once if one.key != key])
+            self.kept = (found[0], *[one for one in self.kept if one.key != key])[:MOST_KEPT]
+        one = found[0]  # threads may have kept several
         if one.missed < MOST_TRIES:
             made = FamilyPath.of(call, qkv, ready, self.reader)
             one.missed += made is None or one.family is not None

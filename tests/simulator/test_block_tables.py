@@ -69,8 +69,8 @@ def tables_alone() -> Iterator[None]:
     """Within, kernels that make tables are launched, and none that reads them; nothing is kept for others."""
     look, compile_kernel, this = Engine.look, Lowered.compile, object()
 
-    def of_tables(self: Engine, call: Call) -> Any:
-        found = look(self, call)
+    def of_tables(self: Engine, call: Call, *bits: Any) -> Any:
+        found = look(self, call, *bits)
         return None if found is None else ((this, *found[0]), found[1])
 
     def compiled(lowered: Lowered, signature: Any) -> Any:

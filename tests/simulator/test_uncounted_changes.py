@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -122,6 +123,35 @@ def test_tables_follow_changes_that_nobody_counts(name: str) -> None:
             attn(*qkv)
             stands = bool((tables.partial_ptr == UNTOUCHED).all())
             assert found[-1][1] is tables and stands == (name != "every_other_element")
+
+
+@pytest.mark.slow
+def test_tables_of_no_contents_are_made_once() -> None:
+    """There is no digest that could differ. A number that the mask reads has tables of its own."""
+    limit = SimpleNamespace(n=1.0)
+    attn, found, make = (
+        fa4flex.compile(mask=lambda b, h, q, kv: (q - kv + 0.5) / limit.n > 0),
+        [],
+        DeviceTables.__call__,
+    )
+
+    def noted(self: DeviceTables, call: Any, *lengths: Any) -> Any:
+        found.append((self, make(self, call, *lengths)))
+        return found[-1][1]
+
+    qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16() for n in (Q_LEN, KV_LEN, KV_LEN)]
+    noting = patch.object(DeviceTables, "__call__", noted)
+    with torch.no_grad(), tables_alone(), noting, fa4flex.simulator.device("sm_90a") as gpu:
+        for n in (1.0, -1.0, 1.0):
+            limit.n = n
+            for _ in range(2):
+                attn(*qkv)
+            one, tables = found[-1]
+            grid = grid_of(one.plan, SHAPE)
+            assert torch.equal(
+                classes_of(tables, grid.rows, grid.columns), expected(attn, one.plan.tile, False)
+            )
+    assert not gpu.findings and len(gpu.results) == 4, "two kernels for each number"
 
 
 @pytest.mark.slow

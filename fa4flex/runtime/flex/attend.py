@@ -7,6 +7,7 @@ alone; the rest (gradients, the log-sum-exp) runs uncompiled, as torch's dense r
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -145,13 +146,19 @@ class Module:
             return out, lse if wanted.lse else None, largest if wanted.max_scores else None
 
         def saving_inputs_alone(*arguments: Any) -> Outputs:
-            if _hooks_of_saved_tensors() and torch.is_grad_enabled():
-                tensors, structure = tree_flatten(arguments)
-                found: Outputs = _Again.apply(attend, structure, *tensors)
-                return found
-            return attend(*arguments)
+            with _one_at_a_time:
+                beside = _hooks_of_saved_tensors() or threading.active_count() > 1
+                if beside and torch.is_grad_enabled():
+                    tensors, structure = tree_flatten(arguments)
+                    found: Outputs = _Again.apply(attend, structure, *tensors)
+                    return found
+                return attend(*arguments)
 
         return saving_inputs_alone
+
+
+_one_at_a_time = threading.RLock()
+"""Held while torch's operator runs uncompiled, in either pass: it traces mods by state of the process."""
 
 
 def _hooks_of_saved_tensors() -> bool:
@@ -163,7 +170,7 @@ class _Again(torch.autograd.Function):
     """A function that is run again for its gradients, so that nothing but its arguments is saved.
 
     Torch differentiates mods by tracing them, and hooks of saved tensors see what that saves: not the same in
-    each pass, so that a checkpoint that compares passes raises.
+    each pass, so that a checkpoint that compares passes raises. Its own backward pass takes no lock.
     """
 
     @staticmethod
@@ -180,13 +187,20 @@ class _Again(torch.autograd.Function):
             x if x is None else x.detach().requires_grad_(want)
             for x, want in zip(ctx.saved_tensors, wanted, strict=True)
         ]
+        with _one_at_a_time:
+            return None, None, *_Again._gradients(ctx, tensors, upstream)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, tensors: list[Tensor | None], upstream: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
         with torch.enable_grad():
             found = ctx.attend(*tree_unflatten(tensors, ctx.structure))
         pairs = [(x, up) for x, up in zip(found, upstream, strict=True) if x is not None and up is not None]
         learned = [x for x in tensors if x is not None and x.requires_grad]
         outputs, gradients = zip(*pairs, strict=True)
         made = iter(torch.autograd.grad(outputs, learned, gradients, allow_unused=True))
-        return None, None, *(next(made) if want else None for want in wanted)
+        return [next(made) if want else None for want in ctx.needs_input_grad[2:]]
 
 
 _HEADER = """import torch

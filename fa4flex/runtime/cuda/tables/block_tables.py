@@ -218,7 +218,8 @@ class DeviceTables:
             if kept.guards is not None and hold(kept.guards, given):
                 return kept.tables
             kept.guards = guards_of(given)
-        kept.turn = kept.turn % LAST_TURN + 1
+        if read:  # else there is no digest that could differ: they are made in turn 0
+            kept.turn = kept.turn % LAST_TURN + 1
         self.launch(call, *kept.arguments, kept.turn, *lengths)
         return kept.tables
 
