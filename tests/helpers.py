@@ -57,7 +57,7 @@ def poisoned() -> Iterator[None]:
 def of_passes(gpu: Any) -> list[Any]:
     """Results of a simulated GPU's launches, without those of kernels that correct lengths, make tables,
     merge splits, or add up parts of dK and dV."""
-    others = "sequences", "block_tables", "list_tiles", "find_ranges", "combine", "sum_parts"
+    others = "sequences", "block_tables", "list_tiles", "read_contents", "combine", "sum_parts"
     return [result for result in gpu.results if not any(name in result.kernel for name in others)]
 
 

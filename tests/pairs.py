@@ -43,8 +43,8 @@ def _apart() -> Iterator[None]:
     """Keeps what is made ready here from all others."""
     look, this = engine.Engine.look, object()
 
-    def of_this(self: engine.Engine, call: Any) -> Any:
-        found = look(self, call)
+    def of_this(self: engine.Engine, call: Any, *bits: Any) -> Any:
+        found = look(self, call, *bits)
         return None if found is None else ((this, *found[0]), found[1])
 
     with patch.object(engine.Engine, "look", of_this):

@@ -1,5 +1,5 @@
-"""What a call brings or leaves out, changed between calls of one attention: each field of a variant and each
-parameter of a call, at every door. A field or parameter without a case fails."""
+"""Things that a call brings or leaves out, changed between calls of one attention: each field of a variant
+and each parameter of a call, at every door. A field or parameter without a case fails."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "a map of its own": {"blocks": block_map(2)},
     "all of them": {"score_mod": louder, "mask": near, "sinks": -SINKS, "scale": 0.3},
 }
-"""What else the variants have."""
+"""Other fields of the variants."""
 
 
 @dataclass(frozen=True)

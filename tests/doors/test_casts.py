@@ -110,6 +110,6 @@ def test_gradients_of_scores_with_casts() -> None:
 
 
 def test_casts_that_change_nothing_leave_no_arithmetic() -> None:
-    """What a narrow dtype holds anyway stays an index, which analysis knows."""
+    """A value that a narrow dtype holds anyway stays an index, which analysis knows."""
     mask = lambda b, h, q, k: (q.int() - k.int() < 4) & (q.int() >= k.to(torch.int32))  # noqa: E731
     assert fa4flex.compile(mask=mask).program.facts.keys is not None

@@ -386,7 +386,7 @@ def test_block_maps_are_checked_when_the_graph_runs() -> None:
 
 
 def test_a_block_mask_enters_a_graph_as_one_operator() -> None:
-    """What Dynamo and Inductor see of it is what a first compile takes its time for."""
+    """Dynamo and Inductor see one operator: a first compile takes its time for what they see."""
     record = EagerAndRecordGraphs()
     compiled = torch.compile(block_mask, backend=record, fullgraph=True)
     q, k, v = qkv()
@@ -433,4 +433,4 @@ def test_graphs_have_the_whole_schedule() -> None:
     attn, found = fa4flex.compile(mask=causal, schedule=schedule), EagerAndRecordGraphs()
     torch.compile(lambda q, k, v: attn(q, k, v), backend=found, fullgraph=True)(*qkv())
     (options,) = (x for node in found.graphs[0].graph.nodes for x in node.args if isinstance(x, dict))
-    assert fa4flex.Schedule(*options["schedule"]) == schedule
+    assert fa4flex.Schedule(**options["schedule"]) == schedule

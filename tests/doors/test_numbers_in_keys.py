@@ -76,7 +76,7 @@ def test_masks_tell_the_signs_of_zero_apart(name: str, backend: Any, queries: in
 
 
 def test_scales_tell_the_signs_of_zero_apart() -> None:
-    """By flex, whose modules have the scale as text."""
+    """Flex has modules that have the scale as text."""
 
     def score(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.where(1.0 / (s * 0.0 + 0.0 * s) > 0, kv_idx * 0.1, kv_idx * -0.1)

@@ -52,6 +52,8 @@ def arguments(name: str) -> tuple[Any, ...]:
         return q, *pools, table, used, None, None, [], None, text, [], [], scale, True, False
     if name == "append":
         return k, v, *pools, table, used, None, None, None, None, False, None
+    if name == "block_classes":
+        return torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]]), None, None, 2
     assert name == "required", "a new operator needs a call here"
     return q, torch.tensor(True), "it is true"
 
@@ -62,7 +64,7 @@ def copies(given: tuple[Any, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_lists_may_come_as_none(name: str) -> None:
-    """As AOTInductor's packages hand over empty ones."""
+    """AOTInductor's packages hand over empty ones so."""
     given, operator = arguments(name), OPERATORS[name]
     without = tuple([None if x == [] and isinstance(x, list) else x for x in given])
     functions: dict[str, Callable[..., Any]] = {"CPU": called(name, operator.compute)}
@@ -90,7 +92,7 @@ torch.testing.assert_close(run(*given), truth)
 
 @pytest.mark.slow
 def test_a_package_of_aotinductor_runs_in_a_new_process(tmp_path: Path) -> None:
-    """Of every operator, in a process that has only imported torch and fa4flex."""
+    """Calls of every operator, in a process that has only imported torch and fa4flex."""
     sys.path.insert(0, str(SAVED))
     from every_operator import EveryOperator, inputs
 

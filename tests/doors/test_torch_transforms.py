@@ -57,7 +57,7 @@ def jacobian(function: Callable[..., Tensor]) -> Tensor:
 
 
 def jacobian_of_both(function: Callable[..., Tensor]) -> Tensor:
-    """Of out and the log-sum-exp, whose upstream gradients come together."""
+    """Gradients of out and the log-sum-exp, whose upstream gradients come together."""
 
     def both(q: Tensor) -> tuple[Tensor, Tensor]:
         if function is ours:

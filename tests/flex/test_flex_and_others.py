@@ -1,4 +1,4 @@
-"""What torch's flex_attention computes here, where other backends do the same: rows past the ends of
+"""Results of torch's flex_attention where other backends compute the same: rows past the ends of
 sequences, gradients of captured tensors of 16 bits, lengths and maps that became invalid, checkpoints."""
 
 from __future__ import annotations

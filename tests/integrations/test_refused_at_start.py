@@ -1,5 +1,5 @@
-"""What engines' adapters cannot do is refused when they are made: no server starts that fails at its first
-request."""
+"""Engines' adapters refuse, when they are made, all that they cannot do: no server starts that fails at its
+first request."""
 
 from __future__ import annotations
 

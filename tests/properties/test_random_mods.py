@@ -203,7 +203,7 @@ ASKED = os.environ.get("FA4FLEX_RANDOM_DOORS", ",".join(set(DOORS) - {"aoti"})).
 
 
 def _error(draw: Draw, door: str) -> str | None:
-    """What is wrong by that door, if anything is."""
+    """Faults of that door, if there are any."""
     call = DOORS[door](draw)
     for length in LENGTHS:
         given = inputs(length)

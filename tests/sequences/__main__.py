@@ -1,4 +1,4 @@
-"""`python tests/sequences` and `python -m tests.sequences`: see run.py."""
+"""`python tests/sequences` and `python -m tests.sequences`: see running.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 if not __package__:  # run as a folder
     here = Path(__file__).resolve().parent
     sys.path[:1] = [str(here.parent), str(here.parents[1])]
-    from sequences.run import main
+    from sequences.running import main
 else:
-    from .run import main
+    from .running import main
 
 sys.exit(main())

@@ -47,7 +47,7 @@ class Map:
         return Blocks(torch.where(full, 2, partial.to(torch.uint8)).to(torch.uint8), self.size)
 
     def contents(self, classes: Tensor) -> list[Tensor]:
-        """What `tensors` hold for these classes."""
+        """Lists that `tensors` hold for these classes."""
         if not isinstance(self.given, BlockMask):
             return [classes]
         lists = lists_of(classes)

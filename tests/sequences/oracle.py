@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 NAMES = {"torch": torch, "F": torch.nn.functional, "math": math}
-"""What texts of mods may use beside their arguments and values."""
+"""Names that texts of mods may use beside their arguments and values."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Problem:
     sequences: Sequences | None = None
     scales: Scales | None = None
     times: int = 1
-    """How often the output is the query of the next call."""
+    """Number of calls whose output is the query of the next one."""
     frozen: dict[int, Tensor] = field(default_factory=dict)
     alive: list[Tensor] = field(default_factory=list)
 

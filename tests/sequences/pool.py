@@ -84,7 +84,7 @@ class Subject:
 
 
 class World:
-    """What there is in one sequence, and the random numbers of the step at hand."""
+    """State of one sequence, and the random numbers of the step at hand."""
 
     def __init__(self, device: torch.device, sizes: Sizes, choices: Choices) -> None:
         self.device, self.sizes, self.choices = device, sizes, choices
@@ -133,7 +133,7 @@ class World:
 
 @dataclass
 class Choices:
-    """What a run draws from. `programs` is how many compositions of mods there are (0: any): a GPU compiles
+    """Choices of a run. `programs` is how many compositions of mods there are (0: any): a GPU compiles
     kernels for each."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 6 + (torch.bfloat16, torch.float16, torch.float64)
@@ -142,7 +142,7 @@ class Choices:
     as_gpu: bool = False
     seed: int = 0
     left_out: tuple[str, ...] = ()
-    """What calls never bring: blocks, sinks, scale, return_lse, padded, packed, paged."""
+    """Arguments that calls never bring: blocks, sinks, scale, return_lse, padded, packed, paged."""
 
     def mods(self, rng: random.Random) -> tuple[Mod | None, Mod | None]:
         """Texts of a score mod and of a mask."""
@@ -154,7 +154,7 @@ class Choices:
 # --- doors ------------------------------------------------------------------------------------------------
 
 DOORS: dict[str, tuple[float, Callable[[World], Subject]]] = {}
-"""How often a door is drawn, and what makes an attention of it."""
+"""Door: how often it is drawn, and what makes an attention of it."""
 
 
 def door(weight: float) -> Callable[[Callable[[World], Subject]], Callable[[World], Subject]]:

@@ -28,7 +28,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may hold: `draw(rng, sizes)` is another content, a tensor or a number."""
+    """Kind of contents of a value: `draw(rng, sizes)` is another content, a tensor or a number."""
 
     name: str
     draw: Callable[[random.Random, Sizes], Any]
@@ -161,7 +161,7 @@ MASKS = [
 ]  # fmt: skip
 
 PLACES = ("cell", "global", "attribute", "module", "item", "keyword", "partial")
-"""Where a function finds a value. `item` is one of a dict in a cell, `keyword` a default argument."""
+"""Places of a function's values. `item` is one of a dict in a cell, `keyword` a default argument."""
 
 
 class Box:
@@ -213,7 +213,7 @@ def substituted(text: str, names: dict[str, str]) -> str:
 
 
 def first_value(kind: Kind, sizes: Sizes, rng: random.Random, device: torch.device, learns: bool) -> Any:
-    """What a value holds first."""
+    """First content of a value."""
     x = kind.draw(rng, sizes)
     if not isinstance(x, Tensor):
         return x

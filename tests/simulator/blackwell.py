@@ -110,8 +110,8 @@ def planned(workers: int, rescale: float = 8.0) -> Iterator[None]:
     chip = replace(target.SM100A, multiprocessors=workers)
     look = engine.Engine.look
 
-    def with_plan(self: engine.Engine, call: Any) -> Any:
-        found = look(self, call)
+    def with_plan(self: engine.Engine, call: Any, *bits: Any) -> Any:
+        found = look(self, call, *bits)
         return None if found is None else ((*found[0], workers, rescale), found[1])
 
     with (

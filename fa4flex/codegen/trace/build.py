@@ -24,7 +24,7 @@ from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Dim, Dims, Number, Value, is_number
 
 DEFAULT_DTYPE: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
-MAY_WRAP = frozenset((
+_MAY_WRAP = frozenset((
     "add", "sub", "mul", "neg", "abs", "shl", "bitnot", "bitand", "bitor", "bitxor", "floordiv", "truncdiv",
 ))  # fmt: skip
 
@@ -189,7 +189,7 @@ def elementwise(op: str, *args: Any) -> Value:
     refuse_zero_division(op, exprs)
     node = expr.apply(op, *exprs)
     dtype = promoted(node.kind, values)
-    if held is not None and op in MAY_WRAP and (wraps or dtype in NARROW) and node.kind == "int":
+    if held is not None and op in _MAY_WRAP and (wraps or dtype in NARROW) and node.kind == "int":
         node = narrowed(node, dtype)
     return made(node, dims, dtype, wraps and dtype is torch.int32)
 

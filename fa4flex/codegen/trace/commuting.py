@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import walk
-from fa4flex.codegen.trace.build import MAY_WRAP, elements_of, from_tensor, kind_of, normalised
+from fa4flex.codegen.trace.build import elements_of, from_tensor, kind_of, normalised
 from fa4flex.codegen.trace.captures import leaves, map_leaves
 from fa4flex.codegen.trace.elementwise import ELEMENTWISE
 from fa4flex.codegen.trace.state import current
@@ -25,7 +25,8 @@ from fa4flex.codegen.trace.value import Value, call, is_real
 from fa4flex.errors import TraceError
 
 _CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "long", "bool", "_to_copy"))
-_MAY_WRAP = MAY_WRAP | {"sum", "prod"}
+_MAY_WRAP = frozenset(("add", "sub", "mul", "neg", "abs", "shl", "sum", "prod", "bitnot"))
+"""Operations whose result may need more bits than torch's dtype has."""
 _VIEWS = frozenset(("transpose", "permute", "t", "T", "mT", "unsqueeze", "contiguous", "clone", "alias"))
 
 

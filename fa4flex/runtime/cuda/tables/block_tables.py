@@ -152,7 +152,7 @@ def _shapes(
 
 
 class Arguments(NamedTuple):
-    """What a launch that makes tables takes besides a call and its lengths: see BlockTableArguments."""
+    """Arguments of a launch that makes tables, besides a call and its lengths: see BlockTableArguments."""
 
     q_len: int
     kv_len: int

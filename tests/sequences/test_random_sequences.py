@@ -12,7 +12,7 @@ import fa4flex
 
 from . import calls, changes, gpu_steps, pool
 from .oracle import Failure
-from .run import Setting, run
+from .running import Setting, run
 from .steps import Asked, ask, run_step
 
 SECONDS = 20.0
@@ -27,7 +27,7 @@ def test_sequences(seed: int) -> None:
 
 
 def test_as_a_gpu_is_asked(seed: int) -> None:
-    """What a GPU would be given, on a CPU."""
+    """Calls as a GPU would be given them, on a CPU."""
     report = run(
         Setting(seed=seed, programs=4, as_gpu=True), sequences=1, shrink_seconds=0.0, stop_at_first=True
     )

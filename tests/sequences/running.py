@@ -26,7 +26,7 @@ from .values import Sizes
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is made of. Equal settings and steps make equal sequences, threads aside."""
+    """Setting of a run. Equal settings and steps make equal sequences, threads aside."""
 
     device: str = "cpu"
     seed: int = 0
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What became of a sequence: its failure, if any, and words of the steps that ran."""
+    """Outcome of a sequence: its failure, if any, and words of the steps that ran."""
 
     kind: str = ""
     where: str = ""
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def signature(self) -> str:
-        """What failures of one kind have in common, as far as can be told before they are shrunk."""
+        """Text that failures of one kind have in common, as far as can be told before they are shrunk."""
         last = self.ran[-1][0][0] if self.ran else ""
         door = self.where.split(":")[0].split("(")[0]
         words = "".join(x for x in self.words.split(":")[0] if not x.isdigit())
