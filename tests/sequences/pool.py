@@ -78,9 +78,8 @@ class Subject:
 
     @property
     def threads(self) -> bool:
-        """True if threads may call it at once: neither torch.compile nor torch's dense reference of
-        flex_attention, which traces the mods, lets them."""
-        return not self.compiled and "flex" not in self.door.replace("flex_attention", "")
+        """True if threads may call it at once, which torch.compile does not let them."""
+        return not self.compiled
 
 
 class World:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 import fa4flex
 
@@ -196,6 +197,8 @@ def shrink(clean: Clean, steps: list[Step], seconds: float) -> tuple[list[Step],
 def prepare(setting: Setting) -> None:
     """Settings of this process. On a CPU nothing is compiled: graphs run as Dynamo captures them."""
     warnings.simplefilter("ignore")
+    # Compiled backward passes may run twice.
+    torch._functorch.config.donated_buffer = False
     if setting.device == "cpu":
         torch.set_num_threads(1)
         from fa4flex.runtime.flex import attend

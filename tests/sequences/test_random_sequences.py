@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 import fa4flex
+from fa4flex.runtime.flex.attend import Module
 
 from . import calls, changes, gpu_steps, pool
 from .oracle import Failure
@@ -16,6 +19,16 @@ from .running import Setting, run
 from .steps import Asked, ask, run_step
 
 SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Settings of the process, which runs of sequences change."""
+    monkeypatch.setattr(Module, "compiled", Module.compiled)
+    threads, config = torch.get_num_threads(), torch._functorch.config
+    with config.patch(donated_buffer=config.donated_buffer):
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
