@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import fa4flex
 from . import calls, changes, pool
 from .brought import Ragged
 from .calls import Given
-from .oracle import Exact, Failure, Wrong, judge, settings, solve, units, words_of
+from .oracle import Exact, Failure, Problem, Wrong, judge, settings, solve, units, words_of
 from .pool import Skip, Subject, World
 
 Step = tuple[str, int]
@@ -150,7 +151,17 @@ def ask(world: World, given: Given) -> Asked:
     wanted = given.mode == "grad"
     world.calls += 1
     exact = solve(problem, True, None, wanted, with_lse)
-    return Asked(given, exact, units(problem.q.dtype), with_lse=with_lse)
+    return Asked(given, exact, units(problem.q.dtype, *summed_in(problem)), with_lse=with_lse)
+
+
+def summed_in(problem: Problem) -> list[torch.dtype]:
+    """Dtypes in which torch adds up captured tensors for a mod, in an order that strides decide."""
+    formulas = [x for x in (problem.score, problem.mask) if x is not None and SUMS.search(x.text)]
+    values = [x for formula in formulas for x in formula.values.values()]
+    return [x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+SUMS = re.compile(r"\b(mean|cumsum)\(")
 
 
 @step(30)
