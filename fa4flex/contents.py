@@ -14,13 +14,10 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from fa4flex.primitives.schedule import Contents
 
 Value = TypeVar("Value")
 
@@ -198,7 +195,7 @@ class Followed(Generic[Value]):
         self._counted: VersionedCache[Value] = VersionedCache(keys * each)
 
     def made(
-        self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value], how: Contents = "compared"
+        self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value], how: str = "compared"
     ) -> Value:
         """Value that was kept, or that `make` makes now."""
         if how == "compared":

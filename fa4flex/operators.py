@@ -67,7 +67,7 @@ OPERATORS = {
     "block_classes": Operator(
         "(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
         " -> Tensor",
-        "fa4flex.primitives.blocks", "block_classes", "block_classes_fake", devices=("CPU", "CUDA"),
+        "fa4flex.primitives.block_lists", "block_classes", "block_classes_fake", devices=("CPU", "CUDA"),
     ),
 }  # fmt: skip
 

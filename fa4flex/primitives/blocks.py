@@ -14,15 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from fa4flex import later
 from fa4flex.contents import Followed, VersionedCache, checked_here
 from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, Mod, call_with, kind_of, show, truth_value
+from fa4flex.primitives.block_lists import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    block_classes,
+    check_index_tensor,
+    checked_tensor,
+    listed_once,
+    listed_there,
+    out_of_range,
+)
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 from fa4flex.primitives.schedule import Contents
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,8 +161,8 @@ class BlockMap:
         int64; shape = (R, C) in blocks; lengths default to whole blocks.
         """
         rows, width = shape
-        _check_index_tensor(row_starts, 1, "row_starts")
-        _check_index_tensor(columns, 1, "columns")
+        check_index_tensor(row_starts, 1, "row_starts")
+        check_index_tensor(columns, 1, "columns")
         if row_starts.device != columns.device:
             raise InputError(
                 f"row_starts on {row_starts.device}, columns on {columns.device}",
@@ -166,7 +173,7 @@ class BlockMap:
         rising = (lengths_of_rows >= 0).all() & (row_starts[0] == 0)
         starts = None
         if row_starts.numel() == rows + 1:
-            starts = _checked(row_starts, rising, "BlockMap: row_starts that do not rise from 0")
+            starts = checked_tensor(row_starts, rising, "BlockMap: row_starts that do not rise from 0")
         if starts is None:
             raise InputError(
                 f"row_starts {show(row_starts)} for {rows} rows of blocks",
@@ -174,22 +181,22 @@ class BlockMap:
                 "pass crow_indices() of a CSR tensor with one row per query block",
             )
         ends = row_starts[-1] == columns.numel()
-        if (starts := _checked(starts, ends, "BlockMap: row_starts that end elsewhere")) is None:
+        if (starts := checked_tensor(starts, ends, "BlockMap: row_starts that end elsewhere")) is None:
             raise InputError(
                 f"row_starts end at {int(row_starts[-1])}, columns has {columns.numel()} entries",
                 "row_starts[-1] == len(columns)",
                 "pass the matching pair of tensors",
             )
         within = (columns >= 0) & (columns < width)
-        if (known := _checked(within, within, "BlockMap: a key block outside the map")) is None:
-            raise _out_of_range(columns, width, "columns")
+        if (known := checked_tensor(within, within, "BlockMap: a key block outside the map")) is None:
+            raise out_of_range(columns, width, "columns")
         # Which row an entry belongs to: how many rows have begun. What lies outside goes to one extra column.
         entries = torch.arange(columns.numel(), device=columns.device)
         row = torch.searchsorted(starts[1:].long().contiguous(), entries, right=True).clamp(max=rows - 1)
         hits = torch.zeros(rows, width + 1, dtype=torch.int32, device=columns.device)
         place = row * (width + 1) + torch.where(known, columns, width).long()
         hits.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-        listed = _once(hits[None, None, :, :width], "columns") > 0
+        listed = listed_once(hits[None, None, :, :width], "columns") > 0
         return BlockMap.from_dense(listed, block_size, q_len, kv_len)
 
     @staticmethod
@@ -381,10 +388,10 @@ def _anew(block_mask: BlockMask, key: tuple[Any, ...], tensors: list[Tensor]) ->
         return made
     (q_len, kv_len), size = block_mask.seq_lengths, _block_size(block_mask.BLOCK_SIZE)
     columns = -(-kv_len // size[1])
-    classes = _there(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.uint8)
+    classes = listed_there(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.uint8)
     counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     if counts is not None and indices is not None:
-        classes = torch.where(_there(counts, indices, columns), FULL, classes)
+        classes = torch.where(listed_there(counts, indices, columns), FULL, classes)
     made = object.__new__(BlockMap)
     for name, value in (("classes", classes), ("block_size", size), ("q_len", q_len), ("kv_len", kv_len)):
         object.__setattr__(made, name, value)
@@ -393,14 +400,6 @@ def _anew(block_mask: BlockMask, key: tuple[Any, ...], tensors: list[Tensor]) ->
 
 def _on_device(x: Tensor) -> bool:
     return not x.is_cpu
-
-
-def _there(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """bool [B, H, R, C]: the blocks that a row lists, without those that do not exist."""
-    live = torch.arange(indices.shape[3], device=counts.device) < counts.unsqueeze(-1)
-    place = torch.where(live & (indices >= 0) & (indices < columns), indices, columns).long()
-    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
-    return found.scatter_(3, place, True)[..., :columns]
 
 
 def _lists_its_block(block_mask: BlockMask) -> bool:
@@ -460,7 +459,7 @@ def _checked_classes(blocks: BlockMap) -> Tensor:
             "use BlockMap.from_dense for fewer dimensions",
         )
     _check_shape(classes, blocks.block_size, blocks.q_len, blocks.kv_len)
-    checked = _checked(classes, classes <= FULL, "BlockMap: a class above 2")
+    checked = checked_tensor(classes, classes <= FULL, "BlockMap: a class above 2")
     if checked is None:
         raise _no_class(classes)
     return checked
@@ -483,79 +482,6 @@ def _no_class(classes: Tensor) -> InputError:
     )
 
 
-def _checked(x: Tensor, condition: Tensor, message: str) -> Tensor | None:
-    """`x` to go on with, None if it is seen that `condition` is not true everywhere. On a device nobody waits
-    to know: a later call tells. A compiled graph looks when it runs, if what is returned is used."""
-    if torch.compiler.is_compiling():
-        return torch.ops.fa4flex.required(x, condition, message)
-    if checked_here(condition):
-        return x if condition.all() else None
-    later.require_at_each_replay(condition, message)
-    return x
-
-
-def _check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
-        raise InputError(
-            f"{name} of {kind_of(tensor)}",
-            "an int32 or int64 tensor",
-            f"convert with {name}.to(torch.int32)",
-        )
-    if tensor.ndim != rank:
-        raise InputError(
-            f"{name} of rank {tensor.ndim}, shape {list(tensor.shape)}",
-            f"rank {rank}",
-            "add or drop dimensions",
-        )
-
-
-def _out_of_range(live: Tensor, columns: int, name: str) -> InputError:
-    """Error for indices of which one is below 0, or at least `columns`."""
-    wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
-    return InputError(
-        f"key block {wrong} in {name}",
-        f"0 to {columns - 1}: kv_len has {columns} blocks",
-        "check block_size and kv_len; indices count blocks, not tokens",
-    )
-
-
-def _once(hits: Tensor, name: str) -> Tensor:
-    """`hits` [B, H, R, C], how often each block is listed. Raises InputError for more than once."""
-    checked = _checked(hits, hits <= 1, "BlockMap: a block is listed more than once")
-    if checked is None:
-        raise InputError(
-            f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
-            "each key block once per row",
-            "remove the duplicates, e.g. with torch.unique per row",
-        )
-    return checked
-
-
-def _first(where: Tensor) -> tuple[int, ...]:
-    return tuple(where.nonzero()[0].tolist())
-
-
-def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
-    """bool [B, H, R, C]: the blocks that a row lists."""
-    counts_name = name.replace("indices", "counts")
-    width = indices.shape[3]
-    within = _checked(counts, (counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks")
-    if within is None:
-        raise InputError(
-            f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
-            f"0 to {width}: {name} has {width} entries per row",
-            f"give {name} room for the longest row",
-        )
-    live = torch.arange(width, device=counts.device) < within.unsqueeze(-1)
-    inside = live & (indices >= 0) & (indices < columns)
-    if (known := _checked(inside, inside | ~live, "BlockMap: a key block outside the map")) is None:
-        raise _out_of_range(indices[live], columns, name)
-    # Dead entries may hold anything: they are sent to one extra column, which is cut off.
-    hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
-    hits.scatter_add_(3, torch.where(known, indices, columns).long(), live.to(torch.int32))
-    return _once(hits[..., :columns], name) > 0
-
-
 def _refitted(name: str, given: int, wanted: int) -> str:
     """Advice for a map of another batch, or of other heads, than a call's."""
     made = f"make the map with {wanted} {name}"
@@ -567,77 +493,3 @@ def _refitted(name: str, given: int, wanted: int) -> str:
     else:
         return made
     return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"
-
-
-# --- classes from lists of blocks, as an operator of compiled graphs -----------------------------------
-
-
-def block_classes(
-    counts: Tensor,
-    indices: Tensor,
-    full_counts: Tensor | None,
-    full_indices: Tensor | None,
-    columns: int,
-) -> Tensor:
-    """Classes, uint8 [B or 1, H or 1, R, columns], of the blocks in lists as in `BlockMap.from_counts`."""
-    _check_lists(counts, indices, full_counts, full_indices)
-    classes = _listed(counts, indices, columns, "indices").to(torch.uint8) * PARTIAL
-    if full_counts is None or full_indices is None:
-        return classes
-    full = _listed(full_counts, full_indices, columns, "full_indices")
-    both = full & (classes != EMPTY)
-    once = _checked(classes, ~both, "BlockMap: a block is both partial and full")
-    if once is None:
-        raise InputError(
-            f"block {_first(both)} (batch, head, row, column) is both partial and full",
-            "each block in one list",
-            "drop it from one of them",
-        )
-    return torch.where(full, FULL, once)
-
-
-def block_classes_fake(
-    counts: Tensor,
-    indices: Tensor,
-    full_counts: Tensor | None,
-    full_indices: Tensor | None,
-    columns: int,
-) -> Tensor:
-    """Shape and dtype of what `block_classes` returns."""
-    _check_lists(counts, indices, full_counts, full_indices)
-    return counts.new_empty((*counts.shape, columns), dtype=torch.uint8)
-
-
-def _check_lists(
-    counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None
-) -> None:
-    """Raise InputError unless dtypes, shapes and devices fit together."""
-    if (full_counts is None) != (full_indices is None):
-        given, missing = (
-            ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")
-        )
-        raise InputError(f"{given} without {missing}", "both, or neither", f"pass {missing} too")
-    _check_list(counts, indices, "indices")
-    if full_counts is None or full_indices is None:
-        return
-    _check_list(full_counts, full_indices, "full_indices")
-    if full_counts.shape != counts.shape or full_counts.device != counts.device:
-        raise InputError(
-            f"partial blocks give rows {list(counts.shape)} on {counts.device}, "
-            f"full blocks {list(full_counts.shape)} on {full_counts.device}",
-            "the same batch, heads, rows and device",
-            "build both lists from one map",
-        )
-
-
-def _check_list(counts: Tensor, indices: Tensor, name: str) -> None:
-    counts_name = name.replace("indices", "counts")
-    _check_index_tensor(counts, 3, counts_name)
-    _check_index_tensor(indices, 4, name)
-    if counts.shape != indices.shape[:3] or counts.device != indices.device:
-        raise InputError(
-            f"{counts_name} {list(counts.shape)} on {counts.device}, "
-            f"{name} {list(indices.shape)} on {indices.device}",
-            "counts [B, H, R] and indices [B, H, R, C'] on one device",
-            "pass the matching pair of tensors",
-        )

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,15 @@ from fa4flex.codegen.trace.origin import user_line
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.errors import Origin, TraceError
 
-if TYPE_CHECKING:
-    from fa4flex.codegen.trace.value import Value
-
 
 @dataclass(frozen=True)
 class Derived:
     """A tensor made while tracing: what makes it again (None when it is free of captured tensors), and its
-    elements as an expression of those of captured tensors, where they are one."""
+    elements, a Value: an expression of those of captured tensors, where they are one."""
 
     tensor: Tensor
     recipe: Recipe | None
-    elements: Value | None = None
+    elements: Any = None
 
 
 @dataclass

@@ -1,0 +1,169 @@
+"""Lists of the blocks of each row, as torch's BlockMask and FlashAttention hold them, and the classes of
+blocks that they say: an operator of compiled graphs, and what else reads lists."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa4flex import later
+from fa4flex.contents import checked_here
+from fa4flex.errors import InputError
+from fa4flex.primitives.base import kind_of
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def block_classes(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    columns: int,
+) -> Tensor:
+    """Classes, uint8 [B or 1, H or 1, R, columns], of the blocks in lists as in `BlockMap.from_counts`."""
+    _check_lists(counts, indices, full_counts, full_indices)
+    classes = _listed(counts, indices, columns, "indices").to(torch.uint8) * PARTIAL
+    if full_counts is None or full_indices is None:
+        return classes
+    full = _listed(full_counts, full_indices, columns, "full_indices")
+    both = full & (classes != EMPTY)
+    once = checked_tensor(classes, ~both, "BlockMap: a block is both partial and full")
+    if once is None:
+        raise InputError(
+            f"block {_first(both)} (batch, head, row, column) is both partial and full",
+            "each block in one list",
+            "drop it from one of them",
+        )
+    return torch.where(full, FULL, once)
+
+
+def block_classes_fake(
+    counts: Tensor,
+    indices: Tensor,
+    full_counts: Tensor | None,
+    full_indices: Tensor | None,
+    columns: int,
+) -> Tensor:
+    """Shape and dtype of what `block_classes` returns."""
+    _check_lists(counts, indices, full_counts, full_indices)
+    return counts.new_empty((*counts.shape, columns), dtype=torch.uint8)
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
+    """bool [B, H, R, C]: the blocks that a row lists."""
+    counts_name = name.replace("indices", "counts")
+    width = indices.shape[3]
+    within = checked_tensor(
+        counts, (counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks"
+    )
+    if within is None:
+        raise InputError(
+            f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
+            f"0 to {width}: {name} has {width} entries per row",
+            f"give {name} room for the longest row",
+        )
+    live = torch.arange(width, device=counts.device) < within.unsqueeze(-1)
+    inside = live & (indices >= 0) & (indices < columns)
+    if (known := checked_tensor(inside, inside | ~live, "BlockMap: a key block outside the map")) is None:
+        raise out_of_range(indices[live], columns, name)
+    # Dead entries may hold anything: they are sent to one extra column, which is cut off.
+    hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
+    hits.scatter_add_(3, torch.where(known, indices, columns).long(), live.to(torch.int32))
+    return listed_once(hits[..., :columns], name) > 0
+
+
+def listed_once(hits: Tensor, name: str) -> Tensor:
+    """`hits` [B, H, R, C], how often each block is listed. Raises InputError for more than once."""
+    checked = checked_tensor(hits, hits <= 1, "BlockMap: a block is listed more than once")
+    if checked is None:
+        raise InputError(
+            f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
+            "each key block once per row",
+            "remove the duplicates, e.g. with torch.unique per row",
+        )
+    return checked
+
+
+def listed_there(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """bool [B, H, R, C]: the blocks that a row lists, without those that do not exist."""
+    live = torch.arange(indices.shape[3], device=counts.device) < counts.unsqueeze(-1)
+    place = torch.where(live & (indices >= 0) & (indices < columns), indices, columns).long()
+    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+    return found.scatter_(3, place, True)[..., :columns]
+
+
+def _check_lists(
+    counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None
+) -> None:
+    """Raise InputError unless dtypes, shapes and devices fit together."""
+    if (full_counts is None) != (full_indices is None):
+        given, missing = (
+            ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")
+        )
+        raise InputError(f"{given} without {missing}", "both, or neither", f"pass {missing} too")
+    _check_list(counts, indices, "indices")
+    if full_counts is None or full_indices is None:
+        return
+    _check_list(full_counts, full_indices, "full_indices")
+    if full_counts.shape != counts.shape or full_counts.device != counts.device:
+        raise InputError(
+            f"partial blocks give rows {list(counts.shape)} on {counts.device}, "
+            f"full blocks {list(full_counts.shape)} on {full_counts.device}",
+            "the same batch, heads, rows and device",
+            "build both lists from one map",
+        )
+
+
+def _check_list(counts: Tensor, indices: Tensor, name: str) -> None:
+    counts_name = name.replace("indices", "counts")
+    check_index_tensor(counts, 3, counts_name)
+    check_index_tensor(indices, 4, name)
+    if counts.shape != indices.shape[:3] or counts.device != indices.device:
+        raise InputError(
+            f"{counts_name} {list(counts.shape)} on {counts.device}, "
+            f"{name} {list(indices.shape)} on {indices.device}",
+            "counts [B, H, R] and indices [B, H, R, C'] on one device",
+            "pass the matching pair of tensors",
+        )
+
+
+def check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
+        raise InputError(
+            f"{name} of {kind_of(tensor)}",
+            "an int32 or int64 tensor",
+            f"convert with {name}.to(torch.int32)",
+        )
+    if tensor.ndim != rank:
+        raise InputError(
+            f"{name} of rank {tensor.ndim}, shape {list(tensor.shape)}",
+            f"rank {rank}",
+            "add or drop dimensions",
+        )
+
+
+def out_of_range(live: Tensor, columns: int, name: str) -> InputError:
+    """Error for indices of which one is below 0, or at least `columns`."""
+    wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
+    return InputError(
+        f"key block {wrong} in {name}",
+        f"0 to {columns - 1}: kv_len has {columns} blocks",
+        "check block_size and kv_len; indices count blocks, not tokens",
+    )
+
+
+def checked_tensor(x: Tensor, condition: Tensor, message: str) -> Tensor | None:
+    """`x` to go on with, None if it is seen that `condition` is not true everywhere. On a device nobody waits
+    to know: a later call tells. A compiled graph looks when it runs, if what is returned is used."""
+    if torch.compiler.is_compiling():
+        return torch.ops.fa4flex.required(x, condition, message)
+    if checked_here(condition):
+        return x if condition.all() else None
+    later.require_at_each_replay(condition, message)
+    return x
+
+
+def _first(where: Tensor) -> tuple[int, ...]:
+    return tuple(where.nonzero()[0].tolist())
