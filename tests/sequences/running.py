@@ -7,6 +7,7 @@ import collections
 import os
 import pickle
 import random
+import signal
 import sys
 import time
 import traceback
@@ -117,10 +118,12 @@ class Clean:
         self._answer, answers = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(self._ask)
-            os.close(self._answer)
-            self._serve(setting, asks, answers)
-            os._exit(0)
+            try:  # whatever happens, the child never goes on with what called this
+                os.close(self._ask)
+                os.close(self._answer)
+                self._serve(setting, asks, answers)
+            finally:
+                os._exit(0)
         os.close(asks)
         os.close(answers)
 
@@ -146,18 +149,19 @@ def _in_a_child(setting: Setting, steps: list[Step], times: int, seconds: float)
     back, answer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(back)
-        import signal
-
-        signal.alarm(int(seconds))
-        outcome = Outcome()
-        for _ in range(times):
-            outcome = run_sequence(setting, steps)
-            if outcome.kind:
-                break
-        with os.fdopen(answer, "wb") as stream:
-            pickle.dump(outcome, stream)
-        os._exit(0)
+        try:
+            os.close(back)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler would raise
+            signal.alarm(int(seconds))
+            outcome = Outcome()
+            for _ in range(times):
+                outcome = run_sequence(setting, steps)
+                if outcome.kind:
+                    break
+            with os.fdopen(answer, "wb") as stream:
+                pickle.dump(outcome, stream)
+        finally:
+            os._exit(0)
     os.close(answer)
     with os.fdopen(back, "rb") as stream:
         said = stream.read()
