@@ -10,7 +10,7 @@ import torch
 
 from fa4flex import later
 from fa4flex.errors import EarlierError
-from fa4flex.primitives import blocks
+from fa4flex.primitives import block_lists, blocks
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.runtime.cuda.device import faults
 
@@ -18,7 +18,8 @@ from fa4flex.runtime.cuda.device import faults
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Contents are those of a device: the host looks at none."""
-    monkeypatch.setattr(blocks, "checked_here", lambda x: False)
+    for module in (block_lists, blocks):
+        monkeypatch.setattr(module, "checked_here", lambda x: False)
     monkeypatch.setattr(later, "_awaited", type(later._awaited)())
     yield
 
