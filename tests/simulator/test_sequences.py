@@ -254,8 +254,9 @@ def test_an_error_of_an_earlier_call_is_not_the_present_one() -> None:
     cu = cumulative([30, 50])
     varlen, attn = Varlen(cu, cu), fa4flex.compile(mask=causal)
     for again in (lambda: attn(*(x[None] for x in qkv)), fa4flex.synchronize):
-        cu.copy_(torch.tensor([0, 90, 80]))
         with fa4flex.simulator.device("sm_90a"), torch.no_grad():
+            attn(*qkv, varlen=varlen)  # tensors of a new look lie on a CPU here, and are checked at once
+            cu.copy_(torch.tensor([0, 90, 80]))
             attn(*qkv, varlen=varlen)
             with pytest.raises(EarlierError, match="cu_seqlens_q decreases after entry 1: 90 to 80") as error:
                 again()
