@@ -208,19 +208,21 @@ class DeviceTables:
         captured = [call.operands[slot] for slot in self.plan.read]
         read = captured + [x for x in (*lengths, call.pages.paged_keys) if x is not None]
         key = place, extents, *[(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in read]
-        kept: Kept | None = self._kept.get(key, ())
-        if kept is None:
-            kept = self._kept.keep(key, (), self.room(call, layout, read))
-        elif not read:  # made of no contents: numbers are those of the launch
-            return kept.tables
+        known: Kept | None = self._kept.get(key, ())
+        if known is not None and not read:  # made of no contents: numbers are those of the launch
+            return known.tables
+        kept, guards = known or self.room(call, layout, read), None
         if self.counted:
             given = [*captured, *(x for x in (*call.lengths, call.pages.paged_keys) if x is not None)]
             if kept.guards is not None and hold(kept.guards, given):
                 return kept.tables
-            kept.guards = guards_of(given)
+            guards = guards_of(given)
         if read:  # else there is no digest that could differ: they are made in turn 0
             kept.turn = kept.turn % LAST_TURN + 1
         self.launch(call, *kept.arguments, kept.turn, *lengths)
+        kept.guards = guards  # after the launch: another thread takes what it finds for made
+        if known is None:
+            self._kept.keep(key, (), kept)
         return kept.tables
 
     def layout(self, shape: Shape) -> Layout:

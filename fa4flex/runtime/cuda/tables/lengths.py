@@ -77,14 +77,16 @@ class LengthsKernel:
             place, call.q.shape, call.k.shape, call.heads_first, simulated.gpu(),
             *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in call.lengths],
         )  # fmt: skip
-        kept: Corrected | None = self._kept.get(key, ())
-        if kept is None:
-            kept = self._kept.keep(key, (), self.room(call))
+        known: Corrected | None = self._kept.get(key, ())
+        kept, guards = known or self.room(call), None
         if self.counted:
             if kept.guards is not None and hold(kept.guards, given):
                 return kept.lengths, kept.order
-            kept.guards = guards_of(given)
+            guards = guards_of(given)
         self._launch(call, kept, True)
+        kept.guards = guards  # after the launch: another thread takes what it finds for made
+        if known is None:
+            self._kept.keep(key, (), kept)
         return kept.lengths, kept.order
 
     def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
