@@ -208,6 +208,18 @@ def seed(request: pytest.FixtureRequest) -> int:
     return int(value)
 
 
+@pytest.fixture(autouse=True)
+def settings_of_torch() -> Iterator[None]:
+    """Settings that a test left changed fail it, and no test after it."""
+    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    yield
+    after = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    if after != before:
+        torch.set_default_dtype(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        pytest.fail(f"default dtype and deterministic algorithms were {before}, and the test left {after}")
+
+
 @pytest.fixture
 def either_steps(seed: int) -> Iterator[None]:
     """Steps of backward passes as few queries take them or as many do, by chance: tests have few."""

@@ -85,6 +85,8 @@ class Problem:
     times: int = 1
     """Number of calls whose output is the query of the next one."""
     frozen: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    """torch's counts of changes when it was frozen."""
     alive: list[Tensor] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
@@ -104,11 +106,16 @@ class Problem:
     def freeze(self) -> Problem:
         self.alive = self.tensors()
         self.frozen = {id(x): x.detach().clone() for x in self.alive}
+        self.counts = {id(x): x._version for x in self.alive if not x.is_inference()}
         return self
 
     def changed(self) -> bool:
         """True if some tensor no longer holds what the call was given."""
         return any(not _same(x, self.frozen[id(x)]) for x in self.alive)
+
+    def counted(self) -> bool:
+        """True if torch counted a change of some tensor, for which backward passes refuse to run."""
+        return any(x._version != self.counts[id(x)] for x in self.alive if not x.is_inference())
 
 
 def _same(x: Tensor, before: Tensor) -> bool:

@@ -250,7 +250,7 @@ def backward(world: World) -> str:
     if not world.pending:
         raise Skip
     asked = world.pending.pop(world.rng.randrange(len(world.pending)))
-    if asked.given.problem.changed():
+    if asked.given.problem.changed() or asked.given.problem.counted():
         raise Skip
     if any(not x.requires_grad for x in asked.given.problem.learns()):
         raise Skip
@@ -271,12 +271,19 @@ def threads(world: World) -> str:
     if not subject.threads:
         raise Skip
     asked = [ask(world, calls.draw_call(world, subject)) for _ in range(world.rng.choice((2, 3)))]
-    asked = [x for x in asked if not x.given.problem.q.is_inference()]
-    if not asked:
-        raise Skip
+    asked = _for_threads(asked)
     count = 4 if world.on_gpu else world.rng.choice((2, 3, 4))
     _at_once(world, asked, count, rounds=4)
     return f"{count} of " + " | ".join(x.where for x in asked)
+
+
+def _for_threads(asked: list[Asked]) -> list[Asked]:
+    """Calls that threads may make: those whose tensors were not written to as later ones were drawn."""
+    problems = [x.given.problem for x in asked]
+    asked = [x for x, p in zip(asked, problems) if not p.q.is_inference() and not p.changed()]
+    if not asked:
+        raise Skip
+    return asked
 
 
 def _at_once(world: World, asked: list[Asked], count: int, rounds: int) -> None:
@@ -333,9 +340,7 @@ def threads_on_a_new_attention(world: World) -> str:
     """The same with an attention of code that no call has seen."""
     subject = pool.new_attention(world)
     asked = [ask(world, calls.draw_call(world, subject)) for _ in range(3)]
-    asked = [x for x in asked if not x.given.problem.q.is_inference()]
-    if not asked:
-        raise Skip
+    asked = _for_threads(asked)
     _at_once(world, asked, 4, rounds=6)
     return " | ".join(x.where for x in asked)
 

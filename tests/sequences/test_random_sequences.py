@@ -25,10 +25,12 @@ SECONDS = 20.0
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Settings of the process, which runs of sequences change."""
     monkeypatch.setattr(Module, "compiled", Module.compiled)
-    threads, config = torch.get_num_threads(), torch._functorch.config
+    threads, config, dtype = torch.get_num_threads(), torch._functorch.config, torch.get_default_dtype()
     with config.patch(donated_buffer=config.donated_buffer):
         yield
     torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.slow
