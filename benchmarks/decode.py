@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
-from fa4flex.codegen.plan import splitting
+from fa4flex.kernels.plan import splitting
 from fa4flex.variants import causal
 
 SIZES = "1x8k", "4x8k", "16x8k", "64x8k", "1x64k", "16x64k", "1x128k"

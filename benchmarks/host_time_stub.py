@@ -19,8 +19,8 @@ import torch
 from host_calls import Call, rows
 
 from fa4flex import contents, lower
-from fa4flex.codegen.plan.arguments import COUNTERS
-from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.plan.arguments import COUNTERS
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.primitives import paging as paging_module
 from fa4flex.primitives import varlen as varlen_module
 from fa4flex.runtime import launch

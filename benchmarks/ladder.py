@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from cutlass import cute
 
-from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler.entry import entry_point, fake_arguments
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.fwd_sm100.config import Config, Exponential, TensorMemory
 from fa4flex.kernels.fwd_sm100.kernel import Forward
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.simulator import device, model
 from fa4flex.simulator.run.counts import cycles
 

@@ -18,18 +18,18 @@ from fa4flex.codegen.emit import Source, emit_backward, emit_forward, emit_seque
 from fa4flex.codegen.emit.module import Captions
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
-from fa4flex.codegen.plan.captured_sums import CapturedSum, separate, sums_of
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan
-from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem
-from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
-from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler import debug
 from fa4flex.compiler.compile import Kernel, compile_ahead, compile_kernel, kept
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.block_tables.plan import TablesPlan
+from fa4flex.kernels.plan.captured_sums import CapturedSum, separate, sums_of
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.pipeline import BackwardPlan, Direction, ForwardPlan
+from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.specialize import backward_problem, by_queries, forward_problem
+from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.sequences.plan import plan_sequences
 from fa4flex.primitives.schedule import Schedule
 

@@ -18,9 +18,9 @@ import ptx_normal_form
 from kernel_programs import Given, launched_backward, launched_forward
 from ptx_cases import Case
 
-from fa4flex.codegen.plan.target import SM90A, SM100A
 from fa4flex.compiler.compile import kernel_key, trace_and_compile, without_collector
 from fa4flex.compiler.inspect import bytes_of_launches
+from fa4flex.kernels.plan.target import SM90A, SM100A
 
 TARGETS = {target.name: target for target in (SM90A, SM100A)}
 

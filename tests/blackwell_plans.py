@@ -13,21 +13,21 @@ from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import apply, sym
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.happens_before import Trace
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.sharing import lifetimes
-from fa4flex.codegen.plan.target import SM100A
-from fa4flex.codegen.plan.tensor_memory import Columns
-from fa4flex.codegen.plan.topology import Event, Role, Topology
-from fa4flex.codegen.plan.verify import round_robin, simulate
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan
 from fa4flex.kernels.decode_sm100.plan import BlackwellDecodePlan
 from fa4flex.kernels.fwd_sm100.columns import lay_out_columns
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.kernels.fwd_sm100.tiles import Tiles
 from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.happens_before import Trace
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.target import SM100A
+from fa4flex.kernels.plan.tensor_memory import Columns
+from fa4flex.kernels.plan.topology import Event, Role, Topology
+from fa4flex.kernels.plan.verify import round_robin, simulate
 
 WIDTHS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 32), (32, 128))
 CAUSAL = Facts(SCORE, apply("ge", sym("q"), sym("kv")))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa4flex.codegen.plan.pipeline import BackwardPlan, ForwardPlan
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.plan.pipeline import BackwardPlan, ForwardPlan
 
 
 def plan_forward(*given: Any, **options: Any) -> ForwardPlan:

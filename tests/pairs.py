@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from fa4flex.codegen.plan import specialize
-from fa4flex.codegen.plan.request import Request
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.bwd_sm90 import plan as hopper
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TWO_CTA, TwoCtaPlan, plan_two_cta
+from fa4flex.kernels.plan import specialize
+from fa4flex.kernels.plan.request import Request
 from fa4flex.runtime.cuda import engine
 
 

@@ -23,15 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.compiler import ahead, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import keeper, simulating, target
+from fa4flex.kernels.plan.arguments import SCHEMAS
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
-    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.kernels.plan.problem import Problem
 
     Job = tuple[Source, Problem, Signature, str]
     """Inputs of a compilation: source, problem, signature and chip."""
@@ -55,7 +55,7 @@ compiler_lock = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A compiled pass. `launch` takes the arguments of its schema (codegen/plan/arguments.py), in order, on
+    """A compiled pass. `launch` takes the arguments of its schema (kernels/plan/arguments.py), in order, on
     torch's current stream.
 
     `compiled` tells whether this process compiled it or found it on disk; `seconds` is what that took.

@@ -16,9 +16,9 @@ from fa4flex.errors import InputError
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
-    from fa4flex.codegen.plan.pipeline import Plan
     from fa4flex.compiler.compile import Kernel
     from fa4flex.compiler.signature import Signature
+    from fa4flex.kernels.plan.pipeline import Plan
 
 VARIABLE = "FA4FLEX_DEBUG"
 CHOICE, PLAN, SOURCE, PTX = LEVELS = 1, 2, 3, 4

@@ -1,6 +1,6 @@
 """The entry point that is compiled: a host function of flat arguments that launches the kernels of a pass.
 
-Its parameters are the rows of a schema (codegen/plan/arguments.py) and a stream; each kernel gets the rows
+Its parameters are the rows of a schema (kernels/plan/arguments.py) and a stream; each kernel gets the rows
 that it reads.
 """
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream
 
-from fa4flex.codegen.plan.arguments import SCHEMAS, Captured, Heads, Pass
 from fa4flex.compiler.fakes import Fakes
 from fa4flex.kernels.append.kernel import AppendArguments
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
@@ -21,11 +20,12 @@ from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, S
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
+from fa4flex.kernels.plan.arguments import SCHEMAS, Captured, Heads, Pass
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.plan.problem import Problem
     from fa4flex.compiler.signature import Signature
+    from fa4flex.kernels.plan.problem import Problem
 
 Launch = tuple[Callable[..., None], Any]
 """A kernel, and the named tuple that it is called with."""

@@ -12,7 +12,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from fa4flex.codegen.plan.arguments import (
+from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.plan.arguments import (
     Array,
     Blocks,
     Captured,
@@ -25,12 +26,11 @@ from fa4flex.codegen.plan.arguments import (
     Rows,
     Scales,
 )
-from fa4flex.codegen.plan.lengths import row_block
-from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.plan.lengths import row_block
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.plan.problem import Problem
     from fa4flex.compiler.signature import Signature
+    from fa4flex.kernels.plan.problem import Problem
 
 WIDE_COPY = 16
 """Bytes that base addresses and strides of what TMA reads and writes are multiples of, as it demands."""

@@ -26,7 +26,7 @@ from fa4flex.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
-    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.kernels.plan.problem import Problem
 
 
 @dataclass(frozen=True)

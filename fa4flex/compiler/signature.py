@@ -14,7 +14,7 @@ class Signature:
     unit_strides  per captured tensor, whether its last stride is 1
     even_rows     per captured tensor, whether its address and all strides but the last are even in elements
     given         names of the arguments that a call brings or not, and the problem does not tell, in the
-                  order of their rows (codegen/plan/arguments.py)
+                  order of their rows (kernels/plan/arguments.py)
     wide          names of the lengths and page tables that are int64, where a kernel reads them as they
                   come
     """

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fa4flex.api import Attention
 from fa4flex.appending import append
-from fa4flex.codegen.plan.problem import Problem, page_rows
-from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.plan.problem import Problem, page_rows
+from fa4flex.kernels.plan.target import TARGETS
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import name_of

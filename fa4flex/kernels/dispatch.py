@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import reads_by_blocks
-from fa4flex.codegen.plan.few_rows import asks_for_order
-from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, Request
-from fa4flex.codegen.plan.target import SM90A, Target
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.plan.few_rows import asks_for_order
+from fa4flex.kernels.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest, Request
+from fa4flex.kernels.plan.target import SM90A, Target
 from fa4flex.primitives.schedule import Schedule
 
 

@@ -17,9 +17,9 @@ from fa4flex.view.sizes import Setting, setting
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
-    from fa4flex.codegen.plan.bound import Size
-    from fa4flex.codegen.plan.inputs import Inputs
-    from fa4flex.codegen.plan.target import Target
+    from fa4flex.kernels.plan.bound import Size
+    from fa4flex.kernels.plan.inputs import Inputs
+    from fa4flex.kernels.plan.target import Target
     from fa4flex.lower import Lowered
 
 HEAD_DIM = 128
@@ -50,7 +50,7 @@ def lowered(program: Program, q_len: int | None = None, kv_len: int | None = Non
 
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
     """The inputs at this shape; what `changes` says of them is taken out of it."""
-    from fa4flex.codegen.plan.inputs import Inputs
+    from fa4flex.kernels.plan.inputs import Inputs
     from fa4flex.runtime.cuda.calls.call import name_of as dtype_name
 
     variant = program.variant
@@ -77,7 +77,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
 
 def check_names(changes: dict[str, Any]) -> None:
     """Raise InputError unless `changes` names fields of Problem, sizes, arch and direction."""
-    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.kernels.plan.problem import Problem
 
     others = ("arch", "direction", "batch", "heads", "kv_heads", "q_len", "kv_len")
     known = [*others, *(field.name for field in fields(Problem))]
@@ -93,7 +93,7 @@ def check_names(changes: dict[str, Any]) -> None:
 
 def target_named(arch: str) -> Target:
     """The chip of this name, as the GPU at hand has it where that is one."""
-    from fa4flex.codegen.plan.target import TARGETS
+    from fa4flex.kernels.plan.target import TARGETS
     from fa4flex.runtime.cuda.device.device import target_of
 
     if arch == arch_here():
@@ -109,7 +109,7 @@ def arch_here() -> str | None:
     """The kernels' target of the GPU that this machine has; None without one that kernels are made for."""
     if not torch.cuda.is_available():
         return None
-    from fa4flex.codegen.plan.target import TARGETS
+    from fa4flex.kernels.plan.target import TARGETS
 
     capability = torch.cuda.get_device_capability()
     return next((target.name for target in TARGETS if target.capability == capability), None)
@@ -193,7 +193,7 @@ def backward(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
 
 def _size(program: Program, found: Lowered, shape: Shape, kv_heads: int | None) -> Size:
     """The launch, with the share of tiles that the kernel computes of it."""
-    from fa4flex.codegen.plan.bound import Size
+    from fa4flex.kernels.plan.bound import Size
 
     density, keys = _computed(program, found, shape) if found.direction == "forward" else (None, None)
     return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len, density, kv_heads, keys)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Varlen
-from fa4flex.codegen.plan.arguments import FORWARD
+from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
 
 MADE = ("out", "lse", "max_scores", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")

@@ -12,8 +12,8 @@ from test_gpu_calls import Recorder
 from torch import Tensor
 
 from fa4flex import lower as lower_module
-from fa4flex.codegen.plan.arguments import COUNTERS
-from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.plan.arguments import COUNTERS
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime import launch, programs
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import in_place

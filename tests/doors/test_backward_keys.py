@@ -28,8 +28,8 @@ from launch_changes import (
 from test_gpu_calls import WRITTEN, Recorder, call_of
 
 import fa4flex
-from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.compiler import simulated
+from fa4flex.kernels.plan.arguments import SCHEMAS
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import fa4flex
 from fa4flex import BlockMap, KVScales, Paging, Precision, Schedule, Varlen, reference
-from fa4flex.codegen.plan.arguments import FORWARD
+from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime.launch import Caller
 from fa4flex.variant import Variant, at_call, changed, compose
 

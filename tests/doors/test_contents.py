@@ -21,8 +21,8 @@ from uncounted import WRITES
 import fa4flex
 from fa4flex import Varlen, contents
 from fa4flex import lower as lower_module
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.contents import VersionedCache, on_host
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.variants import causal, document, learned_bias, sliding_window, softcap
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import fa4flex
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.view.gpu import inputs_of
 from fa4flex.view.sizes import setting

@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import BlockMap, InputError, Paging, Varlen
-from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.errors import StateError
+from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime import launch, recent
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, Scales
 from fa4flex.runtime.cuda.repeats import family_path

@@ -21,11 +21,11 @@ from fa4flex.codegen.analyze.tilemap import PARTIAL
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
-from fa4flex.codegen.plan.arguments import BLOCK_TABLES, COUNTERS, SEQUENCES
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.plan.arguments import BLOCK_TABLES, COUNTERS, SEQUENCES
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
@@ -359,7 +359,7 @@ def test_what_a_kernel_cannot_read_is_converted(recorder: Recorder) -> None:
 
 
 def engine_arguments() -> tuple[str, ...]:
-    from fa4flex.codegen.plan.arguments import FORWARD
+    from fa4flex.kernels.plan.arguments import FORWARD
 
     return FORWARD.names
 
@@ -455,7 +455,7 @@ from fa4flex import lower
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.engine import make_ready
-from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.plan.target import SM90A
 engine.target_of = lambda device: SM90A
 kernels = []
 compile_kernel = lower.compile_kernel

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import lower as lower_module
-from fa4flex.codegen.plan.arguments import COUNTERS, FORWARD
-from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.plan.arguments import COUNTERS, FORWARD
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.device import counters as counters_module
 from fa4flex.runtime.cuda.launches import ready as ready_module

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
-from fa4flex.codegen.plan.arguments import SCHEMAS
-from fa4flex.codegen.plan.faults import PLACES, ROWS, WORDS
 from fa4flex.errors import EarlierError, UnsupportedError
+from fa4flex.kernels.plan.arguments import SCHEMAS
+from fa4flex.kernels.plan.faults import PLACES, ROWS, WORDS
 from fa4flex.runtime import recent
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath

@@ -21,17 +21,17 @@ from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.analyze.prove import Proved
 from fa4flex.codegen.analyze.reach import ANY, LEAST_BOUND, Reach, generous
 from fa4flex.codegen.evaluate import PastTheEnd
-from fa4flex.codegen.plan.arguments import BACKWARD, FORWARD, Schema
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.specialize import (
+from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.arguments import BACKWARD, FORWARD, Schema
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.specialize import (
     backward_problem,
     forward_problem,
     same_backward_problem,
     same_problem,
 )
-from fa4flex.codegen.plan.target import SM90A, SM100A, Target
-from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import Call

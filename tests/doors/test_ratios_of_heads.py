@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Varlen
-from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.runtime import launch
 from fa4flex.variants import causal
 

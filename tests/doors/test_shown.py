@@ -11,7 +11,7 @@ from test_gpu_calls import Recorder, call_of
 
 import fa4flex
 from fa4flex import lower as lower_module
-from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.variants import alibi, causal, document, sliding_window

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fa4flex
-from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.plan.target import TARGETS
 from fa4flex.variants import (
     alibi,
     causal,

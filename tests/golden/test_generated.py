@@ -13,9 +13,9 @@ import torch
 from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import emit_backward, emit_forward
 from fa4flex.codegen.emit.module import Captions
-from fa4flex.codegen.plan.problem import Problem
 from fa4flex.kernels.bwd_sm90.config import Config as BackwardConfig
 from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.variant import compose
 from fa4flex.variants import (
     alibi,

@@ -272,8 +272,8 @@ def test_engine_finds_what_it_reads_of_a_backend(sglang: ModuleType) -> None:
 
 
 def test_graphs_over_gathered_pages_are_refused(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fa4flex.codegen.plan.target import TARGETS
     from fa4flex.integrations import paged_cache
+    from fa4flex.kernels.plan.target import TARGETS
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for target in TARGETS:

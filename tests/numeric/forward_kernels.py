@@ -17,13 +17,13 @@ from kernel_programs import KINDS as OF_BOTH_PASSES
 
 from fa4flex import Precision
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan.pipeline import Plan
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.compile import build_object, without_collector
 from fa4flex.compiler.inspect import Resources, inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
+from fa4flex.kernels.plan.pipeline import Plan
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

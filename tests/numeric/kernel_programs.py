@@ -16,9 +16,9 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
 from fa4flex.lower import Lowered
 from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths

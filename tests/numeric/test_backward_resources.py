@@ -16,8 +16,8 @@ from helpers import Width, widths
 from kernel_programs import Kind, launched_backward
 from pairs import hopper_pairs, in_pairs
 
-from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.inspect import Inspection, inspect
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.primitives.schedule import Schedule
 
 pytestmark = [

@@ -20,9 +20,9 @@ from kernel_programs import KINDS, Asked, Given, Kind, every_kernel, launched_ba
 
 import fa4flex
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler import ahead, cache, compile, worker
 from fa4flex.compiler.compile import compile_ahead, compile_kernel, kernel_key
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.cuda.engine import Engine

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Varlen
-from fa4flex.codegen.plan.problem import QUERY_CLASSES
+from fa4flex.kernels.plan.problem import QUERY_CLASSES
 from fa4flex.runtime import launch
 from fa4flex.variants import alibi, causal
 

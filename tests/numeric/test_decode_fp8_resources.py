@@ -9,11 +9,11 @@ import pytest
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.inspect import Inspection, inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.decode_fp8_sm90.plan import DecodePlan
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, lower_forward
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 

@@ -14,9 +14,9 @@ import torch
 from forward_kernels import compiler
 from kernel_programs import KINDS, Kind, Width, launched_forward
 
-from fa4flex.codegen.plan.target import SM100A
 from fa4flex.compiler.inspect import inspect
 from fa4flex.kernels.decode_sm100.plan import BlackwellDecodePlan
+from fa4flex.kernels.plan.target import SM100A
 
 RECORD = Path(__file__).parents[1] / "golden" / "decode_sm100_resources.txt"
 HEADER = """\

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 
 import fa4flex
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler import cache
 from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler import inspect as inspecting
 from fa4flex.compiler.inspect import Inspection
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, lower_backward
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.variants import causal

@@ -11,14 +11,14 @@ import torch
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.inspect import Resources, inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.runtime.cuda.append import _source
 from fa4flex.runtime.cuda.calls.call import name_of

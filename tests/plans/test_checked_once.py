@@ -12,12 +12,12 @@ from fa4flex import Schedule, lower
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.target import SM90A, Target
 from fa4flex.compiler import ahead, compile
 from fa4flex.compiler.compile import kernel_key
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.target import SM90A, Target
 from fa4flex.lower import Given, Lowered, lower_backward, lower_forward
 
 SIGNATURE = Signature()

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from fa4flex.codegen.plan.lengths import Lengths
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import TARGETS
 
 NOT_FOR_CALLS_OF_KERNELS = """
 import sys
@@ -25,8 +25,8 @@ print(*sorted(name for name in sys.modules if name.startswith("fa4flex.")))
 
 CODE = """
 import sys
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.kernels import dispatch
 
 dispatch.choose("forward", Problem(128, 128), SM90A)
@@ -77,7 +77,7 @@ def test_calls_of_kernels_wait_for_no_other_engine() -> None:
     )
     found = done.stdout.split()
     assert "fa4flex.runtime.cuda.engine" in found
-    others = ("runtime.cpu", "runtime.blockwise", "runtime.flex.engine", "codegen.plan.verify", "simulator")
+    others = ("runtime.cpu", "runtime.blockwise", "runtime.flex.engine", "kernels.plan.verify", "simulator")
     assert not [name for name in found if name.removeprefix("fa4flex.").startswith(others)]
 
 

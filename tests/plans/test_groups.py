@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fa4flex.codegen.plan.groups import Groups
+from fa4flex.kernels.plan.groups import Groups
 
 H200 = 132
 

@@ -16,11 +16,11 @@ import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import PACKED_HEADS, Problem
-from fa4flex.codegen.plan.specialize import MOST_PACKED, backward_problem, forward_problem, same_problem
-from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.errors import InputError
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.problem import PACKED_HEADS, Problem
+from fa4flex.kernels.plan.specialize import MOST_PACKED, backward_problem, forward_problem, same_problem
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.variants import alibi, causal, softcap
 
 PLAIN = Facts()

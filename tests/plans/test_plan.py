@@ -29,23 +29,23 @@ from fa4flex.codegen.expr import (
     sym,
     to_float,
 )
-from fa4flex.codegen.plan import problem as problem_module
-from fa4flex.codegen.plan import target as target_module
-from fa4flex.codegen.plan import work
-from fa4flex.codegen.plan.bound import Size
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.memory import Memory, Region
-from fa4flex.codegen.plan.pipeline import Plan
-from fa4flex.codegen.plan.problem import Lengths, MaskForm, Problem, itemsize
-from fa4flex.codegen.plan.target import SM90A
-from fa4flex.codegen.plan.work import Bias, Work, count_work, score_cost
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.fwd_sm90 import plan as plan_module
 from fa4flex.kernels.fwd_sm90 import registers
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.registers import SPLITS, Split, consumer_need
 from fa4flex.kernels.fwd_sm90.tiles import TABLE, WIDTHS, Tiles, candidates, may_share, pad
+from fa4flex.kernels.plan import problem as problem_module
+from fa4flex.kernels.plan import target as target_module
+from fa4flex.kernels.plan import work
+from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.memory import Memory, Region
+from fa4flex.kernels.plan.pipeline import Plan
+from fa4flex.kernels.plan.problem import Lengths, MaskForm, Problem, itemsize
+from fa4flex.kernels.plan.target import SM90A
+from fa4flex.kernels.plan.work import Bias, Work, count_work, score_cost
 from fa4flex.primitives.schedule import Schedule
 
 Q, KV, H, B = sym("q"), sym("kv"), sym("h"), sym("b")
@@ -567,7 +567,7 @@ def test_planning_loads_neither_torch_nor_cutlass() -> None:
     program = (
         "import sys\n"
         "from fa4flex.codegen.analyze.facts import Facts\n"
-        "from fa4flex.codegen.plan.problem import Problem\n"
+        "from fa4flex.kernels.plan.problem import Problem\n"
         "from fa4flex.kernels.dispatch import plan_forward\n"
         "assert 'networkx' not in sys.modules\n"
         "plan_forward(Facts(), Problem(128, 128)).explain()\n"

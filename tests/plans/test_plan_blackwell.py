@@ -21,18 +21,18 @@ from blackwell_plans import (
 from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.sharing import lifetimes
-from fa4flex.codegen.plan.target import SM90A, SM100A, SM103A
-from fa4flex.codegen.plan.tensor_memory import WHOLE, Range
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
 from fa4flex.kernels.fwd_sm100.config import Exponential, Registers
 from fa4flex.kernels.fwd_sm100.exponential import TABLE, share
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
 from fa4flex.kernels.fwd_sm100.registers import NARROW, SPLITS, WIDE
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.target import SM90A, SM100A, SM103A
+from fa4flex.kernels.plan.tensor_memory import WHOLE, Range
 from fa4flex.primitives.schedule import Schedule
 
 # --- tensor memory -------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wr
 from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.sharing import lifetimes
-from fa4flex.codegen.plan.target import SM100A
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels.bwd_sm100 import roles
 from fa4flex.kernels.bwd_sm100.config import Registers
 from fa4flex.kernels.bwd_sm100.one_cta.plan import OneCtaPlan
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.target import SM100A
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 
 WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
 STEPS = ([1], [2], [5])

@@ -14,18 +14,18 @@ from checked_plans import plan_forward
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem
-from fa4flex.codegen.plan.sharing import lifetimes
-from fa4flex.codegen.plan.specialize import same_problem
-from fa4flex.codegen.plan.target import SM100A, SM103A
-from fa4flex.codegen.plan.topology import Event
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.decode_sm100.kernel import BARRIERS
 from fa4flex.kernels.decode_sm100.plan import DECODE_SM100, BlackwellDecodePlan
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.specialize import same_problem
+from fa4flex.kernels.plan.target import SM100A, SM103A
+from fa4flex.kernels.plan.topology import Event
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.primitives.schedule import Schedule
 
 FEW = Problem(128, 128, few_rows=True, row_class=32)

@@ -14,18 +14,18 @@ from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, ref
 from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import Request
-from fa4flex.codegen.plan.sharing import lifetimes
-from fa4flex.codegen.plan.target import SM100A
-from fa4flex.codegen.plan.topology import Event
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100 import roles as alone
 from fa4flex.kernels.bwd_sm100.config import ROWS
 from fa4flex.kernels.bwd_sm100.two_cta import roles
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
 from fa4flex.kernels.bwd_sm100.two_cta.topology import THERE, arrivals
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.target import SM100A
+from fa4flex.kernels.plan.topology import Event
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))

@@ -27,13 +27,13 @@ from blackwell_plans import (
     with_role,
 )
 
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.topology import Barrier, Event, Product, Role, Topology
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels.fwd_sm100 import roles
 from fa4flex.kernels.fwd_sm100.tiles import RINGS
 from fa4flex.kernels.fwd_sm100.topology import CORE, STEPS
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.topology import Barrier, Event, Product, Role, Topology
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 
 WORKS: tuple[list[int], ...] = ([], [1], [2], [9], [1, 9], [9, 1, 9, 1], [1, 1, 1, 1], [4, 1, 3])
 """Key tiles of each work tile that a CTA takes: no work at all; one tile; alternating short and long rows."""

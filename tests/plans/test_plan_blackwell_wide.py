@@ -12,15 +12,15 @@ from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, ref
 from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.sharing import lifetimes
-from fa4flex.codegen.plan.target import SM100A
-from fa4flex.codegen.plan.topology import Event
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels.bwd_sm100 import roles as alone
 from fa4flex.kernels.bwd_sm100.wide_heads import roles
 from fa4flex.kernels.bwd_sm100.wide_heads.config import SLOPED
 from fa4flex.kernels.bwd_sm100.wide_heads.plan import WideHeadsPlan
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.target import SM100A
+from fa4flex.kernels.plan.topology import Event
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 
 WIDTHS = ((192, 128), (192, 32), (160, 128), (160, 96))
 STEPS = ([1], [2], [5])

@@ -12,22 +12,22 @@ from checked_plans import plan_forward
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.paging import TileCopies
-from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem, page_rows
-from fa4flex.codegen.plan.specialize import same_problem
-from fa4flex.codegen.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
-from fa4flex.codegen.plan.target import SM90A, SM100A
-from fa4flex.codegen.plan.topology import Role, Topology
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate
 from fa4flex.errors import InputError
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.decode_sm90.plan import DECODE_SM90, DecodePlan
 from fa4flex.kernels.decode_sm90.topology import decode_topology
 from fa4flex.kernels.fwd_sm90 import plan as forward_plan
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90, HopperPlan
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.paging import TileCopies
+from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem, page_rows
+from fa4flex.kernels.plan.specialize import same_problem
+from fa4flex.kernels.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
+from fa4flex.kernels.plan.target import SM90A, SM100A
+from fa4flex.kernels.plan.topology import Role, Topology
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
 
 FACTS = fa4flex.compile().program.facts

@@ -8,14 +8,14 @@ import pytest
 from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.bound import Size
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100
 from fa4flex.kernels.mixed_sm90.plan import MIXED_SM90
+from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 
 WIDE = Problem(128, 128, out_dtype="float32")
 ROWS, COLUMNS, BYTES = 128, 32, 4

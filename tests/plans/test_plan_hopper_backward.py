@@ -22,11 +22,6 @@ import fa4flex
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import nodes
-from fa4flex.codegen.plan.groups import groups_of
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A
-from fa4flex.codegen.plan.topology import Event, Topology
-from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels.bwd_sm90 import plan as planner
 from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.plan import (
@@ -41,6 +36,11 @@ from fa4flex.kernels.bwd_sm90.plan import (
     WIDE_TILE,
     HopperBackwardPlan,
 )
+from fa4flex.kernels.plan.groups import groups_of
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A
+from fa4flex.kernels.plan.topology import Event, Topology
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 
 WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")

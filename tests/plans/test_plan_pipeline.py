@@ -10,13 +10,13 @@ from itertools import product
 import networkx
 import pytest
 
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.paging import Boxes
-from fa4flex.codegen.plan.topology import Event, Role, Staging, Topology
-from fa4flex.codegen.plan.verify import Mbarrier, Pick, at_random, round_robin, simulate, trace
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.paging import Boxes
+from fa4flex.kernels.plan.topology import Event, Role, Staging, Topology
+from fa4flex.kernels.plan.verify import Mbarrier, Pick, at_random, round_robin, simulate, trace
 
 TILES = Tiles(128, 128, 128, 64)
 WORKS = ([1], [2, 2], [7], [1, 3, 2], [1, 1, 1, 1])

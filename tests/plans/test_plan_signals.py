@@ -11,13 +11,13 @@ from blackwell_plans import broken, dropped, edges, every_plan, fails_check, wro
 from checked_plans import plan_backward, plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.signals import Signal, difference, expected, rows_of
-from fa4flex.codegen.plan.target import SM90A, SM100A
-from fa4flex.codegen.plan.topology import Event, Topology
-from fa4flex.codegen.plan.verify import at_random, round_robin, trace
 from fa4flex.kernels.fwd_sm100.pair import THERE
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.signals import Signal, difference, expected, rows_of
+from fa4flex.kernels.plan.target import SM90A, SM100A
+from fa4flex.kernels.plan.topology import Event, Topology
+from fa4flex.kernels.plan.verify import at_random, round_robin, trace
 from fa4flex.primitives.schedule import Schedule
 
 WORKS = ([1], [2, 5], [3, 1, 1, 4])

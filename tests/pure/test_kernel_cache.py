@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from fa4flex.codegen.plan.arguments import SCHEMAS
-from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler import cache
 from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler.compile import digest, kernel_key
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.arguments import SCHEMAS
+from fa4flex.kernels.plan.problem import Problem
 
 KEY = "k" * 64
 

@@ -42,7 +42,7 @@ from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.emit import emit_backward, emit_forward
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.codegen.plan.work import score_cost
+from fa4flex.kernels.plan.work import score_cost
 
 table = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
 

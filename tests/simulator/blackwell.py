@@ -41,7 +41,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 import fa4flex
 from fa4flex import Varlen, lower, reference
 from fa4flex import variants as v
-from fa4flex.codegen.plan import request, target
+from fa4flex.kernels.plan import request, target
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.launches import ready

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan import splitting
+from fa4flex.kernels.plan import splitting
 
 SIMULATED = {"chip": "sm_90a"}
 """Simulated GPU that calls run on."""

@@ -12,8 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 from fa4flex import lower
-from fa4flex.codegen.plan.memory import ANSWER
-from fa4flex.codegen.plan.signals import (
+from fa4flex.compiler.compile import Kernel
+from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.memory import ANSWER
+from fa4flex.kernels.plan.signals import (
     CLUSTER,
     EVERYONE,
     Signal,
@@ -23,9 +25,7 @@ from fa4flex.codegen.plan.signals import (
     idle,
     rows_of,
 )
-from fa4flex.codegen.plan.topology import Topology
-from fa4flex.compiler.compile import Kernel
-from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.topology import Topology
 from fa4flex.simulator.doors import device
 from fa4flex.simulator.doors.launch import Launch
 from fa4flex.simulator.isa.access import Accessor, locate

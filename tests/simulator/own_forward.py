@@ -13,8 +13,8 @@ from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.compiler.simulated import simulated
+from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.runtime.cuda.launches import ready
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch

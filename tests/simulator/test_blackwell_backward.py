@@ -10,10 +10,10 @@ from helpers import Width
 from test_simulated_backward import COMPOSED, close
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM100A
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.dispatch import plan_backward
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM100A
 
 WIDE = ((192, 128), (160, 128), (136, 72), (192, 32))
 WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32), *WIDE)

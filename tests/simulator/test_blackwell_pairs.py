@@ -23,7 +23,7 @@ from test_simulated_lengths import KINDS
 from test_simulated_lengths import close as close_ragged
 
 import fa4flex
-from fa4flex.codegen.plan.specialize import long_scores
+from fa4flex.kernels.plan.specialize import long_scores
 from fa4flex.simulator.run.counts import cycles, shared_memory
 from fa4flex.simulator.run.launch import Result
 from fa4flex.variants import alibi, softcap

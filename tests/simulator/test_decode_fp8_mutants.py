@@ -15,8 +15,8 @@ from own_forward import TIMINGS
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan import splitting
 from fa4flex.compiler.simulated import simulated
+from fa4flex.kernels.plan import splitting
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch

@@ -11,7 +11,7 @@ from cases import Size
 from mutants import Mutant
 from own_forward import Own, captured_forward
 
-from fa4flex.codegen.plan import splitting
+from fa4flex.kernels.plan import splitting
 
 CHIPS = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
 

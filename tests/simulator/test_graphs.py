@@ -23,13 +23,13 @@ from pairs import few_tiles, hopper_pairs, in_pairs
 
 import fa4flex
 from fa4flex import Varlen
-from fa4flex.codegen.plan.signals import expected
-from fa4flex.codegen.plan.topology import Role, Topology
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
 from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
 from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.common.transfer import stage_by_fours
+from fa4flex.kernels.plan.signals import expected
+from fa4flex.kernels.plan.topology import Role, Topology
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.simulator.run.launch import Shape, execute, module_of, program_of
 from fa4flex.simulator.run.timing import Timing

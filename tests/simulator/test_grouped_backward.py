@@ -21,7 +21,7 @@ from test_simulated_lengths import close as close_to_lengths
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.groups import Groups
+from fa4flex.kernels.plan.groups import Groups
 from fa4flex.simulator.doors.device import Gpu
 
 TIMINGS = ("eager", "late", "random")

@@ -14,7 +14,7 @@ from own_backward import Own, captured
 from pairs import few_tiles, hopper_pairs, long_steps
 
 import fa4flex
-from fa4flex.codegen.plan import specialize
+from fa4flex.kernels.plan import specialize
 
 HEADS, QUERIES, KEYS, LATENT = 3, 320, 128, (192, 128)
 COLUMNS, PRODUCTS, PRODUCTS_AGAIN = 256, 192, 160

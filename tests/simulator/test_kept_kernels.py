@@ -16,11 +16,11 @@ from executed import comparing
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler import cache
 from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.simulator import device

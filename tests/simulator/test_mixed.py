@@ -17,10 +17,10 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Sinks, simulator
-from fa4flex.codegen.plan.arguments import COUNTERS
-from fa4flex.codegen.plan.signals import rows_of
-from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
+from fa4flex.kernels.plan.arguments import COUNTERS
+from fa4flex.kernels.plan.signals import rows_of
+from fa4flex.kernels.plan.topology import Event, NamedBarrier, Topology
 from fa4flex.runtime.cuda.launches import ready
 from fa4flex.simulator.model.events import Loaded
 from fa4flex.simulator.state.cta import Warp

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Schedule, Varlen, simulator
-from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
+from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.runtime.cuda.launches import ready
 from fa4flex.variants import causal, sliding_window
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest
-from fa4flex.codegen.plan.target import SM90A, SM100A
 from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90, HopperPlan, plan_hopper
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.view.gpu import inputs_of

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.errors import EarlierError, InputError
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.device import faults

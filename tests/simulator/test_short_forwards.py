@@ -17,13 +17,13 @@ from own_forward import TIMINGS, captured_forward
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
-from fa4flex.codegen.plan import specialize
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A
 from fa4flex.kernels.common import work
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.dispatch import plan_forward
+from fa4flex.kernels.plan import specialize
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A
 
 HEAD = 512 * 2 * 16
 """Bytes of 512 keys and values, 8 wide each."""

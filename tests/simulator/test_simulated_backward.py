@@ -18,7 +18,7 @@ from pairs import hopper_pairs, long_steps
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.arguments import COUNTERS, SCHEMAS
+from fa4flex.kernels.plan.arguments import COUNTERS, SCHEMAS
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.runtime.cuda.launches import ready_backward

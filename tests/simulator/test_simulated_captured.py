@@ -15,7 +15,7 @@ from helpers import SMS, Width, backward_launches, of_backward, widths
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.captured_sums import CapturedSum
+from fa4flex.kernels.plan.captured_sums import CapturedSum
 from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM100A
 from fa4flex.kernels.common import work
 from fa4flex.kernels.common.backward import BackwardTileScheduler, in_section, sections_of
 from fa4flex.kernels.dispatch import plan_forward
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM100A
 from fa4flex.variants import causal, sliding_window
 
 SORTED = Schedule(order="longest_first")

@@ -13,10 +13,10 @@ import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
-from fa4flex.codegen.plan.arguments import APPEND
 from fa4flex.kernels.append.config import Config
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.faults import report
+from fa4flex.kernels.plan.arguments import APPEND
 
 THREADS = 128
 

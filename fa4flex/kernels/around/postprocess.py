@@ -9,9 +9,9 @@ from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
+from fa4flex.kernels.plan.arguments import BACKWARD
 
 THREADS = (256, 128)
 """Numbers of threads that a block may have: the first that divides the number of a tile's pieces."""

@@ -14,10 +14,10 @@ import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, const_expr, cute, select_
 
-from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
 from fa4flex.kernels.common.softmax import LOG2_E
+from fa4flex.kernels.plan.arguments import BACKWARD
 
 THREADS = 256
 WIDE = 8

@@ -19,7 +19,6 @@ import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
-from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.kernels.block_tables.config import PIECE, THREADS, WARPS, Config
 from fa4flex.kernels.block_tables.digest import compare_part, stale
 from fa4flex.kernels.common.arguments import named
@@ -28,6 +27,7 @@ from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import row_spans
 from fa4flex.kernels.common.paged_lengths import possible
 from fa4flex.kernels.common.pointwise import terms_of
+from fa4flex.kernels.plan.arguments import BLOCK_TABLES
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 SPREAD = 8

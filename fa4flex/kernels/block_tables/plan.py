@@ -8,9 +8,9 @@ from typing import ClassVar
 from fa4flex.codegen.analyze.intervals import Intervals, searched
 from fa4flex.codegen.analyze.tile_bounds import TileBounds
 from fa4flex.codegen.expr import Expr
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
 from fa4flex.kernels.block_tables.config import WARPS, Config, Range
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.kernels.common.dq_layout import Order
+from fa4flex.kernels.plan.lengths import Lengths
 
 ROWS = 128
 """Keys of a block, and queries of a step: what one tcgen05.mma spans."""

@@ -6,15 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Size
-from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.pipeline import Checked
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.registers import check_registers
-from fa4flex.codegen.plan.sharing import sharing
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.tensor_memory import Columns
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.kernels.bwd_sm100.config import (
     FRAGMENT,
     ROWS,
@@ -23,6 +14,15 @@ from fa4flex.kernels.bwd_sm100.config import (
     TensorMemory,
 )
 from fa4flex.kernels.bwd_sm100.roles import barrier_total
+from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.pipeline import Checked
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.registers import check_registers
+from fa4flex.kernels.plan.sharing import sharing
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.tensor_memory import Columns
+from fa4flex.kernels.plan.topology import Topology
 
 
 @dataclass(frozen=True)

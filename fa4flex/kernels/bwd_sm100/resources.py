@@ -9,10 +9,10 @@ import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from fa4flex.codegen.plan.problem import MMA_K
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tensor_core import Product
+from fa4flex.kernels.plan.problem import MMA_K
 
 Tile = tuple[int, int, int]
 """Rows and columns of a product, and what is summed over."""

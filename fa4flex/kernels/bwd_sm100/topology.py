@@ -19,21 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fa4flex.codegen.plan.memory import column_block, tile_bytes
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
-from fa4flex.codegen.plan.topology import (
-    WARPGROUP,
-    Action,
-    Barrier,
-    Event,
-    Events,
-    NamedBarrier,
-    Product,
-    Ring,
-    Role,
-    Topology,
-)
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
@@ -47,6 +32,21 @@ from fa4flex.kernels.bwd_sm100.roles import (
     RINGS,
     STATISTICS,
     TOUCH_TENSOR_MEMORY,
+)
+from fa4flex.kernels.plan.memory import column_block, tile_bytes
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
+from fa4flex.kernels.plan.topology import (
+    WARPGROUP,
+    Action,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
 )
 
 CORE = "the tensor core"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.kernels.common.dq_layout import Order
+from fa4flex.kernels.plan.lengths import Lengths
 
 Split = Literal["keys", "columns", "products"]
 

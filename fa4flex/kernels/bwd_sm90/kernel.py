@@ -19,7 +19,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing
 from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
@@ -37,6 +36,7 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered, tokens_first
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""

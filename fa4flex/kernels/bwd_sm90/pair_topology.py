@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4flex.codegen.plan.memory import tile_bytes
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.bwd_sm90 import roles
+from fa4flex.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.kernels.bwd_sm90.topology import THREADS, once, queries_rings, tiles
+from fa4flex.kernels.plan.memory import tile_bytes
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.topology import (
     WARP,
     WARPGROUP,
     Action,
@@ -32,9 +35,6 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.bwd_sm90 import roles
-from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.bwd_sm90.topology import THREADS, once, queries_rings, tiles
 
 THERE = " there"
 BOTH = (0, 1)

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Size
-from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.pipeline import Checked, Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import BLOCKS, Request
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.kernels.bwd_sm90.config import Config, Split
 from fa4flex.kernels.bwd_sm90.pair_topology import of_one_cta, pair_topology
 from fa4flex.kernels.bwd_sm90.roles import SHARES, UNUSED, barrier_total
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
+from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.pipeline import Checked, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import BLOCKS, Request
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import Topology
 
 KEYS_APART = 128
 """The widest heads of which warpgroups always have keys of their own."""

@@ -14,7 +14,6 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from fa4flex.codegen.plan.topology import WARP, WARPGROUP
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Tiles
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, transposed
@@ -23,6 +22,7 @@ from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyWork
 from fa4flex.kernels.common.fragment import as_operand, multiply, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.transfer import States, release
+from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 
 Given = tuple[Mmas, Operands, Collector]
 

@@ -26,9 +26,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4flex.codegen.plan.memory import NUMBER, tile_bytes
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.bwd_sm90 import roles
+from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.plan.memory import NUMBER, tile_bytes
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.topology import (
     RECEIVE,
     WARP,
     WARPGROUP,
@@ -42,8 +44,6 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.bwd_sm90 import roles
-from fa4flex.kernels.bwd_sm90.config import Config
 
 THREADS = WARP * WARPGROUP
 

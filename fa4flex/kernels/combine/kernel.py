@@ -15,11 +15,11 @@ from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, const_expr, cute, select_
 from cutlass.memory import SmemAllocator
 
-from fa4flex.codegen.plan.arguments import FORWARD, MERGE
 from fa4flex.kernels.combine.workspace import Parts, parts_of, rows_of
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
+from fa4flex.kernels.plan.arguments import FORWARD, MERGE
 
 WARPS = 4
 THREADS = 32 * WARPS

@@ -1,11 +1,11 @@
-"""Arguments of kernels: named tuples of the rows in codegen/plan/arguments.py that they read."""
+"""Arguments of kernels: named tuples of the rows in kernels/plan/arguments.py that they read."""
 
 from __future__ import annotations
 
 from collections import namedtuple
 from typing import Any
 
-from fa4flex.codegen.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
+from fa4flex.kernels.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
 
 
 def named(name: str, names: tuple[str, ...]) -> Any:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
-from fa4flex.codegen.plan.lengths import ROW_BLOCK
 from fa4flex.kernels.common.arguments import BackwardArguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
 from fa4flex.kernels.common.work import L2_BYTES, find_sequence
+from fa4flex.kernels.plan.lengths import ROW_BLOCK
 
 
 class KeyGrid(NamedTuple):

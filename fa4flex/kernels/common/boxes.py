@@ -14,10 +14,10 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.memory import column_block
-from fa4flex.codegen.plan.paging import COLUMNS, KEYS, Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.transfer import Transfers, Views, partition, reordered
+from fa4flex.kernels.plan.memory import column_block
+from fa4flex.kernels.plan.paging import COLUMNS, KEYS, Boxes
 
 ATOM = COLUMNS * KEYS
 """Elements of an atom."""

@@ -1,11 +1,11 @@
-"""Faults on a device: what a kernel leaves in the table of codegen/plan/faults.py, which the host reads
+"""Faults on a device: what a kernel leaves in the table of kernels/plan/faults.py, which the host reads
 without waiting."""
 
 from __future__ import annotations
 
 from cutlass import AddressSpace, Int64, cute
 
-from fa4flex.codegen.plan.faults import PLACES, ROWS, WORDS
+from fa4flex.kernels.plan.faults import PLACES, ROWS, WORDS
 
 
 def report(table: Int64, kind: str, numbers: tuple[Int64, ...]) -> None:

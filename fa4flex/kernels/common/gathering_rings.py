@@ -8,7 +8,7 @@ from typing import Any
 
 from cutlass import cute, pipeline
 
-from fa4flex.codegen.plan.topology import WARP
+from fa4flex.kernels.plan.topology import WARP
 
 
 class _Filled:

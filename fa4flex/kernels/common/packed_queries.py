@@ -6,9 +6,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
-from fa4flex.codegen.plan.memory import block_bytes
 from fa4flex.kernels.common.gathered_key_values import CHUNK, copy_chunk, swizzled
 from fa4flex.kernels.common.packed_rows import Tile
+from fa4flex.kernels.plan.memory import block_bytes
 
 THREADS = 128
 """Threads of a warpgroup."""

@@ -10,8 +10,6 @@ import cutlass
 from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.codegen.plan.memory import block_bytes
-from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
@@ -23,6 +21,8 @@ from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
 from fa4flex.kernels.common.paged_key_values import PagedKeyValues
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, Ring, Transfers, partition, reordered
+from fa4flex.kernels.plan.memory import block_bytes
+from fa4flex.kernels.plan.paging import Boxes
 
 
 @dataclass(frozen=True)

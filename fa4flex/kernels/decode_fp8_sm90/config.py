@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.lengths import Scaling
 from fa4flex.kernels.decode_sm90 import config as decode
+from fa4flex.kernels.plan.lengths import Scaling
 
 WARPS = 4
 """Consumer warps of a block."""

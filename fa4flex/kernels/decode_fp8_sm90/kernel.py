@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.gathering_rings import GatheringRing, tile_ring
@@ -31,6 +30,7 @@ from fa4flex.kernels.decode_fp8_sm90.producer import Producer
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_sm90.kernel import ALL_SHARED
 from fa4flex.kernels.decode_sm90.resources import Pipes
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 
 class Forward:

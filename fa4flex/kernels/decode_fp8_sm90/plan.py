@@ -6,14 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import asks_for_order, blocks_and_stages, room_of, share_of
-from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes
 from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
@@ -21,6 +13,14 @@ from fa4flex.kernels.decode_sm90 import plan as decode
 from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, Need
 from fa4flex.kernels.fwd_sm90.registers import ROWS as THREAD_ROWS
 from fa4flex.kernels.fwd_sm90.tiles import pad
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.few_rows import asks_for_order, blocks_and_stages, room_of, share_of
+from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import Topology
 
 TILE_BYTES = 16 << 10
 """Bytes of a tile of keys, as far as KEYS of each warp at least and MOST_KEYS at most allow."""

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from fa4flex.codegen.plan.lengths import Scaling
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.packed_rows import Tile
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS
+from fa4flex.kernels.plan.lengths import Scaling
 
 COLUMNS = tuple(8 * (c // 2) + c % 2 for c in range(KEYS // 4))
 """A lane's columns of a step, from its first one on."""

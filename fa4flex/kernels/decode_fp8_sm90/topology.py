@@ -9,9 +9,10 @@ memory then.
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.paging import TileCopies
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.decode_fp8_sm90.config import span
+from fa4flex.kernels.plan.paging import TileCopies
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.topology import (
     WARP,
     WARPGROUP,
     Event,
@@ -19,7 +20,6 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.decode_fp8_sm90.config import span
 
 MEET = 1
 """Named barrier of the consumer's warps: all keys are read, or all sums written."""

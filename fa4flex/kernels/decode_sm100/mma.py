@@ -9,7 +9,6 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
-from fa4flex.codegen.plan.problem import MMA_K
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
@@ -18,6 +17,7 @@ from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
 from fa4flex.kernels.common.tensor_core import elect
 from fa4flex.kernels.decode_sm100.config import Config
 from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.plan.problem import MMA_K
 
 WIDE = 8
 """Elements of 16 bits that a lane clears at once."""

@@ -6,24 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import (
-    FewRowsPlan,
-    asks_for_order,
-    blocks_and_stages,
-    keys_of,
-    room_of,
-    share_of,
-    takes,
-)
-from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest
-from fa4flex.codegen.plan.sharing import sharing
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.tensor_memory import Columns, Range
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.kernels.decode_sm100.config import (
     LANES,
     MERGED_STAGES,
@@ -36,6 +18,24 @@ from fa4flex.kernels.decode_sm100.config import (
 from fa4flex.kernels.decode_sm100.topology import decode_topology
 from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
 from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.few_rows import (
+    FewRowsPlan,
+    asks_for_order,
+    blocks_and_stages,
+    keys_of,
+    room_of,
+    share_of,
+    takes,
+)
+from fa4flex.kernels.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.sharing import sharing
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.tensor_memory import Columns, Range
+from fa4flex.kernels.plan.topology import Topology
 
 COPIES = {32: 4, 0: 2}
 """Copies of the query rows by their class: of up to 32, four fit into the lanes of tensor memory."""

@@ -23,11 +23,21 @@ no finished       The four warps meet for the last time when all of the output i
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.memory import block_bytes
-from fa4flex.codegen.plan.paging import TileCopies
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.decode_sm100.config import (
+    ALLOCATED,
+    LOAD,
+    MEET,
+    MERGED,
+    MERGED_STAGES,
+    MULTIPLY,
+    TOUCH_TENSOR_MEMORY,
+    wider,
+)
+from fa4flex.kernels.plan.memory import block_bytes
+from fa4flex.kernels.plan.paging import TileCopies
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
+from fa4flex.kernels.plan.topology import (
     WARP,
     WARPGROUP,
     Barrier,
@@ -38,16 +48,6 @@ from fa4flex.codegen.plan.topology import (
     Ring,
     Role,
     Topology,
-)
-from fa4flex.kernels.decode_sm100.config import (
-    ALLOCATED,
-    LOAD,
-    MEET,
-    MERGED,
-    MERGED_STAGES,
-    MULTIPLY,
-    TOUCH_TENSOR_MEMORY,
-    wider,
 )
 
 CORE = "the tensor core"

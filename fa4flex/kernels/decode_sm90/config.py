@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.lengths import Lengths
-from fa4flex.codegen.plan.paging import Gathering
+from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.kernels.plan.paging import Gathering
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
@@ -30,6 +29,7 @@ from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import (
+from fa4flex.kernels.decode_sm90.config import Config
+from fa4flex.kernels.decode_sm90.topology import decode_topology
+from fa4flex.kernels.fwd_sm90.plan import plan_hopper
+from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need
+from fa4flex.kernels.fwd_sm90.tiles import pad
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.few_rows import (
     FewRowsPlan,
     asks_for_order,
     blocks_and_stages,
@@ -16,17 +21,12 @@ from fa4flex.codegen.plan.few_rows import (
     share_of,
     takes,
 )
-from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Topology
-from fa4flex.kernels.decode_sm90.config import Config
-from fa4flex.kernels.decode_sm90.topology import decode_topology
-from fa4flex.kernels.fwd_sm90.plan import plan_hopper
-from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need
-from fa4flex.kernels.fwd_sm90.tiles import pad
+from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import Topology
 
 ROWS = 64
 """Rows of a tile."""

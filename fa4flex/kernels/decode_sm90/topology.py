@@ -9,10 +9,10 @@ sequence and a head of keys.
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.memory import block_bytes
-from fa4flex.codegen.plan.paging import TileCopies
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.plan.memory import block_bytes
+from fa4flex.kernels.plan.paging import TileCopies
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.topology import (
     WARP,
     WARPGROUP,
     Event,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.tensor_memory import Columns, Range
 from fa4flex.kernels.fwd_sm100.config import TensorMemory
 from fa4flex.kernels.fwd_sm100.tiles import Tiles
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.tensor_memory import Columns, Range
 
 
 def lay_out_columns(tiles: Tiles, target: Target) -> Columns:

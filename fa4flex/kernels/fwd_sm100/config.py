@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.kernels.plan.lengths import Lengths
 
 ROWS = 128
 """Query rows of one tile: what one tcgen05.mma spans, and a softmax warpgroup owns, a row per thread."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, Exponential
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
 
 ENOUGH = 16
 """Special functions per clock and multiprocessor, beyond which they take less time than products."""

@@ -18,7 +18,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers
 from fa4flex.kernels.common.cluster import Cluster
@@ -54,6 +53,7 @@ from fa4flex.kernels.fwd_sm100.roles import (
 )
 from fa4flex.kernels.fwd_sm100.schedule import Scheduler
 from fa4flex.kernels.fwd_sm100.softmax import Softmax
+from fa4flex.kernels.plan.paging import Boxes
 
 
 class Forward:

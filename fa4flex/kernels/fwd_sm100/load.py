@@ -6,7 +6,6 @@ import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.cluster import Cluster
@@ -20,6 +19,7 @@ from fa4flex.kernels.common.transfer import States, Transfers, Views, partition,
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
 from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.plan.paging import Boxes
 
 WRITTEN_OUT = {"packed": 1, "used": FEW}
 """Boxes of a tile, at most, whose copies are written out, by lengths: beside the search for a sequence of

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fa4flex.codegen.plan.tensor_memory import WHOLE
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.fwd_sm100.roles import FROM_BOTH, answer_readers
+from fa4flex.kernels.fwd_sm100.tiles import Tiles
+from fa4flex.kernels.plan.tensor_memory import WHOLE
+from fa4flex.kernels.plan.topology import (
     WARP,
     Barrier,
     Event,
@@ -22,8 +24,6 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.fwd_sm100.roles import FROM_BOTH, answer_readers
-from fa4flex.kernels.fwd_sm100.tiles import Tiles
 
 THERE = " there"
 BOTH = (0, 1)

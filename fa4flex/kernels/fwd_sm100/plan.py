@@ -6,27 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, explain_bound
-from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
-from fa4flex.codegen.plan.pipeline import Checked, Pipeline
-from fa4flex.codegen.plan.problem import MMA_K, Problem
-from fa4flex.codegen.plan.registers import check_registers
-from fa4flex.codegen.plan.request import (
-    BLOCKS,
-    CANCELLING,
-    ORDERS,
-    ForwardRequest,
-    Order,
-    check_threshold,
-    rescaling,
-)
-from fa4flex.codegen.plan.sharing import sharing
-from fa4flex.codegen.plan.splitting import Splitting
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.tensor_memory import Columns
-from fa4flex.codegen.plan.topology import Topology
-from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
@@ -35,6 +14,27 @@ from fa4flex.kernels.fwd_sm100.pair import pair_topology
 from fa4flex.kernels.fwd_sm100.registers import choose_registers, in_place, piece
 from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, Tiles, choose, pad
 from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
+from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
+from fa4flex.kernels.plan.memory import Memory
+from fa4flex.kernels.plan.paging import box_rows, explain_pages, readable
+from fa4flex.kernels.plan.pipeline import Checked, Pipeline
+from fa4flex.kernels.plan.problem import MMA_K, Problem
+from fa4flex.kernels.plan.registers import check_registers
+from fa4flex.kernels.plan.request import (
+    BLOCKS,
+    CANCELLING,
+    ORDERS,
+    ForwardRequest,
+    Order,
+    check_threshold,
+    rescaling,
+)
+from fa4flex.kernels.plan.sharing import sharing
+from fa4flex.kernels.plan.splitting import Splitting
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.tensor_memory import Columns
+from fa4flex.kernels.plan.topology import Topology
+from fa4flex.kernels.plan.work import Work
 
 
 @dataclass(frozen=True)

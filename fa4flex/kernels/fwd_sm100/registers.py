@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.request import ForwardRequest
-from fa4flex.codegen.plan.work import Work
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, InPlace, Registers
 from fa4flex.kernels.fwd_sm100.tiles import Tiles
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.work import Work
 
 SPLITS = (Registers(192, 80, 48), Registers(184, 80, 64))
 """FlashAttention-4's, and one with more for single warps, which find the tiles of keys."""

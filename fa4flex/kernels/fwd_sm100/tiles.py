@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.config import ROWS, staged_columns
 from fa4flex.kernels.fwd_sm100.roles import barrier_total
+from fa4flex.kernels.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
 
 Pair = tuple[int, int]
 WIDTHS = (32, 64, 96, 128, 192)

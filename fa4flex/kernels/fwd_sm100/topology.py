@@ -22,22 +22,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from fa4flex.codegen.plan.memory import ANSWER, NUMBER, column_block, tile_bytes
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
-from fa4flex.codegen.plan.topology import (
-    RECEIVE,
-    WARP,
-    WARPGROUP,
-    Barrier,
-    Event,
-    Events,
-    NamedBarrier,
-    Product,
-    Ring,
-    Role,
-    Topology,
-)
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.fwd_sm100.roles import (
     ALLOCATED,
@@ -53,6 +37,22 @@ from fa4flex.kernels.fwd_sm100.roles import (
     readers,
 )
 from fa4flex.kernels.fwd_sm100.tiles import Tiles
+from fa4flex.kernels.plan.memory import ANSWER, NUMBER, column_block, tile_bytes
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
+from fa4flex.kernels.plan.topology import (
+    RECEIVE,
+    WARP,
+    WARPGROUP,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
+)
 
 CORE = "the tensor core"
 STEPS = 3

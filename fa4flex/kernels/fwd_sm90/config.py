@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.lengths import Lengths
-from fa4flex.codegen.plan.paging import Boxes, Producing
+from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.kernels.plan.paging import Boxes, Producing
 
 HANDED = 8
 """Numbers of 32 bits in which a tile of queries is handed over, those of a Work: whoever takes it finds its

@@ -19,7 +19,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
@@ -34,6 +33,7 @@ from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import Follower, PartProducer, Producer
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 from fa4flex.kernels.fwd_sm90.rows import rows_of
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 
 class Forward:

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, explain_bound
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
-from fa4flex.codegen.plan.pipeline import Checked, Pipeline
-from fa4flex.codegen.plan.problem import MMA_K, Problem
-from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
-from fa4flex.codegen.plan.splitting import Splitting
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Staging, Topology
-from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
+from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.memory import Memory
+from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
+from fa4flex.kernels.plan.pipeline import Checked, Pipeline
+from fa4flex.kernels.plan.problem import MMA_K, Problem
+from fa4flex.kernels.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.kernels.plan.splitting import Splitting
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import Staging, Topology
+from fa4flex.kernels.plan.work import Work, is_plain
 
 PINGPONG_WIDEST = 128
 """The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
-from fa4flex.codegen.plan.memory import block_bytes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
@@ -23,6 +22,7 @@ from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared, Turn
 from fa4flex.kernels.fwd_sm90.rows import rows_of
+from fa4flex.kernels.plan.memory import block_bytes
 
 Block = tuple[Transfers, Shared, Pipes]
 """Constants over the tiles of a block."""

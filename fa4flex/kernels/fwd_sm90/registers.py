@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.work import Work
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.work import Work
 
 ROWS = 2
 """Rows of the accumulator that a thread has a part of."""

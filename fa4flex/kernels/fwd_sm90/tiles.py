@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import in_boxes, producing, readable, too_many_boxes
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
+from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.paging import in_boxes, producing, readable, too_many_boxes
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.work import Work
 
 Pair = tuple[int, int]
 WIDTHS = (64, 96, 128, 160, 192, 256)

@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fa4flex.codegen.plan.memory import NUMBER, column_block
-from fa4flex.codegen.plan.paging import Boxes, Producing
-from fa4flex.codegen.plan.signals import stage_barriers
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.fwd_sm90.config import HANDED
+from fa4flex.kernels.fwd_sm90.tiles import Tiles
+from fa4flex.kernels.plan.memory import NUMBER, column_block
+from fa4flex.kernels.plan.paging import Boxes, Producing
+from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.topology import (
     RECEIVE,
     WARP,
     WARPGROUP,
@@ -38,8 +40,6 @@ from fa4flex.codegen.plan.topology import (
     Staging,
     Topology,
 )
-from fa4flex.kernels.fwd_sm90.config import HANDED
-from fa4flex.kernels.fwd_sm90.tiles import Tiles
 
 THREADS = WARP * WARPGROUP
 TURNS, STORES = 1, 5

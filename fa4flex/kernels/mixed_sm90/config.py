@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.arguments import COUNTERS, TAKEN
 from fa4flex.kernels.fwd_sm90 import config as forward
+from fa4flex.kernels.plan.arguments import COUNTERS, TAKEN
 
 GROUPS = 2
 """Consumer warpgroups: both have the rows of a tile of few, and each has half of the keys of every tile."""

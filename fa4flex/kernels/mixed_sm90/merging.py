@@ -8,13 +8,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, select_
 
-from fa4flex.codegen.plan.arguments import TAKEN
 from fa4flex.kernels.combine.kernel import sink_of
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.packed_rows import Tile
 from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
+from fa4flex.kernels.plan.arguments import TAKEN
 
 WARP_ROWS = 16
 """Rows of a warp."""

@@ -6,20 +6,20 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Size
-from fa4flex.codegen.plan.few_rows import asks_for_order, share_of
-from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out
-from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
 from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
+from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.few_rows import asks_for_order, share_of
+from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out
+from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import Topology
 
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
@@ -74,7 +74,7 @@ class MixedPlan(HopperPlan):
         return handing(few_topology(self._forward))
 
     def check(self) -> None:
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
+        from fa4flex.kernels.plan.verify import prove  # imported where a kernel is compiled
 
         super().check()
         prove(self.few)

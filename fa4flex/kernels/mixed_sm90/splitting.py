@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.splitting import Splits, Splitting
 from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
+from fa4flex.kernels.plan.splitting import Splits, Splitting
 
 
 @dataclass(frozen=True)

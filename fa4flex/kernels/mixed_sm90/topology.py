@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4flex.codegen.plan.memory import NUMBER
-from fa4flex.codegen.plan.topology import (
+from fa4flex.kernels.fwd_sm90.topology import clearing, values
+from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, NOTED
+from fa4flex.kernels.plan.memory import NUMBER
+from fa4flex.kernels.plan.topology import (
     RECEIVE,
     WARP,
     WARPGROUP,
@@ -23,8 +25,6 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.fwd_sm90.topology import clearing, values
-from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, NOTED
 
 MEET = 8
 """Named barrier of both consumers."""

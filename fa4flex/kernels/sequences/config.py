@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.kernels.plan.lengths import Lengths
 
 THREADS = 512
 WARPS = THREADS // 32

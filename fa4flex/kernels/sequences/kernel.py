@@ -16,10 +16,10 @@ from cuda.bindings import driver as cuda
 from cutlass import Int32, Int64, const_expr, cute, select_
 from cutlass.memory import SmemAllocator
 
-from fa4flex.codegen.plan.arguments import SEQUENCES
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.faults import report
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.plan.arguments import SEQUENCES
 from fa4flex.kernels.sequences.config import BINS, THREADS, WARPS, Config
 from fa4flex.kernels.sequences.scan import scan
 from fa4flex.kernels.sequences.sort import Counted, TileSort
@@ -39,7 +39,7 @@ class SequencesArguments(_Arguments):
     starts int32 [N + 1]: tiles of queries in front of each sequence; order int32 [tiles, 2]: see Arguments.
     known int64: 1 if the results of the launch before stand, and the lengths that they were made of; it is
     not read, and left as it is, unless `keeps`. q_len, kv_len: tokens of the packed tensors, or the padded
-    lengths; heads: of the queries; faults: address of the table in codegen/plan/faults.py.
+    lengths; heads: of the queries; faults: address of the table in kernels/plan/faults.py.
     """
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.expr import TRUE, walk
-from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem
-from fa4flex.codegen.plan.target import Target
+from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.sequences.config import Config
 
 

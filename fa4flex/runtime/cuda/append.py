@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.emit.source import Source
-from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import target
 from fa4flex.contents import validating
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.cuda.calls.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import tma_able

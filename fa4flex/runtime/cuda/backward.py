@@ -16,11 +16,11 @@ import torch
 
 from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.analyze.reach import ANY, Extents, Reach, extents_of
-from fa4flex.codegen.plan.arguments import BACKWARD
-from fa4flex.codegen.plan.groups import groups_of
-from fa4flex.codegen.plan.lengths import row_block
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, UnsupportedError
+from fa4flex.kernels.plan.arguments import BACKWARD
+from fa4flex.kernels.plan.groups import groups_of
+from fa4flex.kernels.plan.lengths import row_block
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.signatures import signature_of
@@ -32,8 +32,8 @@ from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, l
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.plan.pipeline import BackwardPlan
     from fa4flex.compiler.signature import Signature
+    from fa4flex.kernels.plan.pipeline import BackwardPlan
     from fa4flex.lower import Given, Lowered
 
 
@@ -137,6 +137,6 @@ def _make_ready(
 
 def _as_alone(extents: Extents) -> Reach:
     """The extents with one batch entry, or those with several: gradients of captured tensors are added up in
-    other ways there (codegen/plan/captured_sums.py)."""
+    other ways there (kernels/plan/captured_sums.py)."""
     least, most = (0, 1) if extents[0] <= 1 else (2, ANY)
     return Reach((least, 0, 0), (most, ANY, ANY))

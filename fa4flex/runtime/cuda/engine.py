@@ -33,11 +33,11 @@ from fa4flex.codegen.analyze.prove import (
 from fa4flex.codegen.analyze.reach import Extents, Reach, widest
 from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
-from fa4flex.codegen.plan.arguments import FORWARD
-from fa4flex.codegen.plan.specialize import same_backward_problem, same_problem
-from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
+from fa4flex.kernels.plan.arguments import FORWARD
+from fa4flex.kernels.plan.specialize import same_backward_problem, same_problem
+from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
@@ -53,8 +53,8 @@ from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, l
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.plan.pipeline import ForwardPlan
     from fa4flex.compiler.signature import Signature
+    from fa4flex.kernels.plan.pipeline import ForwardPlan
     from fa4flex.lower import Given, Lowered
 
 MOST_READY = 256

@@ -13,9 +13,9 @@ from fa4flex.codegen.analyze.facts import MaskForm
 from fa4flex.codegen.analyze.prove import Proved, proving
 from fa4flex.codegen.evaluate import PastTheEnd
 from fa4flex.codegen.expr import TRUE
-from fa4flex.codegen.plan.specialize import forward_problem
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.plan.specialize import forward_problem
 from fa4flex.runtime.cuda.calls.call import Call
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of

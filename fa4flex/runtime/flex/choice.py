@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.compiler.simulated import simulating
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.plan.target import TARGETS
 from fa4flex.variant import Backend
 
 Name = Literal["kernels", "cpu", "flex"]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.pipeline import Pipeline
-from fa4flex.codegen.plan.request import Request
-from fa4flex.codegen.plan.tensor_memory import Columns, Range
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100.config import HALF, ROWS
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan, padded
 from fa4flex.kernels.bwd_sm100.topology import HALVES, backward_topology
+from fa4flex.kernels.plan.pipeline import Pipeline
+from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.tensor_memory import Columns, Range
+from fa4flex.kernels.plan.topology import Topology
 
 WIDTHS = (32, 64, 96, 128)
 """Widths that a tile in shared memory may have."""

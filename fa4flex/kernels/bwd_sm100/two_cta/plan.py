@@ -6,12 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.memory import tile_bytes
-from fa4flex.codegen.plan.pipeline import Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import Request
-from fa4flex.codegen.plan.tensor_memory import Columns, Range
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100 import config as base
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
@@ -20,6 +14,12 @@ from fa4flex.kernels.bwd_sm100.topology import HALVES
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT, PACKED, SPLIT, Config, Registers
 from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_total
 from fa4flex.kernels.bwd_sm100.two_cta.topology import of_one_cta, pair_topology
+from fa4flex.kernels.plan.memory import tile_bytes
+from fa4flex.kernels.plan.pipeline import Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.tensor_memory import Columns, Range
+from fa4flex.kernels.plan.topology import Topology
 
 WIDTHS = (64, 128)
 """Widths that a tile in shared memory may have: each CTA reads half of its columns, as blocks of 32 or 64."""

@@ -22,20 +22,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
-from fa4flex.codegen.plan.topology import (
-    WARP,
-    WARPGROUP,
-    Action,
-    Barrier,
-    Event,
-    Events,
-    NamedBarrier,
-    Product,
-    Ring,
-    Role,
-    Topology,
-)
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
@@ -59,6 +45,20 @@ from fa4flex.kernels.bwd_sm100.topology import (
 )
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
 from fa4flex.kernels.bwd_sm100.two_cta.roles import BARRIERS, RINGS
+from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
+from fa4flex.kernels.plan.topology import (
+    WARP,
+    WARPGROUP,
+    Action,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
+)
 
 THERE = " there"
 BOTH = (0, 1)

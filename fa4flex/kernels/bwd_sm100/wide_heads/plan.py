@@ -6,12 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.pipeline import Pipeline
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import Request
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.tensor_memory import Columns, Range
-from fa4flex.codegen.plan.topology import Topology
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100 import config as base
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF
@@ -30,6 +24,12 @@ from fa4flex.kernels.bwd_sm100.wide_heads.config import (
 )
 from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_total
 from fa4flex.kernels.bwd_sm100.wide_heads.topology import wide_topology
+from fa4flex.kernels.plan.pipeline import Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.tensor_memory import Columns, Range
+from fa4flex.kernels.plan.topology import Topology
 
 WIDTHS = (160, 192)
 """Widths that a tile of Q or K in shared memory may have; of V, those of narrower heads."""

@@ -20,8 +20,6 @@ no s_empty     S(j + 1) comes after dV(j) and dK(j), which have read P(j) and dS
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.tensor_memory import Columns
-from fa4flex.codegen.plan.topology import Action, Barrier, Event, Events, Role, Topology
 from fa4flex.kernels.bwd_sm100.config import Config
 from fa4flex.kernels.bwd_sm100.roles import LOAD, MULTIPLY, RINGS
 from fa4flex.kernels.bwd_sm100.topology import (
@@ -37,6 +35,8 @@ from fa4flex.kernels.bwd_sm100.topology import (
 )
 from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS
 from fa4flex.kernels.bwd_sm100.wide_heads.roles import BARRIERS
+from fa4flex.kernels.plan.tensor_memory import Columns
+from fa4flex.kernels.plan.topology import Action, Barrier, Event, Events, Role, Topology
 
 PARTS = tuple(f"{half} {i}" for half in HALVES for i in range(FRAGMENTS))
 """Names of the fragments of what has the queries of a step as columns, by the warpgroup that has them."""

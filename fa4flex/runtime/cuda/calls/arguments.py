@@ -1,4 +1,4 @@
-"""Functions that follow from the rows of a schema (codegen/plan/arguments.py): a call's key, and its launch.
+"""Functions that follow from the rows of a schema (kernels/plan/arguments.py): a call's key, and its launch.
 
 Both are printed as one expression and run at every call, where microseconds count: a loop over rows takes
 several.
@@ -11,7 +11,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from fa4flex.codegen.plan.arguments import (
+from fa4flex.kernels.plan.arguments import (
     Argument,
     Array,
     Captured,

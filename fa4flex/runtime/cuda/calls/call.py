@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.lengths import Scaling
-from fa4flex.codegen.plan.problem import page_rows
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.lengths import Scaling
+from fa4flex.kernels.plan.problem import page_rows
 from fa4flex.primitives.kv_scales import E4M3
 
 

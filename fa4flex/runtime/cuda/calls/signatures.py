@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.plan.arguments import LENGTHS
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.plan.arguments import LENGTHS
 from fa4flex.runtime.cuda.calls.call import Call
 
 Kinds = Mapping[int, str]

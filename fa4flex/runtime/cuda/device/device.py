@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from fa4flex.codegen.plan.target import TARGETS, Target
 from fa4flex.contents import capturing
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.plan.target import TARGETS, Target
 
 
 def target_of(device: torch.device) -> Target:

@@ -1,6 +1,6 @@
 """Faults that kernels found in contents of tensors, raised by the host without waiting for a device.
 
-Kernels write to one table in the host's own pinned memory (codegen/plan/faults.py), and only where there is a
+Kernels write to one table in the host's own pinned memory (kernels/plan/faults.py), and only where there is a
 fault: a call costs a look at one number. An error is therefore one of an earlier call, also of a replayed
 CUDA graph: whoever wants to know at once calls `synchronize`, or sets FA4FLEX_VALIDATE=1.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fa4flex import later
-from fa4flex.codegen.plan.faults import KINDS, ROWS, WORDS
 from fa4flex.errors import EarlierError
+from fa4flex.kernels.plan.faults import KINDS, ROWS, WORDS
 
 _pending = ctypes.c_int64(0)
 """The number in front of the table, wherever that is; without one, 0."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.plan.captured_sums import CapturedSum
+    from fa4flex.kernels.plan.captured_sums import CapturedSum
 
 
 def memory_of(one: CapturedSum, q: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
-from fa4flex.codegen.plan.splitting import Splits, Splitting
+from fa4flex.kernels.plan.splitting import Splits, Splitting
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import counters

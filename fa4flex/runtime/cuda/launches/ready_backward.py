@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Reach, extents_of
-from fa4flex.codegen.plan.groups import Groups
-from fa4flex.codegen.plan.lengths import ROW_BLOCK
+from fa4flex.kernels.plan.groups import Groups
+from fa4flex.kernels.plan.lengths import ROW_BLOCK
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.conversions import compact
 from fa4flex.runtime.cuda.device.counters import counters
@@ -20,7 +20,7 @@ from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.plan.captured_sums import CapturedSum
+    from fa4flex.kernels.plan.captured_sums import CapturedSum
 
 
 class Saved(NamedTuple):

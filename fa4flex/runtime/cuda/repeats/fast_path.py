@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa4flex.codegen.analyze.reach import extents_of
-from fa4flex.codegen.plan.arguments import FORWARD, Source
-from fa4flex.codegen.plan.splitting import Splits
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.exact import exactly
+from fa4flex.kernels.plan.arguments import FORWARD, Source
+from fa4flex.kernels.plan.splitting import Splits
 from fa4flex.runtime.cuda.calls.arguments import launch_function
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
 from fa4flex.runtime.cuda.calls.prepared import prepared

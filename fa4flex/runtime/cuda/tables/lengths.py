@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.plan.arguments import LENGTHS
 from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import Guards, VersionedCache, capturing, guards_of, hold
+from fa4flex.kernels.plan.arguments import LENGTHS
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of

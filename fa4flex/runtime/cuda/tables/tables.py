@@ -10,9 +10,9 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.contents import on_host
 from fa4flex.kernels.block_tables.config import PIECE
+from fa4flex.kernels.plan.arguments import BLOCK_TABLES
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.signatures import Kinds, numbers_of, signature_of

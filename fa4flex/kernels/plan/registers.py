@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.target import Target
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.target import Target
 
 WARPGROUPS = 4
 """Warpgroups of a block. Two have one role, in which one may be idle; one has single warps."""

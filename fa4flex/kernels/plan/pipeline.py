@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from fa4flex.codegen.plan.bound import Bound, Size
-from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import Order
-from fa4flex.codegen.plan.splitting import Splitting
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Topology
+from fa4flex.kernels.plan.bound import Bound, Size
+from fa4flex.kernels.plan.memory import Memory
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import Order
+from fa4flex.kernels.plan.splitting import Splitting
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import Topology
 
 Direction = Literal["forward", "backward", "tables", "sequences", "append"]
 
@@ -127,7 +127,7 @@ class Checked:
 
     def check(self) -> None:
         """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
+        from fa4flex.kernels.plan.verify import prove  # imported where a kernel is compiled
 
         self.check_resources()
         prove(self.topology)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.target import Target
 
 ALIGNMENT = 1024
 """Bytes that tiles are aligned to: a swizzle pattern of 128 bytes repeats every 1024, and tiles must start on

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fa4flex.codegen.plan.lengths import Lengths
-from fa4flex.codegen.plan.memory import column_block
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.topology import WARP, Action, Event, Ring, Role
+from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.kernels.plan.memory import column_block
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.topology import WARP, Action, Event, Ring, Role
 
 LINE = 128
 """Bytes of shared memory: a TMA copy writes from a multiple of it on."""

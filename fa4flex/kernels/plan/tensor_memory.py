@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.kernels.plan.errors import PlanError
 
 WHOLE = "tensor memory"
 """All of it: allocated before anything is written, and freed after everything is read."""

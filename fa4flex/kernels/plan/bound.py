@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import InputError
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.work import Work
 
 SHORTEST = 1e-12
 """Shorter times (s) are not listed."""

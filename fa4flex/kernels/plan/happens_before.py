@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.kernels.plan.errors import PlanError
 
 if TYPE_CHECKING:
     import networkx

@@ -16,14 +16,14 @@ from functools import cached_property
 from textwrap import wrap
 from typing import TYPE_CHECKING, Literal
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.memory import BARRIER as MBARRIER
-from fa4flex.codegen.plan.memory import Memory
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.memory import BARRIER as MBARRIER
+from fa4flex.kernels.plan.memory import Memory
 
 if TYPE_CHECKING:
     import networkx
 
-    from fa4flex.codegen.plan.target import Target
+    from fa4flex.kernels.plan.target import Target
 
 Staging = Literal["queries", "own", "none"]
 """Staging of the output in shared memory: over the queries, in a region of its own, or none."""

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, explain_bound
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import TileCopies, box_rows, explain_pages
-from fa4flex.codegen.plan.pipeline import Checked
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
-from fa4flex.codegen.plan.splitting import Splitting
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import WARPGROUP, Topology
-from fa4flex.codegen.plan.work import Work
+from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.memory import Memory
+from fa4flex.kernels.plan.paging import TileCopies, box_rows, explain_pages
+from fa4flex.kernels.plan.pipeline import Checked
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.kernels.plan.splitting import Splitting
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import WARPGROUP, Topology
+from fa4flex.kernels.plan.work import Work
 from fa4flex.primitives.schedule import Schedule
 
 NARROW = 64

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fa4flex.codegen.plan.problem import Problem
+from fa4flex.kernels.plan.problem import Problem
 
 # --- what arguments look like -------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.pipeline import BackwardPlan
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.pipeline import BackwardPlan
 
 PART_ROWS = 200
 """Cost of one more tile of keys, in queries of one head that it might meet meanwhile, as measured on an H200:

@@ -12,11 +12,11 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.happens_before import Lifetime, Step, Trace
-from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
-from fa4flex.codegen.plan.topology import WIDTH, Topology
-from fa4flex.codegen.plan.verify import round_robin, trace
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.happens_before import Lifetime, Step, Trace
+from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
+from fa4flex.kernels.plan.topology import WIDTH, Topology
+from fa4flex.kernels.plan.verify import round_robin, trace
 
 if TYPE_CHECKING:
     import networkx

@@ -10,9 +10,9 @@ from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
 from fa4flex.codegen.analyze.reach import ANY, Reach
 from fa4flex.codegen.expr import TRUE, const, nodes
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import PACKED_HEADS, ROW_CLASSES, Problem
-from fa4flex.codegen.plan.target import Target
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.problem import PACKED_HEADS, ROW_CLASSES, Problem
+from fa4flex.kernels.plan.target import Target
 
 MOST_PACKED = 1 << 30
 """Rows of a group of heads in one sequence, at most: their numbers have 32 bits."""

@@ -9,10 +9,10 @@ from typing import Literal
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.codegen.expr import TRUE, walk
-from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.work import Work, count_work
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.work import Work, count_work
 from fa4flex.primitives.schedule import Schedule
 
 Order = Literal["linear", "longest_first", "by_work"]

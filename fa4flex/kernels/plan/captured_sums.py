@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import written_once
 from fa4flex.codegen.expr import sym
-from fa4flex.codegen.plan.groups import groups_of
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.pipeline import BackwardPlan
-from fa4flex.codegen.plan.problem import Adding, Problem, itemsize
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.plan.groups import groups_of
+from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.pipeline import BackwardPlan
+from fa4flex.kernels.plan.problem import Adding, Problem, itemsize
 
 MOST_COPIES = 64
 """Memory adds numbers to one place one after the other. With so many copies of a small tensor, blocks rarely

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fa4flex.codegen.plan.topology import WARPGROUP, Event, Events, Ring, Role, Topology
+from fa4flex.kernels.plan.topology import WARPGROUP, Event, Events, Ring, Role, Topology
 
 Does = Literal["wait", "arrive", "expect", "copy", "send", "commit", "sync", "give"]
 EVERYONE, CLUSTER = "all threads", "cluster"

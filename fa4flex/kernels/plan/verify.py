@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 
-from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.happens_before import Kind, Known, Memory, Place, Trace
-from fa4flex.codegen.plan.topology import WARP, Event, NamedBarrier, Product, Ring, Role, Rows, Topology
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.happens_before import Kind, Known, Memory, Place, Trace
+from fa4flex.kernels.plan.topology import WARP, Event, NamedBarrier, Product, Ring, Role, Rows, Topology
 
 Pick = Callable[[int], int]
 """Choice among n steps of the next one: a number below n."""

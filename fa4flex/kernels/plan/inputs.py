@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.codegen.plan.lengths import Lengths, Scaling
+from fa4flex.kernels.plan.lengths import Lengths, Scaling
 
 
 @dataclass(frozen=True)

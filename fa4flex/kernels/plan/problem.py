@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from fa4flex.codegen.analyze.facts import MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS
-from fa4flex.codegen.plan.lengths import Lengths, Scaling
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.plan.lengths import Lengths, Scaling
 
 Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]

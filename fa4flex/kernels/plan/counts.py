@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.signals import arrivals_of
-from fa4flex.codegen.plan.topology import WARP, Barrier, Ring, Role, Topology
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.signals import arrivals_of
+from fa4flex.kernels.plan.topology import WARP, Barrier, Ring, Role, Topology
 
 
 def check_counts(topology: Topology) -> None:

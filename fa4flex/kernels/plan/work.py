@@ -14,7 +14,7 @@ from fa4flex.codegen.analyze.facts import ASKED, SCORE, Facts
 from fa4flex.codegen.analyze.hoist import hoist, read_by_pairs
 from fa4flex.codegen.expr import Expr, apply, sym, walk
 from fa4flex.codegen.ops import OPS, Cost
-from fa4flex.codegen.plan.problem import Problem, itemsize
+from fa4flex.kernels.plan.problem import Problem, itemsize
 
 SOFTMAX = Cost(special=1, fp32=5)
 """Per score: exp2 of one FMA (1), the row's maximum (2) and sum (1), and half a packed conversion (1)."""
