@@ -375,7 +375,7 @@ def _sorts(one: Pass) -> bool:
     return bool(one.config.tile_m)
 
 
-_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[union-attr, arg-type]  # type: ignore[arg-type]
+_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[arg-type]
 SEQUENCES = Schema(
     (
         *_GIVEN,
