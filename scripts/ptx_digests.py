@@ -3,13 +3,15 @@
     python scripts/ptx_digests.py --out before.txt --jobs 2
     python scripts/ptx_digests.py --out after.txt --only "causal d128" --chips sm_100a --passes backward
     python scripts/ptx_digests.py --compare before.txt after.txt
+    python scripts/ptx_digests.py --out modules.txt --modules
 
 A line of the result is a kernel: chip, pass, composition, width of heads, how it is called, and its number
 where a pass has several; the sha256 of its PTX in its normal form (ptx_normal_form.py: no names, comments or
 debug information);
 and its launch: block, cluster, shared memory, and a digest of how the grid follows from the arguments. What
 no kernel exists for has the reason in their place. No GPU is needed, no cache of kernels is read or written,
-and equal programs are compiled once. --compare prints what differs, and ends with 1 if anything does, as does
+and equal programs are compiled once. With --modules nothing is compiled: a line has the digest of the generated
+module, which is all that follows from planning, and takes a twentieth of a second. --compare prints what differs, and ends with 1 if anything does, as does
 a run in which a case raised what is no refusal.
 
 Cases come from this checkout's tests (ptx_cases.py): tests/ and tests/numeric/ are put on sys.path. Those of
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.metadata
 import multiprocessing
 import os
@@ -65,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=re.compile, metavar="REGEX", help="cases in whose names this is found")
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--modules", action="store_true", help="digests of generated modules, not of PTX")
     given = parser.parse_args(arguments)
     if given.out is not None and not given.out.parent.is_dir():
         parser.error(f"{given.out.parent} is no folder")
@@ -125,7 +129,7 @@ def run(given: argparse.Namespace) -> int:
     start = time.monotonic()
     os.environ |= WORKERS
     with Workers(given.jobs) as workers:
-        found, count = results(workers, chosen(workers, given))
+        found, count = results(workers, chosen(workers, given), given.modules)
     text = [f"# compiler{GAP}{compiler()}", *sorted(lines(found))]
     given.out.write_text("\n".join(text) + "\n")
     errors = [name for name, x in found.items() if isinstance(x, Failed) and not x.refused]
@@ -158,8 +162,8 @@ def chosen(workers: Workers, given: argparse.Namespace) -> list[str]:
     return found
 
 
-def results(workers: Workers, wanted: Sequence[str]) -> tuple[dict[str, Kernels], int]:
-    """Kernels of each case, and the number of distinct programs."""
+def results(workers: Workers, wanted: Sequence[str], modules: bool) -> tuple[dict[str, Kernels], int]:
+    """Kernels of each case, or its generated module, and the number of distinct programs."""
     failed: dict[str, Kernels] = {}
     keys: dict[str, str] = {}
     programs: dict[str, bytes] = {}
@@ -171,6 +175,8 @@ def results(workers: Workers, wanted: Sequence[str]) -> tuple[dict[str, Kernels]
                 failed[name] = one
             else:
                 keys[name], programs[one[0]] = one
+    if modules:
+        return failed | {name: [module(programs[key])] for name, key in keys.items()}, len(programs)
     compiled = dict(progress("programs compiled", programs, workers.results(compile_one, programs)))
     return failed | {name: compiled[key] for name, key in keys.items()}, len(programs)
 
@@ -225,6 +231,12 @@ def plan(part: Sequence[str]) -> dict[str, tuple[str, bytes] | Failed]:
         return program.key, pickle.dumps(program)
 
     return {name: caught(planned, name) for name in part}
+
+
+def module(program: bytes) -> str:
+    """Digest of the module that the compiler is given, and of the kinds of its arguments."""
+    source, _, signature = pickle.loads(program).given
+    return hashlib.sha256(f"{source.key} {signature}".encode()).hexdigest()
 
 
 def compile_one(program: bytes) -> Kernels:
