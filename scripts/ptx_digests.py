@@ -10,9 +10,11 @@ where a pass has several; the sha256 of its PTX in its normal form (ptx_normal_f
 debug information);
 and its launch: block, cluster, shared memory, and a digest of how the grid follows from the arguments. What
 no kernel exists for has the reason in their place. No GPU is needed, no cache of kernels is read or written,
-and equal programs are compiled once. With --modules nothing is compiled: a line has the digest of the generated
-module, which is all that follows from planning, and takes a twentieth of a second. --compare prints what differs, and ends with 1 if anything does, as does
+and equal programs are compiled once. --compare prints what differs, and ends with 1 if anything does, as does
 a run in which a case raised what is no refusal.
+
+With --modules nothing is compiled, and all cases take half a minute: a line has the digest of the generated
+module, which is all that follows from planning.
 
 Cases come from this checkout's tests (ptx_cases.py): tests/ and tests/numeric/ are put on sys.path. Those of
 attention-gym's mods are left out where it is not installed.
