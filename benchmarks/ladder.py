@@ -24,8 +24,8 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.fwd_sm100.config import Config, Exponential, TensorMemory
 from fa4flex.kernels.fwd_sm100.kernel import Forward
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.simulator import device, model
-from fa4flex.simulator.run.counts import cycles
+from ptxsim import device, model
+from ptxsim.run.counts import cycles
 
 WIDTH, KEYS = 128, 16 * 128
 FIRST = Config(

@@ -24,7 +24,7 @@ import fa4flex
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.selection import parameters_of, select
-from fa4flex.simulator.doors.command import add_options as add_simulator_options
+from fa4flex.simulate import add_options as add_simulator_options
 
 if TYPE_CHECKING:
     from fa4flex.api import Attention
@@ -136,7 +136,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """The GPU kernel of a variant, run on the CPU; status 1 where it is wrong, races or hangs."""
-    from fa4flex.simulator.doors.command import run
+    from fa4flex.simulate import run
 
     return run(compiled(arguments), arguments)
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulating
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.checks import check_descriptions, check_strided
+from ptxsim.active import simulating
 
 
 class Appended(NamedTuple):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import linecache
 from dataclasses import dataclass
 
+import ptxsim.errors
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -84,3 +86,20 @@ class StateError(InputError, RuntimeError):
 
 class OptionError(InputError, AssertionError):
     """An option that is not the caller's to set."""
+
+
+# --- errors of the simulator, while it runs kernels of this package -----------------------------------------
+
+
+class SimulatedInputError(InputError, ptxsim.errors.InputError):
+    """InputError of the simulator, for those who catch the ones above."""
+
+
+class SimulatedUnsupportedError(UnsupportedError, ptxsim.errors.UnsupportedError):
+    """UnsupportedError of the simulator, for those who catch the ones above."""
+
+
+ptxsim.errors.SimulatorError.raised_as |= {
+    ptxsim.errors.InputError: SimulatedInputError,
+    ptxsim.errors.UnsupportedError: SimulatedUnsupportedError,
+}

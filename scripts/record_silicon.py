@@ -1,6 +1,6 @@
 """Run the simulator's small sm_90a test kernels on a Hopper GPU and keep what they wrote.
 
-    python scripts/record_silicon.py tests/simulator/silicon_sm90.npz.xz
+    python scripts/record_silicon.py tests/ptxsim/silicon_sm90.npz.xz
     python scripts/record_silicon.py some.npz.xz --only tma_load_bf16_128 sweep_f32_to_32
 
 Inputs are the same in every run. Each result is also compared with what the case expects; differences are
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ptxsim")]
 # before cutlass is imported, which looks at it then
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
@@ -55,7 +55,7 @@ def require_hopper() -> None:
 
 
 def names() -> list[str]:
-    from simulator.kernels import gemm_sm90, small
+    from kernels import gemm_sm90, small
 
     return [case.name for case in (*small.CASES, *gemm_sm90.CASES) if ARCH in case.archs]
 
@@ -64,8 +64,8 @@ def record(folder: Path, only: list[str]) -> None:
     """The worker: each case's arrays to a file of its own."""
     import numpy as np
     import torch
-    from simulator.kernels import gemm_sm90, small
-    from simulator.kernels.recording import saved
+    from kernels import gemm_sm90, small
+    from kernels.recording import saved
 
     cases = {case.name: case for case in (*small.CASES, *gemm_sm90.CASES)}
     for name in only:
@@ -108,7 +108,7 @@ def run_all(folder: Path, wanted: list[str]) -> list[str]:
 def gather(folder: Path, out: Path) -> int:
     """All parts in one compressed file; how many cases."""
     import numpy as np
-    from simulator.kernels.recording import write
+    from kernels.recording import write
 
     arrays = {}
     parts = sorted(folder.glob("*.npz"))

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from fa4flex.compiler import ahead, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
-from fa4flex.compiler.simulated import keeper, simulating, target
 from fa4flex.kernels.plan.arguments import SCHEMAS
+from ptxsim.active import keeper, simulating, target
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -248,7 +248,7 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     from cutlass import cute
 
     from fa4flex.compiler.entry import entry_point, fake_arguments
-    from fa4flex.compiler.unprinted import unprinted
+    from ptxsim.unprinted import unprinted
 
     kernel = source.load()
     given = fake_arguments(kernel, problem, signature)

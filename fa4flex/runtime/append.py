@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulating
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda import append as on_gpu
 from fa4flex.runtime.cuda.append import New, Pool
+from ptxsim.active import simulating
 
 
 @on_the_host

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fa4flex import later
-from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import validating
 from fa4flex.default_device import on_the_host
 from fa4flex.primitives.paging import Paging, conditions_of
@@ -25,6 +24,7 @@ from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.ops import call_of, empty, forward, numbers_of
 from fa4flex.runtime.programs import Numbers, Published, read
+from ptxsim.active import simulating
 
 Results = tuple[Tensor, Tensor, Tensor]
 """out in the layout of q; lse [B, Hq, Sq], or [Hq, Tq] of packed queries; max_scores alike, empty where they

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 from fa4flex.codegen import blame
 from fa4flex.codegen.build import Bound, Trace, bind
-from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import validating
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.kv_scales import is_eight_bit
@@ -50,6 +49,7 @@ from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale, settings_of
+from ptxsim.active import simulating
 
 Statistics = tuple[str, ...]
 """Statistics wanted of "lse" and "max_scores", in this order."""

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulating
 from fa4flex.default_device import on_the_host
 from fa4flex.operators import library
 from fa4flex.runtime import autocast, flops, sharding
@@ -27,6 +26,7 @@ from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Numbers, Published, read
+from ptxsim.active import simulating
 
 # --- what computes ----------------------------------------------------------------------------------------
 

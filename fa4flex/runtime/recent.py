@@ -10,7 +10,6 @@ import torch
 
 from fa4flex.codegen.analyze.reach import Extents
 from fa4flex.codegen.build import Trace
-from fa4flex.compiler.simulated import simulating
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import direct
@@ -22,6 +21,7 @@ from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.programs import Published
 from fa4flex.variant import Variant, settings_of
+from ptxsim.active import simulating
 
 if TYPE_CHECKING:
     from fa4flex.runtime.flex.repeat import Repeats

@@ -1,38 +1,24 @@
-"""A Hopper and a Blackwell GPU on every CPU: runs the PTX that was compiled, and finds races, hangs and
-leaks.
-
-    with fa4flex.simulator.device("sm_90a", seed=1, timing="late") as gpu:
-        out = attn(q, k, v)  # CPU tensors; any CuTe-DSL function works as well
-    print(gpu.report())
-
-`launch` runs a kernel given as PTX text. docs/simulator.md says what is modelled and how to read a report.
-"""
+"""Deprecated: the simulator is the package `ptxsim`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+import warnings
+from typing import Any
 
-if TYPE_CHECKING:
-    from fa4flex.simulator.doors.device import Gpu, device
-    from fa4flex.simulator.doors.tensors import aligned
-    from fa4flex.simulator.run.launch import Result, Shape, launch
-    from fa4flex.simulator.watch.findings import Fault, Finding
+import fa4flex.errors  # noqa: F401  (what it raises is then of this package's classes, too)
+from ptxsim import __all__ as __all__
 
-__all__ = ["Fault", "Finding", "Gpu", "Result", "Shape", "aligned", "device", "launch"]
 
-_HOME = {
-    "Gpu": "doors.device",
-    "aligned": "doors.tensors",
-    "device": "doors.device",
-    "Fault": "watch.findings",
-    "Finding": "watch.findings",
-}
-_HOME |= {"Result": "run.launch", "Shape": "run.launch", "launch": "run.launch"}
+def moved(name: str, home: str) -> Any:
+    """Attribute `name` of the module `home`, with a warning at the line that uses its old place."""
+    if name.startswith("_"):
+        raise AttributeError(f"module 'fa4flex.simulator' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    text = f"fa4flex.simulator is deprecated and goes in 0.3: use {home}.{name}"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+    return value
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fa4flex.simulator.{_HOME[name]}"), name)
+    return moved(name, "ptxsim")

@@ -25,7 +25,9 @@ import reference
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/notes/*.md", "tests/README.md")
+PAGES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/notes/*.md", "tests/README.md", "ptxsim/README.md",
+)  # fmt: skip
 NOT_HERE = "<!-- not on the site -->"
 """End of lines of README that do not belong on the site."""
 

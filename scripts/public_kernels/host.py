@@ -18,9 +18,9 @@ import torch
 from timings import Runner
 from torch.overrides import TorchFunctionMode
 
-from fa4flex.compiler.simulated import simulated
-from fa4flex.simulator.doors.capture import capturing
-from fa4flex.simulator.doors.tensors import aligned
+from ptxsim.active import simulated
+from ptxsim.doors.capture import capturing
+from ptxsim.doors.tensors import aligned
 
 PRODUCTS = {torch.einsum, torch.matmul, torch.bmm, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__}
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)

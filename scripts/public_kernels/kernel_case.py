@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from timings import TIMINGS, Runner
 
-from fa4flex.simulator.watch.findings import Finding
+from ptxsim.watch.findings import Finding
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.run.launch import Shape, launch
-from fa4flex.simulator.run.timing import Timing
-from fa4flex.simulator.state.memory import HostMemory
-from fa4flex.simulator.watch.findings import Fault, Finding
+from ptxsim.doors.launch import Launch
+from ptxsim.run.launch import Shape, launch
+from ptxsim.run.timing import Timing
+from ptxsim.state.memory import HostMemory
+from ptxsim.watch.findings import Fault, Finding
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 1), ("random", 2), ("random", 3))
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulated
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.cuda import append
 from fa4flex.runtime.cuda.append import New, Pool
+from ptxsim.active import simulated
 
 
 @dataclass(frozen=True)

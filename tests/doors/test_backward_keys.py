@@ -28,7 +28,6 @@ from launch_changes import (
 from test_gpu_calls import WRITTEN, Recorder, call_of
 
 import fa4flex
-from fa4flex.compiler import simulated
 from fa4flex.kernels.plan.arguments import SCHEMAS
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
@@ -36,6 +35,7 @@ from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.repeats import fast_backward
 from fa4flex.variants import causal, document
+from ptxsim import active as simulated
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from uncounted import WRITES
 
 import fa4flex
+import ptxsim
 from fa4flex import Varlen, contents
 from fa4flex import lower as lower_module
 from fa4flex.contents import VersionedCache, on_host
@@ -63,7 +64,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
-    with fa4flex.simulator.device("sm_90a"):
+    with ptxsim.device("sm_90a"):
         yield recorder
 
 

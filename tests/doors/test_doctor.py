@@ -11,8 +11,8 @@ import fa4flex
 from fa4flex import doctor
 from fa4flex.__main__ import main
 from fa4flex.errors import UnsupportedError
-from fa4flex.simulator import device
 from fa4flex.variants import alibi, sliding_window
+from ptxsim import device
 
 
 def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

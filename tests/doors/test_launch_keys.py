@@ -35,11 +35,11 @@ from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
 import fa4flex
-from fa4flex.compiler import simulated
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.calls.call import Call, Scales, SequenceLengths, array_look
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.repeats.families import look_of
+from ptxsim import active as simulated
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fa4flex
-from fa4flex import InputError, Paging, Varlen, simulator
+import ptxsim
+from fa4flex import InputError, Paging, Varlen
 from fa4flex.variants import alibi, causal
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,7 @@ def test_a_kernel_reads_the_pages(name: str, kind: str) -> None:
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
     never = patch.object(Paging, "spread", side_effect=AssertionError("pages were copied"))
     for given in calls:
-        with torch.no_grad(), never, simulator.device("sm_90a") as gpu:
+        with torch.no_grad(), never, ptxsim.device("sm_90a") as gpu:
             out, lse = compiled(*given)
         assert gpu.results
         exact, exact_lse = attend(
@@ -144,7 +145,7 @@ def test_contents_that_do_not_fit_are_refused(
     used.fill_(PAGE)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr("fa4flex.contents.VALIDATE", checked)
-    with torch.no_grad(), simulator.device("sm_90a") if checked else nullcontext():
+    with torch.no_grad(), ptxsim.device("sm_90a") if checked else nullcontext():
         compiled(q, k, v, table, used, cu)
         spoil(table, used)
         with pytest.raises(InputError, match=words):
@@ -162,7 +163,7 @@ def test_the_next_call_tells_of_contents_on_a_device() -> None:
     attend, (q, k, v, table, used, cu) = attending("bhsd", {"mask": causal}), drawn("bhsd", torch.bfloat16)
     compiled = torch.compile(attend, backend=noted, fullgraph=True)
     used.fill_(PAGE)
-    with torch.no_grad(), simulator.device("sm_90a"):
+    with torch.no_grad(), ptxsim.device("sm_90a"):
         compiled(q, k, v, table, used, cu)
         table[1, 0] = PAGES
         compiled(q, k, v, table, used, cu)

@@ -18,8 +18,8 @@ from fa4flex.primitives.schedule import Order
 from fa4flex.runtime import checks, cpu, launch, ops
 from fa4flex.runtime.flex import choice, refusals
 from fa4flex.runtime.flex.mods import MOST_TERMS
-from fa4flex.simulator import device
 from fa4flex.view import backend as view
+from ptxsim import device
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 GUIDE = Path(__file__).parents[2] / "docs" / "flex_backend.md"

@@ -7,7 +7,8 @@ import torch
 from engines import Definition, History
 
 import fa4flex
-from fa4flex import Precision, Schedule, simulator
+import ptxsim
+from fa4flex import Precision, Schedule
 from fa4flex.integrations.paged_cache import Batch, attend, write
 from fa4flex.variants import causal
 
@@ -32,7 +33,7 @@ def test_one_launch_writes_them_on_a_gpu(dtype: torch.dtype) -> None:
     new, slots = torch.randn(2, 4, 2, 64).bfloat16(), [7, -1, 8, -1]
     want = both.clone()
     want[1, :, 3], want[2, :, 0] = new[:, 0], new[:, 2]
-    with torch.no_grad(), simulator.device("sm_90a") as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
         write((both[:, 0], both[:, 1]), (new[0], new[1]), torch.tensor(slots, dtype=dtype))
     assert len(gpu.results) == 1 and torch.equal(both, want)
 
@@ -79,7 +80,7 @@ def test_chunks_and_sequences_that_decode_are_one_launch_where_a_kernel_has_both
     attn = fa4flex.compile(mask=causal, **options)
     q, batch = torch.randn(75, 2, width).bfloat16(), Batch.of_starts(table, lengths, starts, starts)
     exact = attend(attn, q.double(), (caches[0].double(), caches[1].double()), batch)
-    with torch.no_grad(), simulator.device(chip) as gpu:
+    with torch.no_grad(), ptxsim.device(chip) as gpu:
         out = attend(attn, q, (caches[0], caches[1]), batch)
     found = [name for r in gpu.results for name in ("mixed", "decode", "fwd") if f"kernels{name}" in r.kernel]
     assert found == kernels

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, KVScales, Paging, Schedule, Varlen
-from fa4flex.compiler.simulated import simulating
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.variants import alibi, causal, sliding_window, tree
 from fa4flex.variants.tree import ancestors_of
+from ptxsim.active import simulating
 
 LENGTHS = 300, 0, 77, 1
 """Keys of four sequences. Slots behind them are NaN, and so are pages of nobody."""

@@ -19,6 +19,7 @@ import torch
 from kernel_programs import KINDS, Asked, Given, Kind, every_kernel, launched_backward
 
 import fa4flex
+import ptxsim
 from fa4flex.codegen.emit import Source
 from fa4flex.compiler import ahead, cache, compile, worker
 from fa4flex.compiler.compile import compile_ahead, compile_kernel, kernel_key
@@ -235,7 +236,7 @@ def test_only_where_gradients_are_wanted(folder: Path) -> None:
     q, k, v = (torch.randn(1, 2, 64, 64).bfloat16() for _ in range(3))
     attn = fa4flex.compile(mask=causal)
     with (
-        fa4flex.simulator.device("sm_90a"),
+        ptxsim.device("sm_90a"),
         patch.object(launch, "compile_ahead", lambda *given: seen.append(given)),
         patch.object(Engine, "run", stop),
     ):

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from variant_table import TABLE
 
 import fa4flex
+import ptxsim
 from fa4flex.default_device import on_the_host
 from fa4flex.parallel import plan
 from fa4flex.primitives.varlen import Varlen
@@ -94,14 +95,14 @@ def test_packed_sequences_on_a_cpu() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPOSED)
 def test_by_kernels(name: str) -> None:
-    with fa4flex.simulator.device("sm_90a"):
+    with ptxsim.device("sm_90a"):
         same(COMPOSED[name], drawn(1, 2, 96, 64, dtype=torch.bfloat16))
 
 
 @pytest.mark.slow
 def test_packed_sequences_by_kernels() -> None:
     """The host makes tables of one of the masks, from the lengths."""
-    with fa4flex.simulator.device("sm_90a"):
+    with ptxsim.device("sm_90a"):
         for mask in (causal, lambda b, h, q, k: (q >= k) & (q % 64 < 40)):
             same({"mask": mask}, drawn(96, 2, 64, dtype=torch.bfloat16), varlen=Varlen(STARTS, STARTS))
 

@@ -17,12 +17,12 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
-from simulator.kernels.case import Compiled, compile_for
+from kernels.case import Compiled, compile_for
 
 from fa4flex.kernels.common import exponential
 from fa4flex.kernels.common.exponential import POLYNOMIALS, emulated, exp2_pair
 from fa4flex.kernels.common.math import exp2
-from fa4flex.simulator import device
+from ptxsim import device
 
 THREADS = 128
 BOUNDS = {3: 1.72e-4, 4: 6.0e-6, 5: 3.1e-7}

@@ -20,8 +20,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.simulator",
-    "fa4flex.simulator.model", "fa4flex.integrations.transformers", "fa4flex.integrations.layers",
+    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "ptxsim",
+    "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.layers",
     "fa4flex.integrations.paged_cache",
 )  # fmt: skip
 """Modules whose `__all__` is public."""
@@ -30,8 +30,8 @@ SINGLE = {"fa4flex.primitives.mask": ["mask_family"], "fa4flex.primitives.score"
 MADE_HERE = {
     "fa4flex.Attention", "fa4flex.Mask", "fa4flex.ScoreMod",
     *(f"fa4flex.parallel.{name}" for name in ("ContextParallel", "Exchange", "Placement", "Plan")),
-    *(f"fa4flex.simulator.{name}" for name in ("Fault", "Finding", "Gpu", "Result")),
-    *(f"fa4flex.simulator.model.{name}" for name in ("Chip", "Prediction", "Trace")),
+    *(f"ptxsim.{name}" for name in ("Fault", "Finding", "Gpu", "Result")),
+    *(f"ptxsim.model.{name}" for name in ("Chip", "Prediction", "Trace")),
 }  # fmt: skip
 """Classes whose objects functions return: how they are constructed is internal."""
 

@@ -133,9 +133,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(distributions: tuple[Path,
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     information = f"fa4flex-{fa4flex.__version__}.dist-info/"
-    assert {name.split("/")[0] + "/" for name in names} == {"fa4flex/", information}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "fa4flex").rglob("*.py")}
-    assert {name for name in names if name.startswith("fa4flex/")} == sources | {"fa4flex/py.typed"}
+    assert {name.split("/")[0] + "/" for name in names} == {"fa4flex/", "ptxsim/", information}
+    packages = ("fa4flex", "ptxsim")
+    sources = {str(path.relative_to(ROOT)) for name in packages for path in (ROOT / name).rglob("*.py")}
+    others = {"fa4flex/py.typed", "ptxsim/py.typed", "ptxsim/README.md"}
+    assert {name for name in names if not name.startswith(information)} == sources | others
     assert f"{information}licenses/LICENSE" in names
     assert wheel.stat().st_size < MOST_WHEEL_BYTES
 
@@ -144,7 +146,7 @@ def test_the_sdist_holds_what_builds_the_wheel(distributions: tuple[Path, Path])
     with tarfile.open(distributions[0]) as archive:
         tops = {PurePosixPath(name).parts[1] for name in archive.getnames() if "/" in name}
     generated = {"PKG-INFO", "setup.cfg", "fa4flex.egg-info"}
-    files = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "fa4flex", "pyproject.toml"}
+    files = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "fa4flex", "ptxsim", "pyproject.toml"}
     assert tops == generated | files
 
 

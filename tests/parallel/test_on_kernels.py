@@ -13,7 +13,7 @@ from ranks import Threads, on_ranks
 from torch import Tensor
 
 import fa4flex
-from fa4flex import simulator
+import ptxsim
 from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel, Layout
 from fa4flex.runtime import ops
@@ -80,7 +80,7 @@ def test_ranks_are_as_exact_as_the_same_maths(queries: int, layout: Layout) -> N
     dout = torch.randn_like(qkv[0])
     attn = fa4flex.compile(v.alibi, v.causal, sinks=torch.randn(HEADS))
     exact = alone(attn, [x.double() for x in qkv], dout.double())
-    with simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         one = alone(attn, qkv, dout)
         before = len(gpu.results)
         found = spread(attn, qkv, dout, layout)

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import fa4flex
+import ptxsim
 from fa4flex import Varlen, lower, reference
 from fa4flex import variants as v
 from fa4flex.kernels.plan import request, target
@@ -75,7 +76,7 @@ class Call:
             torch.no_grad(),
             _poisoned(),
             planned(self.workers, self.rescale),
-            fa4flex.simulator.device("sm_100a", seed, timing) as gpu,
+            ptxsim.device("sm_100a", seed, timing) as gpu,
         ):
             found = self.seen(*self.attn(*self.qkv, **self.options))
         (result,) = of_passes(gpu)

@@ -11,10 +11,10 @@ import peers
 import torch
 from torch import Tensor
 
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.run.launch import Result, Shape, execute, module_of, program_of
-from fa4flex.simulator.run.program import Program
-from fa4flex.simulator.run.timing import Timing
+from ptxsim.doors.launch import Launch
+from ptxsim.run.launch import Result, Shape, execute, module_of, program_of
+from ptxsim.run.program import Program
+from ptxsim.run.timing import Timing
 
 
 @dataclass(frozen=True)

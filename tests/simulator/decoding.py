@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.kernels.plan import splitting
 
 SIMULATED = {"chip": "sm_90a"}
@@ -49,7 +50,7 @@ def split_in(monkeypatch: pytest.MonkeyPatch, count: int, even: int | None = Non
 def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    with torch.no_grad(), fa4flex.simulator.device(SIMULATED["chip"], seed, timing) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = attn(*qkv, return_lse=True, **more)
     assert any("decode" in result.kernel for result in gpu.results), "another kernel was launched"
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"

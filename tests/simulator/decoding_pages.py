@@ -10,14 +10,14 @@ from paged_pools import Drawn, compare
 from torch import Tensor
 
 import fa4flex
-from fa4flex import simulator
+import ptxsim
 
 
 def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found, and nothing else is
     launched."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    with torch.no_grad(), simulator.device(SIMULATED["chip"], seed, timing) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = given(attn, return_lse=True)
     kernels = [result.kernel for result in gpu.results]
     assert all("decode" in name or "combine" in name for name in kernels), kernels

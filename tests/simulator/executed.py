@@ -26,19 +26,19 @@ from fa4flex.kernels.plan.signals import (
     rows_of,
 )
 from fa4flex.kernels.plan.topology import Topology
-from fa4flex.simulator.doors import device
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.isa.access import Accessor, locate
-from fa4flex.simulator.isa.mbarriers import cta_and_offset, distinct
-from fa4flex.simulator.isa.operands import read
-from fa4flex.simulator.isa.table import Act, Wait
-from fa4flex.simulator.model import events
-from fa4flex.simulator.model.events import Arrived, Committed, Loaded, Made, Met, Observer
-from fa4flex.simulator.ptx.nodes import Instruction
-from fa4flex.simulator.run import launch as launching
-from fa4flex.simulator.run.program import Block, Program
-from fa4flex.simulator.state.cta import Warp
-from fa4flex.simulator.state.registers import Mask
+from ptxsim.doors import device
+from ptxsim.doors.launch import Launch
+from ptxsim.isa.access import Accessor, locate
+from ptxsim.isa.mbarriers import cta_and_offset, distinct
+from ptxsim.isa.operands import read
+from ptxsim.isa.table import Act, Wait
+from ptxsim.model import events
+from ptxsim.model.events import Arrived, Committed, Loaded, Made, Met, Observer
+from ptxsim.ptx.nodes import Instruction
+from ptxsim.run import launch as launching
+from ptxsim.run.program import Block, Program
+from ptxsim.state.cta import Warp
+from ptxsim.state.registers import Mask
 
 Warps = tuple[int, int, int]
 """Cluster, CTA and warp."""

@@ -13,14 +13,14 @@ import torch
 from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulated
 from fa4flex.runtime.cuda import backward
-from fa4flex.simulator.doors.capture import capturing
-from fa4flex.simulator.doors.device import Gpu
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.run.launch import Result, Shape, execute, module_of, program_of
-from fa4flex.simulator.run.program import Program
-from fa4flex.simulator.run.timing import Timing
+from ptxsim.active import simulated
+from ptxsim.doors.capture import capturing
+from ptxsim.doors.device import Gpu
+from ptxsim.doors.launch import Launch
+from ptxsim.run.launch import Result, Shape, execute, module_of, program_of
+from ptxsim.run.program import Program
+from ptxsim.run.timing import Timing
 
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 

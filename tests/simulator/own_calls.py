@@ -12,12 +12,12 @@ from unittest.mock import patch
 import torch
 from mutants import Mutant, can_matter, clean_to_its_end, mutants, unsaid
 
-from fa4flex import simulator
-from fa4flex.simulator.doors import device
-from fa4flex.simulator.run import launch as launching
-from fa4flex.simulator.run.launch import Result
-from fa4flex.simulator.run.program import Program
-from fa4flex.simulator.state.memory import HostMemory
+import ptxsim
+from ptxsim.doors import device
+from ptxsim.run import launch as launching
+from ptxsim.run.launch import Result
+from ptxsim.run.program import Program
+from ptxsim.state.memory import HostMemory
 
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 
@@ -39,7 +39,7 @@ class Own:
             _poisoned(),
             _bounded(),
             _planted(mutant),
-            simulator.device(self.arch, seed, timing, self.sms) as gpu,
+            ptxsim.device(self.arch, seed, timing, self.sms) as gpu,
         ):
             right = self.call()
         return [result for result in gpu.results if self.kernel in result.kernel], right

@@ -13,14 +13,14 @@ from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
 import fa4flex
-from fa4flex.compiler.simulated import simulated
 from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.runtime.cuda.launches import ready
-from fa4flex.simulator.doors.capture import capturing
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.run.launch import Result
-from fa4flex.simulator.run.program import Program
 from fa4flex.variants import causal
+from ptxsim.active import simulated
+from ptxsim.doors.capture import capturing
+from ptxsim.doors.launch import Launch
+from ptxsim.run.launch import Result
+from ptxsim.run.program import Program
 
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 

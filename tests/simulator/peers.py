@@ -19,8 +19,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fa4flex.simulator.doors.capture import DEVICES, capturing
-from fa4flex.simulator.doors.launch import Launch
+from ptxsim.doors.capture import DEVICES, capturing
+from ptxsim.doors.launch import Launch
 
 _compiled: dict[tuple[str, int], dict[str, dict[Any, Any]]] = {}
 """Kernels that FA4 has compiled here, by target and number of SMs, then by the function that caches them."""

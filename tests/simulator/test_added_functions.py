@@ -10,6 +10,7 @@ import torch
 from helpers import SMS
 
 import fa4flex
+import ptxsim
 from fa4flex import reference
 
 pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
@@ -35,7 +36,7 @@ def test_functions_with_branches(name: str) -> None:
 
     q, k, v = (torch.randn(1, 2, length, 64).bfloat16() for length in (130, 200, 200))
     attn = fa4flex.compile(score_mod=added)
-    with fa4flex.simulator.device("sm_90a", sms=SMS) as gpu:
+    with ptxsim.device("sm_90a", sms=SMS) as gpu:
         out = attn(q, k, v)
     exact, _ = reference.attention(*(x.double() for x in (q, k, v)), score_mod=added)
     assert not gpu.findings, gpu.report()

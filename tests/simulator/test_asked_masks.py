@@ -16,7 +16,8 @@ from paged_pools import Size, drawn
 from torch import Tensor
 
 import fa4flex
-from fa4flex import BlockMap, Schedule, Varlen, simulator
+import ptxsim
+from fa4flex import BlockMap, Schedule, Varlen
 from fa4flex.variants import causal, document, softcap, tree
 
 CHIPS = "sm_90a", "sm_100a"
@@ -125,7 +126,7 @@ def test_8_bit_caches(page_size: int, chip: str, monkeypatch: pytest.MonkeyPatch
 def test_backward_passes_have_block_tables(chip: str) -> None:
     attn, qkv = fa4flex.compile(mask=tree(parents(5))), decoding.drawn(decoding.Size(q_len=5, kv_len=150))
     leaves, dout = [x.requires_grad_() for x in qkv], torch.randn(1, 4, 5, 64).bfloat16()
-    with simulator.device(chip) as gpu:
+    with ptxsim.device(chip) as gpu:
         found = torch.autograd.grad(attn(*leaves), leaves, dout)
     kernels = [result.kernel for result in gpu.results]
     assert all(any(part in name for name in kernels) for part in ("decode", "block_tables", "bwd"))
@@ -139,7 +140,7 @@ def test_longer_keys_are_the_same_launch(chip: str) -> None:
     """Block tables would be made anew for each length."""
     attn, lengths = fa4flex.compile(mask=tree(parents(4))), [130, 131, 190]
     calls = [decoding.drawn(decoding.Size(q_len=4, kv_len=n)) for n in lengths]
-    with torch.no_grad(), simulator.device(chip) as gpu:
+    with torch.no_grad(), ptxsim.device(chip) as gpu:
         found = [attn(*qkv, return_lse=True) for qkv in calls]
     for qkv, results in zip(calls, found, strict=True):
         compare(attn, qkv, *results)

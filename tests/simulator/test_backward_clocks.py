@@ -15,10 +15,10 @@ import peers
 import pytest
 import torch
 
-from fa4flex.simulator.doors.device import Gpu
-from fa4flex.simulator.isa.access import bandwidth
-from fa4flex.simulator.run.counts import cycles, shared_memory
-from fa4flex.simulator.run.launch import Result
+from ptxsim.doors.device import Gpu
+from ptxsim.isa.access import bandwidth
+from ptxsim.run.counts import cycles, shared_memory
+from ptxsim.run.launch import Result
 
 TILE = 256
 """Clocks in which 128 x 128 numbers of 16 bits pass through shared memory, 128 bytes at a time."""

@@ -13,8 +13,9 @@ import torch
 from test_backward_clocks import PASSES, ROWS, TILE, backward, more_per_tile
 
 import fa4flex
-from fa4flex.simulator.run.counts import by_warp, cycles, shared_memory
-from fa4flex.simulator.run.launch import Result
+import ptxsim
+from ptxsim.run.counts import by_warp, cycles, shared_memory
+from ptxsim.run.launch import Result
 
 
 @cache
@@ -22,7 +23,7 @@ def own(q_len: int, dim: int = 128) -> Result:
     """The main kernel of the backward of 256 keys, whose tiles two CTAs have. dim: of q and k."""
     q = torch.randn(1, 1, q_len, dim).bfloat16().requires_grad_()
     k, v = (torch.randn(1, 1, 256, d).bfloat16().requires_grad_() for d in (dim, 128))
-    with fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
+    with ptxsim.device("sm_100a", timing="eager") as gpu:
         out = fa4flex.compile()(q, k, v)
         out.backward(torch.randn_like(out))
     assert not gpu.findings

@@ -9,10 +9,11 @@ import torch
 from cases import Size, fa4_forward
 
 import fa4flex
-from fa4flex.simulator import model
-from fa4flex.simulator.run.counts import by_warp, cycles, shared_memory
-from fa4flex.simulator.run.launch import Result
+import ptxsim
 from fa4flex.variants import causal
+from ptxsim import model
+from ptxsim.run.counts import by_warp, cycles, shared_memory
+from ptxsim.run.launch import Result
 
 ALONE, PAIR = Size(q_len=256, kv_len=1024), Size(q_len=512, kv_len=1024)
 """Problem sizes of one CTA, and of a CTA pair, which there is without a mask."""
@@ -21,7 +22,7 @@ ALONE, PAIR = Size(q_len=256, kv_len=1024), Size(q_len=512, kv_len=1024)
 def own(size: Size, masked: bool) -> Result:
     attn = fa4flex.compile(mask=causal) if masked else fa4flex.compile()
     q, k, v = (torch.randn(1, 1, n, size.dim).bfloat16() for n in (size.q_len, size.kv_len, size.kv_len))
-    with torch.no_grad(), fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
+    with torch.no_grad(), ptxsim.device("sm_100a", timing="eager") as gpu:
         attn(q, k, v)
     assert not gpu.findings
     return gpu.results[0]

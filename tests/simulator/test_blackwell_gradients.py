@@ -24,7 +24,7 @@ from numeric.cuda_cases import Composition, Sizes, check_gradients, on_device
 from pairs import in_pairs
 from test_simulated_captured import right
 
-import fa4flex
+import ptxsim
 
 Width = tuple[int, int]
 WIDTHS: tuple[Width, ...] = ((64, 64), (128, 128), (96, 96), (64, 128), (40, 72))
@@ -50,7 +50,7 @@ def made(key: str | tuple[str, str], width: Width) -> tuple[Sizes, Composition]:
 def launched(timing: str, seed: int, clusters: list[int]) -> Iterator[None]:
     """Asserts that gradients within are made by kernels in clusters of so many CTAs."""
     by = in_pairs() if 2 in clusters else contextlib.nullcontext()
-    with by, poisoned(), fa4flex.simulator.device("sm_100a", seed, timing) as gpu:
+    with by, poisoned(), ptxsim.device("sm_100a", seed, timing) as gpu:
         yield
     assert not gpu.findings, gpu.report()
     assert [found.shape.cluster[0] for found in of_passes(gpu)] == clusters

@@ -23,10 +23,11 @@ from test_simulated_lengths import KINDS
 from test_simulated_lengths import close as close_ragged
 
 import fa4flex
+import ptxsim
 from fa4flex.kernels.plan.specialize import long_scores
-from fa4flex.simulator.run.counts import cycles, shared_memory
-from fa4flex.simulator.run.launch import Result
 from fa4flex.variants import alibi, softcap
+from ptxsim.run.counts import cycles, shared_memory
+from ptxsim.run.launch import Result
 
 KEYS = 256
 """Keys per tile of a CTA pair."""
@@ -162,7 +163,7 @@ def own(q_len: int) -> Result:
     """The main kernel of the backward of 256 keys, which a pair has."""
     q = torch.randn(1, 1, q_len, 128).bfloat16().requires_grad_()
     k, v = (torch.randn(1, 1, 256, 128).bfloat16().requires_grad_() for _ in range(2))
-    with in_pairs(), fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
+    with in_pairs(), ptxsim.device("sm_100a", timing="eager") as gpu:
         out = fa4flex.compile()(q, k, v)
         out.backward(torch.randn_like(out))
     assert not gpu.findings

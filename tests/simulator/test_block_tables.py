@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
+import ptxsim
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.build import build
 from fa4flex.lower import Lowered
@@ -95,7 +96,7 @@ def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, Blo
     attn = fa4flex.compile(mask=mask)
     qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16().requires_grad_() for n in (Q_LEN, KV_LEN, KV_LEN)]
     noting = patch.object(DeviceTables, "__call__", noted)
-    with tables_alone(), noting, fa4flex.simulator.device(arch, **how) as gpu:
+    with tables_alone(), noting, ptxsim.device(arch, **how) as gpu:
         attn(*qkv).sum().backward()
     return found, attn, gpu
 
@@ -161,7 +162,7 @@ def launched(mask: Any, turns: list[Callable[[], Any]], make: Any, **how: Any) -
         allowed = pairs(mask)
         exact = attention(*qkv, mask=lambda b, h, q, kv, table=allowed: table[b, h, q, kv])[0]
         plain = scaled_dot_product_attention(*qkv, attn_mask=allowed)
-        with patch.object(DeviceTables, "__call__", make), fa4flex.simulator.device("sm_90a", **how) as gpu:
+        with patch.object(DeviceTables, "__call__", make), ptxsim.device("sm_90a", **how) as gpu:
             found = attn(*qkv)
         assert not gpu.findings, gpu.report()
         errors.append(float((found - exact).norm() / (plain - exact).norm()))

@@ -15,6 +15,7 @@ from test_simulated_lengths import KINDS, Spans, Width, described, drawn, sequen
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.variants import causal
 
@@ -88,7 +89,7 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
     def forward(*x: Tensor) -> Tensor:
         return attn(*x, varlen=varlen)
 
-    with fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
+    with ptxsim.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(forward, qkv, table, dout)
     findings = [finding for result in of_backward(gpu) for finding in result.findings]
     assert len(of_backward(gpu)) == 3 and not findings, f"{where}: {gpu.report()}"
@@ -134,7 +135,7 @@ def ordered(arch: str, name: str, timings: list[tuple[str, int]]) -> None:
     attn = fa4flex.compile(score_mod=mod(table), mask=mask, schedule=Schedule(deterministic=True))
     found = []
     for timing, seed in timings:
-        with forward_on_cpu(), fa4flex.simulator.device(arch, seed, timing, together=4) as gpu:
+        with forward_on_cpu(), ptxsim.device(arch, seed, timing, together=4) as gpu:
             found.append(gradients(attn, qkv, table, dout))
         where = f"{arch}, {name}, {timing} {seed}"
         assert len(of_backward(gpu)) == 3 and not gpu.findings, f"{where}: {gpu.report()}"
@@ -162,7 +163,7 @@ def test_sums_of_several_lanes_are_made_in_pytorch() -> None:
     attn = fa4flex.compile(score_mod=mod(table), mask=causal, schedule=Schedule(deterministic=True))
     qkv = [torch.randn(1, 4, 70, 64).bfloat16() for _ in range(3)]
     dout = torch.randn(1, 4, 70, 64).bfloat16()
-    with fa4flex.simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         got = gradients(attn, qkv, table, dout)
     assert len(of_passes(gpu)) == 1
     exact = gradients(attn, [x.double() for x in qkv], table, dout)

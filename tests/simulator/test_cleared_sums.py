@@ -16,6 +16,7 @@ from pairs import few_tiles, long_steps
 from test_simulated_backward import COMPOSED, judged
 
 import fa4flex
+import ptxsim
 from fa4flex.kernels.bwd_sm90.clearing import Clearer
 from fa4flex.kernels.common.backward import BackwardTileScheduler
 
@@ -47,7 +48,7 @@ def cleared(name: str, lengths: tuple[int, int], width: Width, kv_heads: int) ->
     timing, seed = random.choice((("eager", 0), ("late", 1), ("random", random.randrange(99))))
     where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {timing} {seed}"
     given: list[tuple[Any, ...]] = []
-    device = fa4flex.simulator.device("sm_90a", seed, timing, sms=BLOCKS, together=BLOCKS)
+    device = ptxsim.device("sm_90a", seed, timing, sms=BLOCKS, together=BLOCKS)
     with kept_arguments(given):
         judged(where, COMPOSED[name], shapes, device)
     counts = given[0][-2]

@@ -13,6 +13,7 @@ from decoding import SIMULATED, Size, attend, check, drawn, split_in
 from helpers import of_passes
 
 import fa4flex
+import ptxsim
 from fa4flex import Sinks, Varlen
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
@@ -133,7 +134,7 @@ def test_gradients() -> None:
     """The backward pass needs the output and the log-sum-exp alone."""
     qkv = [x.requires_grad_() for x in drawn(Size(kv_len=150, q_len=3))]
     attn = fa4flex.compile(mask=causal)
-    with fa4flex.simulator.device(SIMULATED["chip"]) as gpu:
+    with ptxsim.device(SIMULATED["chip"]) as gpu:
         out = attn(*qkv)
         found = torch.autograd.grad(out, qkv, torch.ones_like(out))
     assert not gpu.findings and any("decode" in result.kernel for result in gpu.results)
@@ -145,7 +146,7 @@ def test_gradients() -> None:
 
 def test_a_longer_cache_is_the_same_kernel() -> None:
     attn = fa4flex.compile(mask=causal)
-    with torch.no_grad(), fa4flex.simulator.device(SIMULATED["chip"]) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]) as gpu:
         for kv_len in (100, 101, 300):
             attn(*drawn(Size(kv_len=kv_len)))
     kernels = {result.kernel for result in of_passes(gpu) if "decode" in result.kernel}

@@ -16,6 +16,7 @@ from test_decode import MODS, nobody
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import KVScales, Paging, Sinks, Varlen, reference
 from fa4flex.kernels.decode_fp8_sm90.config import ROWS
 from fa4flex.kernels.decode_fp8_sm90.plan import WIDEST
@@ -126,7 +127,7 @@ def test_all_timings_agree_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> N
     exact, exact_lse = reference.attention(call.q, *call.wide, alibi, causal)
     first = None
     for timing, seed in TIMINGS:
-        with torch.no_grad(), fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
+        with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
             found = attn(call.q, call.k, call.v, kv_scales=call.scales, return_lse=True)
         assert not gpu.findings, gpu.report()
         first = first or found
@@ -287,7 +288,7 @@ def test_without_a_kernel_the_cache_is_dequantised() -> None:
         (attn, call, "sm_100a", False),
     ):
         q = given.q.clone().requires_grad_(trains)
-        with fa4flex.simulator.device(arch) as gpu:
+        with ptxsim.device(arch) as gpu:
             out = one(q, given.k, given.v, kv_scales=given.scales)
             if trains:
                 out.sum().backward()
@@ -300,7 +301,7 @@ def test_without_a_kernel_the_cache_is_dequantised() -> None:
 @pytest.mark.slow
 def test_other_scales_and_longer_caches_take_the_same_kernel() -> None:
     attn = fa4flex.compile(mask=causal)
-    with torch.no_grad(), fa4flex.simulator.device("sm_90a") as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
         for kv_len in (100, 101, 300):
             call = drawn(Size(kv_len=kv_len), "token")
             attn(call.q, call.k, call.v, kv_scales=call.scales)

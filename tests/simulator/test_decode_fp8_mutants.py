@@ -15,13 +15,13 @@ from own_forward import TIMINGS
 from torch import Tensor
 
 import fa4flex
-from fa4flex.compiler.simulated import simulated
 from fa4flex.kernels.plan import splitting
 from fa4flex.primitives.kv_scales import E4M3
-from fa4flex.simulator.doors.capture import capturing
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.run.program import Program
 from fa4flex.variants import causal
+from ptxsim.active import simulated
+from ptxsim.doors.capture import capturing
+from ptxsim.doors.launch import Launch
+from ptxsim.run.program import Program
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,11 @@ from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 from torch import Tensor
 
 import fa4flex
-from fa4flex import InputError, Paging, Sinks, Varlen, simulator
+import ptxsim
+from fa4flex import InputError, Paging, Sinks, Varlen
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
+from ptxsim.state.memory import BadAccess, HostMemory
 
 TABLE = torch.randn(8, 700) / 2
 
@@ -144,7 +145,7 @@ def test_a_window_reads_its_pages_alone() -> None:
 def test_other_tables_and_lengths_are_the_same_launch() -> None:
     """Nothing is proved or compiled anew, and a longer table or a larger pool is the same kernel."""
     attn = fa4flex.compile(mask=causal)
-    with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]) as gpu:
         for lengths, spare in (((40, 20), 1), ((7, 90), 4), ((64, 0), 0)):
             drawn(Size(lengths=lengths), spare)(attn)
     kernels = {result.kernel for result in gpu.results if "decode" in result.kernel}
@@ -174,7 +175,7 @@ def test_wrong_contents_are_told_by_the_next_call(
     out, _ = attend(attn, given)
     with (
         torch.no_grad(),
-        simulator.device(SIMULATED["chip"]) as gpu,
+        ptxsim.device(SIMULATED["chip"]) as gpu,
         pytest.raises(InputError, match=message),
     ):
         given(attn)
@@ -189,7 +190,7 @@ def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> 
     given.paging.page_table[0, 1] = -7
     with (
         torch.no_grad(),
-        simulator.device(SIMULATED["chip"]) as gpu,
+        ptxsim.device(SIMULATED["chip"]) as gpu,
         pytest.raises(InputError, match="page -7 in"),
     ):
         given(attn)
@@ -210,7 +211,7 @@ def test_pages_of_64_bits_are_not_cut() -> None:
 def test_calls_with_gradients_gather() -> None:
     attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40,)))
     given.q.requires_grad_()
-    with simulator.device(SIMULATED["chip"]) as gpu:
+    with ptxsim.device(SIMULATED["chip"]) as gpu:
         given(attn).sum().backward()
     assert not any("decode" in result.kernel for result in gpu.results)
     assert given.q.grad is not None and given.q.grad.isfinite().all()
@@ -220,7 +221,7 @@ def test_sequences_without_keys_in_pages_that_are_gathered() -> None:
     """Nothing is gathered, and nothing launched."""
     given = drawn(Size(q_len=70, lengths=(0, 0)))
     attn = fa4flex.compile(mask=causal, schedule=fa4flex.Schedule(order="longest_first"))
-    with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]) as gpu:
         out, lse = given(attn, return_lse=True)
     assert not gpu.results and not out.any() and (lse == -torch.inf).all()
 
@@ -243,7 +244,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str, packed: bool) -> None:
         rows = given.q.transpose(1, 2).flatten(0, 1)
         given = replace(given, q=rows, varlen=Varlen(torch.tensor([0, 2, 4], dtype=torch.int32)))
     attn = fa4flex.compile(mask=causal, **mods)
-    with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]) as gpu:
         with pytest.raises(InputError, match=message):
             given(attn)
         assert not gpu.results

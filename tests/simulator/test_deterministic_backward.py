@@ -13,10 +13,11 @@ from helpers import Width, forward_on_cpu, of_backward, widths
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.simulator.doors.device import Gpu
 from fa4flex.variants import causal, sliding_window
+from ptxsim.doors.device import Gpu
 
 KEYS = 128
 """Keys per tile."""
@@ -52,7 +53,7 @@ def gradients(
 def simulated(arch: str, timing: str, seed: int, *given: Any) -> tuple[tuple[Tensor, ...], Gpu]:
     """Gradients on a simulated GPU, with several CTAs at the same time. Forward passes, in which nothing is
     added up by several of them, are the CPU's."""
-    with forward_on_cpu(), fa4flex.simulator.device(arch, seed, timing, together=4) as gpu:
+    with forward_on_cpu(), ptxsim.device(arch, seed, timing, together=4) as gpu:
         found = gradients(*given)
     return found, gpu
 

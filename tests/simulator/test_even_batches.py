@@ -16,6 +16,7 @@ from paged_pools import Size, compare, drawn
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import Sinks, Varlen
 from fa4flex.kernels.combine import kernel as combine
 from fa4flex.variants import causal
@@ -105,7 +106,7 @@ def test_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         for most, fewest in SPLITS:
             split_in(monkeypatch, most, fewest)
-            with torch.no_grad(), fa4flex.simulator.device("sm_90a", 1, "late") as gpu:
+            with torch.no_grad(), ptxsim.device("sm_90a", 1, "late") as gpu:
                 found.append(attn(given.q, k, v, **small))
             assert any("fp8" in result.kernel for result in gpu.results) and not gpu.findings
         parts(found, even)

@@ -7,7 +7,7 @@ import torch
 from cases import Captured, Size, fa4_forward
 from helpers import DRAWS, no_worse
 
-from fa4flex.simulator.run.counts import cycles, shared_memory
+from ptxsim.run.counts import cycles, shared_memory
 
 REMARKS: dict[str, set[str]] = {"sm_90a": set(), "sm_100a": {"no waits"}}
 """Remarks on FA4's forward. For Blackwell it has no tcgen05.wait::ld: it relies on hardware, which holds back

@@ -12,7 +12,7 @@ from helpers import SMS, Width, backward_launches, of_backward, widths
 from test_grouped_backward import in_parts
 from test_simulated_backward import COMPOSED, judged
 
-import fa4flex
+import ptxsim
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.variants import causal
 
@@ -44,7 +44,7 @@ def close(
     where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((2, 4, q_len, wide), (2, kv_heads, kv_len, wide), (2, kv_heads, kv_len, wide_v))
-    device = fa4flex.simulator.device("sm_90a", seed, timing, sms=SMS)
+    device = ptxsim.device("sm_90a", seed, timing, sms=SMS)
     gpu = judged(where, MASKED[name], shapes, device, dtype, **options)
     assert len(of_backward(gpu)) == backward_launches("sm_90a", kv_len, width), where
 

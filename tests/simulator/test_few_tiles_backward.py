@@ -16,6 +16,7 @@ from test_simulated_backward import COMPOSED, judged
 from test_simulated_captured import close as close_captured
 
 import fa4flex
+import ptxsim
 from fa4flex.primitives.schedule import Schedule
 
 HEADS = 4
@@ -39,7 +40,7 @@ def close(
     where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
-    device = fa4flex.simulator.device("sm_90a", seed, timing, sms=sms)
+    device = ptxsim.device("sm_90a", seed, timing, sms=sms)
     main = of_backward(judged(where, COMPOSED[name], shapes, device, **options))[1]
     assert main.shape.block == (128 * (2 if max(wide, wide_v) <= ALONE else 3), 1, 1), where
 
@@ -65,7 +66,7 @@ def test_a_gpu_of_fewer_multiprocessors_before() -> None:
     q, k, v = (torch.randn(1, HEADS, 130, width).bfloat16().requires_grad_() for _ in range(3))
     attn, blocks = fa4flex.compile(**COMPOSED["alibi, causal"]), []
     for sms in (SMS, None):
-        with forward_on_cpu(), fa4flex.simulator.device("sm_90a", sms=sms) as gpu:
+        with forward_on_cpu(), ptxsim.device("sm_90a", sms=sms) as gpu:
             attn(q, k, v).sum().backward()
         blocks.append(of_backward(gpu)[1].shape.block)
     assert blocks == [(384, 1, 1), (256, 1, 1)]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Precision, Schedule, Sinks, Varlen, simulator
+import ptxsim
+from fa4flex import Precision, Schedule, Sinks, Varlen
 from fa4flex.variants import alibi, causal
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
@@ -47,7 +48,7 @@ def written(name: str, dtype: torch.dtype, varlen: Varlen | None = None) -> None
     )
 
     def simulated(attn: partial[Any], timing: str, seed: int) -> Tensor:
-        with torch.no_grad(), simulator.device(chip, seed, timing, sms=2) as gpu:
+        with torch.no_grad(), ptxsim.device(chip, seed, timing, sms=2) as gpu:
             out: Tensor = attn()
         assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
         return out

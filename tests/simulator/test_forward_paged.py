@@ -16,11 +16,12 @@ from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 from torch import Tensor
 
 import fa4flex
-from fa4flex import InputError, Paging, Schedule, Sinks, Varlen, simulator
+import ptxsim
+from fa4flex import InputError, Paging, Schedule, Sinks, Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.simulator.watch.findings import Finding
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
+from ptxsim.watch.findings import Finding
 
 SIMULATED = {"chip": "sm_90a"}
 """Simulated GPU that calls run on."""
@@ -79,7 +80,7 @@ def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
     with (
         torch.no_grad(),
         patch.object(Paging, "gather", side_effect=AssertionError("pages were gathered")),
-        simulator.device(SIMULATED["chip"], seed, timing, sms=SMS) as gpu,
+        ptxsim.device(SIMULATED["chip"], seed, timing, sms=SMS) as gpu,
     ):
         out, lse = given(attn, return_lse=True)
     others = "sequences", "combine", "list_tiles", "read_contents"
@@ -236,7 +237,7 @@ def test_wrong_contents_are_told_by_the_next_call(name: str) -> None:
     out, _ = attend(CAUSAL, given)
     with (
         torch.no_grad(),
-        simulator.device(SIMULATED["chip"]) as gpu,
+        ptxsim.device(SIMULATED["chip"]) as gpu,
         pytest.raises(InputError, match=message),
     ):
         given(CAUSAL)
@@ -263,7 +264,7 @@ def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> 
     given.varlen.cu_seqlens_q[2] = 5000
     with (
         torch.no_grad(),
-        simulator.device(SIMULATED["chip"]) as gpu,
+        ptxsim.device(SIMULATED["chip"]) as gpu,
         pytest.raises(InputError, match="ends at 5000"),
     ):
         given(CAUSAL)
@@ -271,7 +272,7 @@ def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> 
     given.paging.page_table[0, 1] = -7
     with (
         torch.no_grad(),
-        simulator.device(SIMULATED["chip"]) as gpu,
+        ptxsim.device(SIMULATED["chip"]) as gpu,
         pytest.raises(InputError, match="page -7 in"),
     ):
         given(CAUSAL)
@@ -285,7 +286,7 @@ def test_largest_scores_are_read_in_place(few: bool) -> None:
     given = given if few else chunks(given, (40, 3))
     more = {"paging": given.paging, "varlen": given.varlen, "statistics": ("lse", "max_scores")}
     exact = launch.run(CAUSAL._calling(), *(x.double() for x in (given.q, given.k, given.v)), **more)[2]
-    with torch.no_grad(), simulator.device(SIMULATED["chip"], sms=SMS) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"], sms=SMS) as gpu:
         found = launch.run(CAUSAL._calling(), given.q, given.k, given.v, **more)[2]
     forward = KERNELS[SIMULATED["chip"]][0]
     assert all(forward in r.kernel or "sequences" in r.kernel for r in gpu.results) and gpu.results
@@ -328,7 +329,7 @@ def test_sorted_tiles_gather() -> None:
     attn = fa4flex.compile(mask=causal, schedule=Schedule(order="longest_first"))
     given = drawn(replace(MANY, lengths=(40,)))
     gathered = patch.object(Paging, "gather", autospec=True, side_effect=Paging.gather)
-    with torch.no_grad(), gathered as counted, simulator.device(SIMULATED["chip"]):
+    with torch.no_grad(), gathered as counted, ptxsim.device(SIMULATED["chip"]):
         out = given(attn)
     assert counted.call_count == 2
     exact = given(attn, exactly=True)

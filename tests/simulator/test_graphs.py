@@ -22,6 +22,7 @@ from executed import Compared, Executed, Trace, comparing, differences, noting
 from pairs import few_tiles, hopper_pairs, in_pairs
 
 import fa4flex
+import ptxsim
 from fa4flex import Varlen
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
@@ -31,10 +32,10 @@ from fa4flex.kernels.common.transfer import stage_by_fours
 from fa4flex.kernels.plan.signals import expected
 from fa4flex.kernels.plan.topology import Role, Topology
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.simulator.run.launch import Shape, execute, module_of, program_of
-from fa4flex.simulator.run.timing import Timing
-from fa4flex.simulator.watch.findings import Fault
 from fa4flex.variants import causal
+from ptxsim.run.launch import Shape, execute, module_of, program_of
+from ptxsim.run.timing import Timing
+from ptxsim.watch.findings import Fault
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Case:
                 stack.enter_context(pairs)
             stack.enter_context(few_tiles(self.few_tiles))
             stack.enter_context(planned(1) if self.arch == "sm_100a" else contextlib.nullcontext())
-            stack.enter_context(fa4flex.simulator.device(self.arch, random.randrange(99), "late", sms=1))
+            stack.enter_context(ptxsim.device(self.arch, random.randrange(99), "late", sms=1))
             out = attn(q, k, v, varlen=varlen)
             if self.backward:
                 out.backward(torch.randn_like(out))

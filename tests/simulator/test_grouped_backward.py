@@ -21,8 +21,9 @@ from test_simulated_lengths import close as close_to_lengths
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.kernels.plan.groups import Groups
-from fa4flex.simulator.doors.device import Gpu
+from ptxsim.doors.device import Gpu
 
 TIMINGS = ("eager", "late", "random")
 
@@ -66,7 +67,7 @@ def test_gradients_in_parts(name: str, heads: tuple[int, int], parts: int, width
     q, k, v, dout = drawn(heads, (130, 200), width)
     dlse, timing, seed = torch.randn(1, heads[0], 130), random.choice(TIMINGS), random.randrange(99)
     attn = fa4flex.compile(**COMPOSED[name])
-    with poisoned(), in_parts(parts), fa4flex.simulator.device("sm_90a", seed, timing, sms=SMS) as gpu:
+    with poisoned(), in_parts(parts), ptxsim.device("sm_90a", seed, timing, sms=SMS) as gpu:
         got = gradients(attn, (q, k, v), dout, dlse)
     where = f"{name}, {heads} heads in {parts} parts, width {width}, {timing} {seed}"
     assert sums(gpu) == 1 and not gpu.findings, f"{where}: {gpu.report()}"
@@ -79,7 +80,7 @@ def test_bits_of_dk_and_dv_are_the_same_in_every_timing() -> None:
     q, k, v, dout = drawn((4, 1), (70, 200), 64)
     attn, found = fa4flex.compile(**COMPOSED["plain"]), []
     for timing in TIMINGS:
-        with in_parts(4), fa4flex.simulator.device("sm_90a", random.randrange(99), timing, together=4) as gpu:
+        with in_parts(4), ptxsim.device("sm_90a", random.randrange(99), timing, together=4) as gpu:
             found.append(gradients(attn, (q, k, v), dout, torch.zeros(1, 4, 70)))
         assert sums(gpu) == 1 and not gpu.findings, f"{timing}: {gpu.report()}"
     assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(found[0][1:], one[1:], strict=True))
@@ -91,7 +92,7 @@ def test_one_part_is_one_launch_less() -> None:
     q, k, v, dout = (x.transpose(1, 2).contiguous() for x in drawn((4, 2), (70, 130), 64))
     attn, found = fa4flex.compile(**COMPOSED["alibi, causal"], layout="bshd"), {}
     for parts in (1, 2):
-        with poisoned(), in_parts(parts), fa4flex.simulator.device("sm_90a", sms=SMS) as gpu:
+        with poisoned(), in_parts(parts), ptxsim.device("sm_90a", sms=SMS) as gpu:
             found[parts] = gradients(attn, (q, k, v), dout, torch.zeros(1, 4, 70))
         assert sums(gpu) == parts - 1 and not gpu.findings, gpu.report()
     given = tuple(x.transpose(1, 2) for x in (q, k, v, dout))

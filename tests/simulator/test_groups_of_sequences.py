@@ -15,7 +15,8 @@ from helpers import Width, cumulative, no_worse, poisoned, widths, worst
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Schedule, Varlen, reference, simulator
+import ptxsim
+from fa4flex import Schedule, Varlen, reference
 from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
@@ -140,7 +141,7 @@ def test_rows_of_a_group(name: str) -> None:
     qkv, ends = drawn(case), [cumulative(n) for n in (LENGTHS, case.keys)]
     attn = fa4flex.compile(**case.composition, schedule=case.schedule)
     for timing, seed in random.sample(TIMINGS, 2):
-        with torch.no_grad(), poisoned(), simulator.device("sm_90a", seed, timing, sms=SMS) as gpu:
+        with torch.no_grad(), poisoned(), ptxsim.device("sm_90a", seed, timing, sms=SMS) as gpu:
             found = attn(*qkv, varlen=Varlen(*ends), return_lse=True)
         assert not _surprising(gpu), f"{timing} {seed}: {gpu.report()}"
         assert gpu.results[-1].shape.grid == (min(tiles(case), SMS), 1, 1)
@@ -165,7 +166,7 @@ def test_few_blocks_take_tiles_that_one_warp_finds(seed: int) -> None:
     case = Case({"mask": causal}, (4, 1), 4, 64, 192)
     wide = torch.randn(sum(lengths), 4, 64).half(), *torch.randn(2, sum(lengths), 1, 64).half().unbind()
     ends, attn = cumulative(lengths), fa4flex.compile(**case.composition)
-    with torch.no_grad(), poisoned(), simulator.device("sm_90a", seed, "random", sms=3) as gpu:
+    with torch.no_grad(), poisoned(), ptxsim.device("sm_90a", seed, "random", sms=3) as gpu:
         out, lse = attn(*wide, varlen=Varlen(ends, ends), return_lse=True)
     assert not _surprising(gpu), gpu.report()
     ranges = reference.sequence_ranges(ends)

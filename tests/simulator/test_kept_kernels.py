@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,15 +24,15 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.simulator import device
-from fa4flex.simulator.doors import kept
 from fa4flex.variants import causal
 from fa4flex.view.gpu import inputs_of
 from fa4flex.view.sizes import setting
+from ptxsim import device
+from ptxsim.doors import kept
 
 LAUNCH = """
 import torch, fa4flex
-from fa4flex.simulator import device
+from ptxsim import device
 
 def launched(capped):
     draw = torch.Generator().manual_seed(5)
@@ -121,9 +122,13 @@ def compiled(once: Any) -> bool:
 
 
 def test_files_that_catch_launches_are_part_of_the_key(
-    folder: Path, once: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, once: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert compile_module.digest(Path(kept.__file__).parent) == kept.IDENTITY
+    copy = Path(shutil.copytree(Path(kept.__file__).parent, tmp_path / "doors"))
+    assert kept.identity(copy) == kept.IDENTITY
+    for path in copy.glob("*.py"):
+        path.write_text(path.read_text() + "# changed\n")
+        assert kept.identity(copy) != kept.IDENTITY
     assert compiled(once) and not compiled(once)
     monkeypatch.setattr(kept, "IDENTITY", "another")
     assert compiled(once) and not compiled(once)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fa4flex
-from fa4flex import later, simulator
+import ptxsim
+from fa4flex import later
 from fa4flex.errors import EarlierError
 
 LARGE = 2**31 - 100
@@ -29,7 +30,7 @@ def positions(far: int) -> torch.Tensor:
 def told_once(attn: Any, change: Callable[[], None]) -> None:
     """A call after the one that was given large integers raises, and those that follow are right."""
     qkv = [torch.randn(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(3)]
-    with simulator.device("sm_90a"), torch.no_grad():
+    with ptxsim.device("sm_90a"), torch.no_grad():
         attn(*qkv)
         attn(*qkv)
         change()

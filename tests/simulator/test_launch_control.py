@@ -13,9 +13,10 @@ import torch
 from blackwell import BF16, FEW, PACKED, TIMINGS, Call, Sizes, drawn, packed
 
 import fa4flex
+import ptxsim
 from fa4flex import Schedule
-from fa4flex.simulator import Result, Shape, launch
-from fa4flex.simulator.run.timing import Timing
+from ptxsim import Result, Shape, launch
+from ptxsim.run.timing import Timing
 
 BLOCKS = 12
 TAKING = """.version 9.0
@@ -174,7 +175,7 @@ def test_every_tile_is_stored_once(seed: int) -> None:
     sizes = Sizes(1, 2, 2, 1024, 128).wide(64)
     q, k, v = (torch.randn(1, 2, n, 64).bfloat16() for n in (sizes.q_len, sizes.kv_len, sizes.kv_len))
     attn = fa4flex.compile(mask=fa4flex.variants.causal, schedule=ASKING)
-    with torch.no_grad(), fa4flex.simulator.device("sm_100a", seed, "random") as gpu:
+    with torch.no_grad(), ptxsim.device("sm_100a", seed, "random") as gpu:
         attn(q, k, v)
     (result,) = gpu.results
     assert not result.findings and result.traffic["TMA bytes out"] == q.numel() * 2

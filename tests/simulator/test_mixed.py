@@ -16,15 +16,16 @@ from test_forward_paged import chunks, expected
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Schedule, Sinks, simulator
+import ptxsim
+from fa4flex import Schedule, Sinks
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.kernels.plan.signals import rows_of
 from fa4flex.kernels.plan.topology import Event, NamedBarrier, Topology
 from fa4flex.runtime.cuda.launches import ready
-from fa4flex.simulator.model.events import Loaded
-from fa4flex.simulator.state.cta import Warp
 from fa4flex.variants import alibi, causal, sliding_window, softcap
+from ptxsim.model.events import Loaded
+from ptxsim.state.cta import Warp
 
 TABLE, SLOPES = torch.randn(8, 1400) / 2, torch.rand(3, 8)
 CAUSAL = fa4flex.compile(mask=causal)
@@ -53,7 +54,7 @@ MODS: dict[str, dict[str, Any]] = {
 
 def attend(attn: fa4flex.Attention, given: Drawn, sms: int) -> tuple[Tensor, Tensor]:
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    with torch.no_grad(), simulator.device("sm_90a", seed, timing, sms=sms) as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", seed, timing, sms=sms) as gpu:
         out, lse = given(attn, return_lse=True)
     others = "sequences", "combine"
     kernels = [result.kernel for result in gpu.results if not any(x in result.kernel for x in others)]
@@ -179,7 +180,7 @@ def test_launches_leave_their_counters_at_zero(monkeypatch: pytest.MonkeyPatch) 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:
     attn = fa4flex.compile(mask=causal, schedule=Schedule(next_tile="counter"))
     given = chunks(drawn(Size(lengths=(40, 33))), (1, 2))
-    with torch.no_grad(), simulator.device("sm_90a") as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
         out, lse = given(attn, return_lse=True)
     compare(attn, given, out, lse)
     assert any("fwd_sm90" in result.kernel for result in gpu.results)

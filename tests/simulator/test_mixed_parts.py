@@ -17,7 +17,8 @@ from test_mixed import CAUSAL, MODS, graph_of_few
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Paging, Schedule, Varlen, simulator
+import ptxsim
+from fa4flex import Paging, Schedule, Varlen
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
@@ -34,7 +35,7 @@ TILE = 128
 def attend(attn: fa4flex.Attention, given: Drawn, sms: int = 2) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    with torch.no_grad(), simulator.device("sm_90a", seed, timing, sms=sms) as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", seed, timing, sms=sms) as gpu:
         out, lse = given(attn, return_lse=True)
     kernels = [result.kernel for result in gpu.results if "sequences" not in result.kernel]
     fixed = attn.variant.schedule.split is not None
@@ -133,7 +134,7 @@ def test_a_single_chunk_has_no_second_kernel(used: tuple[int, ...] | None) -> No
     """Nor memory for parts: it has all tokens; where most of them are not used, and it has few rows, nothing
     is split, which is right."""
     given = chunks(drawn(Size(heads=4, kv_heads=1, lengths=(LONG,))), (70,), used)
-    with torch.no_grad(), simulator.device("sm_90a", sms=2) as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", sms=2) as gpu:
         out, lse = given(CAUSAL, return_lse=True)
     assert not any("combine" in result.kernel for result in gpu.results)
     compare(CAUSAL, given, out, lse)

@@ -13,10 +13,10 @@ from cases import Size, fa4_forward
 
 import fa4flex
 from fa4flex.errors import InputError
-from fa4flex.simulator import model
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.model import B200, Attention, Prediction, Trace
-from fa4flex.simulator.model.recorder import Recorder
+from ptxsim import model
+from ptxsim.doors.launch import Launch
+from ptxsim.model import B200, Attention, Prediction, Trace
+from ptxsim.model.recorder import Recorder
 
 STEP = 4 * 256 * 128 * 128
 """Flops of 256 rows of q and 128 of k."""

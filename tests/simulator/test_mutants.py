@@ -7,7 +7,7 @@ import torch
 from cases import Captured, Size, fa4_forward
 from mutants import Mutant, can_matter, clean_to_its_end, mutants
 
-from fa4flex.simulator.run.program import Program
+from ptxsim.run.program import Program
 
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 

@@ -12,8 +12,9 @@ from helpers import forward_on_cpu, of_backward
 from pairs import hopper_pairs
 
 import fa4flex
+import ptxsim
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.simulator.run.scheduler import Scheduler
+from ptxsim.run.scheduler import Scheduler
 
 ARCH, KEYS = "sm_90a", 128
 """Keys of a pair."""
@@ -73,7 +74,7 @@ def test_nobody_waits_for_pairs_that_have_no_multiprocessors(pairs: int) -> None
     def as_others_end(self: Scheduler) -> bool:
         return len(self._resident) < self.together and let_in(self)
 
-    device = fa4flex.simulator.device(ARCH, seed, timing, together=pairs)
+    device = ptxsim.device(ARCH, seed, timing, together=pairs)
     alone = patch.object(Scheduler, "_admit", as_others_end)
     with hopper_pairs(True), forward_on_cpu(), alone, device as gpu:
         found = ordered.gradients(attn, [q, k, v], dout)

@@ -18,6 +18,7 @@ from test_forward_paged import chunks
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import Varlen
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.build import build
@@ -169,7 +170,7 @@ def test_tables_of_every_sequence_are_those_of_all_elements(name: str, kind: str
     )
     with (
         tables_alone(), noting, never_on_the_host(), poisoned_integers(),
-        fa4flex.simulator.device(arch, timing=timing) as gpu,
+        ptxsim.device(arch, timing=timing) as gpu,
     ):  # fmt: skip
         attn(*(x.requires_grad_() for x in qkv), varlen=varlen).sum().backward()
     assert not gpu.findings, gpu.report()
@@ -193,7 +194,7 @@ def test_turns_are_those_of_all_elements(name: str, kind: str) -> None:
     noting, found = noted()
     with (
         tables_alone(), noting, never_on_the_host(), poisoned_integers(),
-        fa4flex.simulator.device(arch, timing=random.choice(TIMINGS)) as gpu,
+        ptxsim.device(arch, timing=random.choice(TIMINGS)) as gpu,
     ):  # fmt: skip
         attn(*(x.requires_grad_() for x in qkv), varlen=varlen).sum().backward()
     assert not gpu.findings, gpu.report()
@@ -213,7 +214,7 @@ def test_rows_are_counted_beyond_a_warp() -> None:
     )
     qkv, varlen = call_of("packed", lengths)
     noting, found = noted()
-    with tables_alone(), noting, poisoned_integers(), fa4flex.simulator.device("sm_90a"):
+    with tables_alone(), noting, poisoned_integers(), ptxsim.device("sm_90a"):
         attn(*(x.requires_grad_() for x in qkv), varlen=varlen).sum().backward()
     check_turns(attn, *found[-1], lengths)  # type: ignore[arg-type]
 
@@ -225,7 +226,7 @@ def test_tables_of_pages() -> None:
     queries = (150, 9, 0, 129)
     name, (noting, found) = random.choice(NAMES), noted()
     attn = fa4flex.compile(mask=masks()[name])
-    with tables_alone(), noting, poisoned_integers(), fa4flex.simulator.device("sm_90a") as gpu:
+    with tables_alone(), noting, poisoned_integers(), ptxsim.device("sm_90a") as gpu:
         chunks(given, queries)(attn)
     assert not gpu.findings, gpu.report()
     ((one, tables),) = found
@@ -239,7 +240,7 @@ def test_changed_lengths_and_contents_are_seen(kind: str) -> None:
     ids = torch.randint(0, 4, (len(LENGTHS), 340)).sort(-1).values
     attn, (noting, found) = fa4flex.compile(mask=causal & document(ids)), noted()
     qkv, varlen = call_of(kind, LENGTHS)
-    with torch.no_grad(), tables_alone(), noting, never_on_the_host(), fa4flex.simulator.device("sm_90a"):
+    with torch.no_grad(), tables_alone(), noting, never_on_the_host(), ptxsim.device("sm_90a"):
 
         def check(lengths: Lengths) -> None:
             for _ in range(2):
@@ -274,7 +275,7 @@ def test_the_host_makes_what_there_is_no_room_for(monkeypatch: pytest.MonkeyPatc
     qkv, varlen = call_of("packed", LENGTHS)
     with (
         torch.no_grad(), tables_alone(), patch.object(HostTables, "__call__", noting),
-        fa4flex.simulator.device("sm_90a"),
+        ptxsim.device("sm_90a"),
     ):  # fmt: skip
         attn(*qkv, varlen=varlen)
         given(attn)

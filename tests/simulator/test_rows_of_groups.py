@@ -17,7 +17,8 @@ from helpers import SMS, Width, no_worse, widths, worst
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Schedule, reference, simulator
+import ptxsim
+from fa4flex import Schedule, reference
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.rows import Rows, rows_of
 
@@ -58,7 +59,7 @@ def drawn(
 
 def run(attn: Any, qkv: tuple[Tensor, ...], timing: str, seed: int, sms: int = SMS) -> tuple[Any, Any, Any]:
     """out, lse and the launch."""
-    with torch.no_grad(), simulator.device("sm_90a", seed, timing, sms=sms) as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", seed, timing, sms=sms) as gpu:
         out, lse = attn(*qkv, return_lse=True)
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
     (result,) = gpu.results

@@ -7,7 +7,8 @@ import torch
 from planted import run
 
 import fa4flex
-from fa4flex import Varlen, simulator
+import ptxsim
+from fa4flex import Varlen
 
 TIMINGS = ("eager", "late", "random")
 PLACE = "and.b32 %r5, %r2, 127;\n    add.s32 %r5, %r5, %r3;\n"
@@ -67,7 +68,7 @@ def test_warpgroups_that_clear_the_same_values(timing: str) -> None:
     """Each of the Hopper forward's warpgroups clears what both read past the end of a sequence."""
     starts = torch.tensor([0, 150, 183], dtype=torch.int32)
     q, k, v = (torch.randn(183, 1, 64).bfloat16() for _ in range(3))
-    with torch.no_grad(), simulator.device("sm_90a", int(torch.randint(1000, ())), timing) as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", int(torch.randint(1000, ())), timing) as gpu:
         out = fa4flex.compile()(q, k, v, varlen=Varlen(starts))
     assert not gpu.findings, gpu.report()
     exact = fa4flex.compile()(*(x.double() for x in (q, k, v)), varlen=Varlen(starts))

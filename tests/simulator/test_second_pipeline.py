@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels import dispatch
@@ -105,7 +106,7 @@ def test_it_is_launched_on_a_simulated_gpu(seed: int) -> None:
         return plan(request)
 
     noting = replace(SHORT, plan=noted)
-    with pytest.MonkeyPatch.context() as patch, fa4flex.simulator.device("sm_90a"):
+    with pytest.MonkeyPatch.context() as patch, ptxsim.device("sm_90a"):
         patch.setattr(dispatch, "PIPELINES", (noting, *dispatch.PIPELINES))
         out = attn(q, k, v)
     assert taken, "another pipeline was launched"

@@ -15,6 +15,7 @@ from sequences_reference import classes, corrected, every_key, sequence_lengths,
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import Schedule, Varlen
 from fa4flex.errors import EarlierError, InputError
 from fa4flex.kernels.plan.problem import Problem
@@ -116,7 +117,7 @@ def drawn(form: str, batch: int) -> Call:
 def test_every_tile_once_and_the_most_work_first(name: str, form: str) -> None:
     mask, keys = MASKS[name]
     tile = random.choice((64, 128, 192)), random.choice((80, 128))
-    with fa4flex.simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         for batch in (1, random.randint(2, 60)):
             call = drawn(form, batch)
             assert_right(call, kernel_of(mask, call, tile), tile, keys)
@@ -129,7 +130,7 @@ def test_more_sequences_than_threads_and_more_classes_than_bins() -> None:
     lengths[300] = 140_000
     cu = cumulative(lengths)
     call = call_of((cu, cu, None, None), sum(lengths), sum(lengths))
-    with fa4flex.simulator.device("sm_90a"):
+    with ptxsim.device("sm_90a"):
         assert_right(call, kernel_of(causal, call, (256, 128)), (256, 128), causal_keys)
         cu[100] = cu[600]  # decreases, and reaches beyond what threads look at together
         assert_right(call, kernel_of(causal, call, (256, 128)), (256, 128), causal_keys)
@@ -138,7 +139,7 @@ def test_more_sequences_than_threads_and_more_classes_than_bins() -> None:
 def test_one_used_length_of_a_padded_batch() -> None:
     for given in ((torch.tensor([5, 300, 0]), None), (None, torch.tensor([5, 300, 0]))):
         call = call_of((None, None, *given), 300, 300, 3)
-        with fa4flex.simulator.device("sm_90a"):
+        with ptxsim.device("sm_90a"):
             assert_right(call, kernel_of(causal, call, (128, 128)), (128, 128), causal_keys)
     faults.check()
 
@@ -170,7 +171,7 @@ def test_wrong_lengths_are_corrected_and_told(words: str) -> None:
     cu_q = None if cu is None else right
     lengths = cu_q, *(None if x is None else torch.tensor(x) for x in (cu, None, used))
     call = call_of(lengths, 1000, 1000, count if form == "padded" else 0)
-    with fa4flex.simulator.device("sm_90a"):
+    with ptxsim.device("sm_90a"):
         kernel = kernel_of(None, call, (128, 128))
         assert_right(call, kernel, (128, 128), every_key)
     with pytest.raises(InputError) as error:
@@ -214,7 +215,7 @@ def test_new_contents_of_a_tensor_are_seen(order: Any) -> None:
                 if cu[1] != lengths[0]:
                     cu.copy_(cumulative(lengths))
                 expected = attn(q, k, v, varlen=Varlen(cu.clone()))
-            with fa4flex.simulator.device("sm_90a"), torch.no_grad():
+            with ptxsim.device("sm_90a"), torch.no_grad():
                 close(attn(q, k, v, varlen=varlen), expected)
 
 
@@ -235,7 +236,7 @@ def test_wrong_lengths_are_those_they_are_corrected_to(arch: str) -> None:
     varlen = Varlen(cu, cu)
     for wrong in (False, True):
         cu.copy_(torch.tensor([0, 70, -1000, 2000] if wrong else [0, 70, 70, 80]))
-        with fa4flex.simulator.device(arch) as gpu:
+        with ptxsim.device(arch) as gpu:
             out = attn(*qkv, varlen=varlen)
             if wrong:
                 with pytest.raises(EarlierError, match="decreases after entry 1: 70 to -1000"):
@@ -254,7 +255,7 @@ def test_an_error_of_an_earlier_call_is_not_the_present_one() -> None:
     cu = cumulative([30, 50])
     varlen, attn = Varlen(cu, cu), fa4flex.compile(mask=causal)
     for again in (lambda: attn(*(x[None] for x in qkv)), fa4flex.synchronize):
-        with fa4flex.simulator.device("sm_90a"), torch.no_grad():
+        with ptxsim.device("sm_90a"), torch.no_grad():
             attn(*qkv, varlen=varlen)  # tensors of a new look lie on a CPU here, and are checked at once
             cu.copy_(torch.tensor([0, 90, 80]))
             attn(*qkv, varlen=varlen)
@@ -271,7 +272,7 @@ def test_lengths_are_checked_before_a_launch_on_request(monkeypatch: pytest.Monk
     cu = cumulative([30, 50])
     varlen, attn = Varlen(cu, cu), fa4flex.compile(mask=causal)
     monkeypatch.setattr(engine_module, "VALIDATE", True)
-    with fa4flex.simulator.device("sm_90a") as gpu, torch.no_grad():
+    with ptxsim.device("sm_90a") as gpu, torch.no_grad():
         attn(*qkv, varlen=varlen)
         count = len(gpu.results)
         cu.copy_(torch.tensor([0, 90, 80]))

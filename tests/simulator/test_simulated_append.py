@@ -13,7 +13,8 @@ from append_cases import HOWS, How, Tokens, drawn
 from paged_pools import guarded
 
 import fa4flex
-from fa4flex import InputError, Paging, Rotary, UnsupportedError, simulator
+import ptxsim
+from fa4flex import InputError, Paging, Rotary, UnsupportedError
 from fa4flex.runtime.cuda.device import faults
 
 
@@ -35,7 +36,7 @@ def kept_in(given: Tokens) -> Tokens:
 def test_append(name: str) -> None:
     timing, arch = random.choice(["eager", "late", "random"]), random.choice(["sm_90a", "sm_100a"])
     given = kept_in(drawn(replace(HOWS[name], dtype=random.choice([torch.bfloat16, torch.float16]))))
-    with simulator.device(arch, random.randrange(99), timing) as gpu:
+    with ptxsim.device(arch, random.randrange(99), timing) as gpu:
         given.check()
     assert not gpu.findings, f"{timing} {arch}: {gpu.report()}"
     assert [result.kernel for result in gpu.results if "append" in result.kernel] and len(gpu.results) == 1
@@ -43,7 +44,7 @@ def test_append(name: str) -> None:
 
 def test_other_lengths_are_the_same_kernel() -> None:
     """Other tokens, pages, and widths."""
-    with simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         for d, before, new in ((32, (0, 5), (1, 1)), (64, (9, 2), (1, 40)), (128, (0, 0), (3, 7))):
             kept_in(drawn(replace(HOWS["packed, halves"], d=d), before, new)).check()
     assert len({result.kernel for result in gpu.results}) == 1 and len(gpu.results) == 3
@@ -52,7 +53,7 @@ def test_other_lengths_are_the_same_kernel() -> None:
 
 def test_many_sequences() -> None:
     """Lengths of more sequences than a block has threads."""
-    with simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         kept_in(drawn(How(packed=True, heads=1, d=8, dv=8), (3,) * 130, (0, 1) * 65)).check()
     assert not gpu.findings, gpu.report()
 
@@ -87,10 +88,10 @@ def test_wrong_contents_are_told_by_the_next_call(name: str) -> None:
     exact, table = given.expected(), given.paging.page_table.clone()
     before = given.k_pool.clone()
     plant(given, what, value)
-    with simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         found = given()
     assert not gpu.findings, gpu.report()
-    with simulator.device("sm_90a"), pytest.raises(InputError, match=message):
+    with ptxsim.device("sm_90a"), pytest.raises(InputError, match=message):
         given()
     there = ~before.isnan()
     assert torch.equal(given.k_pool[there], before[there]), "keys that were there"
@@ -110,7 +111,7 @@ def test_positions_without_angles_are_told() -> None:
     """One token alone: several would race for what is told."""
     given = drawn(How())
     table = torch.ones(16, 4)
-    with simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         replace(given, options={"rotary": Rotary(guarded(table), guarded(table))})()
     assert not gpu.findings
     with pytest.raises(InputError, match="one of the 16 rows of cos"):
@@ -121,11 +122,11 @@ def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("fa4flex.contents.VALIDATE", True)
     given = drawn(How())
     given.paging.seqused_k[1] = -3
-    with simulator.device("sm_90a") as gpu, pytest.raises(InputError, match="seqused_k of -3"):
+    with ptxsim.device("sm_90a") as gpu, pytest.raises(InputError, match="seqused_k of -3"):
         given()
     assert not gpu.results
 
 
 def test_other_dtypes_are_refused() -> None:
-    with simulator.device("sm_90a"), pytest.raises(UnsupportedError, match="float32 tensors"):
+    with ptxsim.device("sm_90a"), pytest.raises(UnsupportedError, match="float32 tensors"):
         drawn(How(dtype=torch.float32))()

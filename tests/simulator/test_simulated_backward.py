@@ -18,12 +18,13 @@ from pairs import hopper_pairs, long_steps
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.kernels.plan.arguments import COUNTERS, SCHEMAS
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.runtime.cuda.launches import ready_backward
-from fa4flex.simulator.doors.device import Gpu
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
+from ptxsim.doors.device import Gpu
 
 pytestmark = pytest.mark.usefixtures("either_steps")
 
@@ -110,7 +111,7 @@ def close(
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((1, 4, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
-    device = fa4flex.simulator.device(arch, seed, timing, sms=SMS)
+    device = ptxsim.device(arch, seed, timing, sms=SMS)
     gpu = judged(where, COMPOSED[name], shapes, device, dtype)
     assert len(of_backward(gpu)) == backward_launches(arch, kv_len, width), where
 
@@ -139,7 +140,7 @@ def test_what_sums_are_padded_with_is_left_alone(
     qkv = tuple(torch.randn(1, 2, *size).bfloat16() for size in sizes)
     dout, dlse = torch.randn(1, 2, q_len, 128).bfloat16(), torch.randn(1, 2, q_len)
     attn, given = fa4flex.compile(mask=causal), []
-    with poisoned(), kept_arguments(given), fa4flex.simulator.device("sm_90a", sms=SMS) as gpu, by():
+    with poisoned(), kept_arguments(given), ptxsim.device("sm_90a", sms=SMS) as gpu, by():
         got = gradients(attn, qkv, dout, dlse)
     assert not gpu.findings, gpu.report()
     judge(f"{q_len}, {width}", {"mask": causal}, got, (qkv, dout, dlse))
@@ -180,7 +181,7 @@ def test_heads_within_rows(arch: str) -> None:
     dout, dlse = torch.randn(1, 4, 130, 64).bfloat16(), torch.randn(1, 4, 130)
     attn = fa4flex.compile(**composition, layout="bshd")
     rows = tuple(x.transpose(1, 2).contiguous() for x in (*qkv, dout))
-    with poisoned(), fa4flex.simulator.device(arch, sms=SMS) as gpu:
+    with poisoned(), ptxsim.device(arch, sms=SMS) as gpu:
         got = gradients(attn, rows[:3], rows[3], dlse)
     assert len(of_passes(gpu)) == 4 and not gpu.findings, gpu.report()
     assert all(x.is_contiguous() for x in got)
@@ -217,7 +218,7 @@ def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
             poisoned(),
             hopper_pairs(False),  # whose blocks are not persistent
             patch.object(ready_backward, "counters", lambda device: shared),
-            fa4flex.simulator.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
+            ptxsim.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
         ):
             got = gradients(attn, qkv, dout, dlse)
         assert of_passes(gpu)[2].shape.grid[0] == SMS and not gpu.findings, f"{timing}: {gpu.report()}"
@@ -230,7 +231,7 @@ def test_what_kernels_do_not_do_is_done_in_pytorch() -> None:
     attn = fa4flex.compile(mask=causal, precision=Precision(output=torch.float16))
     qkv = tuple(torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3))
     dout, dlse = torch.randn(1, 2, 70, 64).bfloat16(), torch.randn(1, 2, 70)
-    with fa4flex.simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         got = gradients(attn, qkv, dout, dlse)
     assert len(of_passes(gpu)) == 1
     judge("outputs in float16", {"mask": causal}, got, (qkv, dout, dlse))
@@ -247,7 +248,7 @@ def test_mean_error_of_gradients(name: str, arch: str, seed: int) -> None:
     qkv = tuple(torch.randn(1, 1, 192, 64).half() for _ in range(3))
     dout, dlse = torch.randn_like(qkv[0]), torch.zeros(1, 1, 192)
     attn = fa4flex.compile(**composition)
-    with fa4flex.simulator.device(arch, seed, "eager", sms=SMS):
+    with ptxsim.device(arch, seed, "eager", sms=SMS):
         got = gradients(attn, qkv, dout, dlse)
     exact = gradients(attn, tuple(x.double() for x in qkv), dout, dlse)
 

@@ -15,6 +15,7 @@ from helpers import SMS, Width, backward_launches, of_backward, widths
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.kernels.plan.captured_sums import CapturedSum
 from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of
@@ -47,7 +48,7 @@ def right(
     qkv = [torch.randn(grid.batch, *size).bfloat16() for size in sizes]
     upstream = torch.randn(*grid[:3], dv).bfloat16(), torch.randn(grid[:3])
     attn = fa4flex.compile(**composition)
-    with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
+    with poisoned(), ptxsim.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
     assert len(of_backward(gpu)) == backward_launches(arch, grid.kv_len, width), where
     assert not gpu.findings, f"{where}: {gpu.report()}"

@@ -14,11 +14,12 @@ pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
 from cuda.bindings import driver as cuda
 from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
-from simulator.kernels.case import compile_for
+from kernels.case import compile_for
 from test_simulated_captured import right
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import reference
 from fa4flex.kernels.common import math
 
@@ -72,7 +73,7 @@ def test_units_in_the_last_place(arch: str) -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % THREADS))
     y = torch.full_like(x, 7.0)
     count = cute.sym_int32(divisibility=THREADS)
-    with fa4flex.simulator.device(arch) as gpu:
+    with ptxsim.device(arch) as gpu:
         compile_for(arch, Erf(), *(make_fake_tensor(Float32, (count,), (1,)) for _ in range(2)))(x, y)
     assert len(gpu.results) == 1 and not gpu.findings, gpu.report()
     exact = torch.erf(x.double())

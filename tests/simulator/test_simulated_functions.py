@@ -10,9 +10,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
 from cuda.bindings import driver as cuda
 from cutlass import Float32, cute, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
-from simulator.kernels.case import compile_for
+from kernels.case import compile_for
 
-import fa4flex
+import ptxsim
 from fa4flex.codegen.ops import OPS
 from fa4flex.kernels.common import math
 
@@ -20,7 +20,7 @@ ROWS = tuple(row for row in OPS.values() if (row.takes, row.arity) == ("float", 
 THREADS = 128
 CLOSE = 2.0**-22
 """Relative error; near 0 too, where a sum with a constant would have lost the digits. The simulator rounds
-approximate instructions exactly: tests/simulator/test_approx.py says what a chip may do."""
+approximate instructions exactly: tests/ptxsim/test_approx.py says what a chip may do."""
 
 
 class Functions:
@@ -44,7 +44,7 @@ def test_functions(arch: str) -> None:
     y, count = torch.zeros(len(ROWS), len(x)), cute.sym_int32(divisibility=THREADS)
     given = make_fake_tensor(Float32, (count,), (1,))
     results = make_fake_tensor(Float32, (len(ROWS), count), (cute.sym_int64(), 1))
-    with fa4flex.simulator.device(arch) as gpu:
+    with ptxsim.device(arch) as gpu:
         compile_for(arch, Functions(), given, results)(x, y)
     assert len(gpu.results) == 1 and not gpu.findings, gpu.report()
     for row, got in zip(ROWS, y.double(), strict=True):

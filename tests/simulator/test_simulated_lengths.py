@@ -14,10 +14,11 @@ from helpers import SMS, Width, of_backward, poisoned, widths
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.simulator.units import tma
 from fa4flex.variants import alibi, causal, sliding_window, softcap
+from ptxsim.units import tma
 
 LENGTHS = [(70, 70), (0, 20), (130, 200), (1, 0), (9, 5)]
 USED = [(33, 70), (0, 20), (130, 129), (1, 0), (4, 2)]
@@ -113,7 +114,7 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
     qkv, dout, dlse = drawn(kind, width, spans)
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {kind}, width {width}, {arch}, {timing} {seed}"
-    with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
+    with poisoned(), ptxsim.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(name, qkv, (dout, dlse), varlen)
     findings = [finding for result in of_backward(gpu) for finding in result.findings]
     # Forward kernels clear what lies past an end by several warpgroups: see test_simulated_variants.py.
@@ -145,7 +146,7 @@ def test_maps_of_loads_begin_at_their_tensors(arch: str, kind: str, monkeypatch:
     varlen, spans = described(kind)
     qkv, dout, _ = drawn(kind, 64, spans)
     inputs = [x.requires_grad_() for x in qkv]
-    with fa4flex.simulator.device(arch, sms=SMS):
+    with ptxsim.device(arch, sms=SMS):
         out = fa4flex.compile(mask=causal)(*inputs, varlen=varlen)
         bases.clear()
         torch.autograd.grad(out, inputs, dout)
@@ -165,7 +166,7 @@ def test_entries_that_are_no_whole_tokens_apart(arch: str) -> None:
     found = []
     for q, k, v, upstream in ((*qkv, dout), apart):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        with fa4flex.simulator.device(arch, sms=SMS):
+        with ptxsim.device(arch, sms=SMS):
             out = fa4flex.compile(mask=causal)(*inputs, varlen=varlen)
             found.append(torch.autograd.grad(out, inputs, upstream))
     for one, other, span in zip(*found, (0, 1, 1), strict=True):
@@ -197,7 +198,7 @@ def test_packed_sequences_none_of_which_has_keys(arch: str) -> None:
     q = torch.randn(5, 2, 64).bfloat16().requires_grad_()
     k, v = (torch.randn(0, 1, 64).bfloat16().requires_grad_() for _ in "kv")
     varlen = Varlen(vector([0, 3, 5]), vector([0, 0, 0]), seqused_q=vector([2, 2]))
-    with fa4flex.simulator.device(arch) as gpu:
+    with ptxsim.device(arch) as gpu:
         out, lse = fa4flex.compile(mask=causal, sinks=Sinks(sinks))(q, k, v, varlen=varlen, return_lse=True)
         (out.sum() + lse[:, [0, 1, 3, 4]].sum()).backward()
     assert not gpu.results and not out.any()

@@ -9,6 +9,7 @@ import torch
 from helpers import of_passes
 
 import fa4flex
+import ptxsim
 from fa4flex.__main__ import main
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
@@ -32,7 +33,7 @@ COMPOSED = {
 def attend(attn: fa4flex.Attention, *qkv: torch.Tensor) -> torch.Tensor:
     """Runs on the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    with torch.no_grad(), fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
         out = attn(*qkv)
     assert len(of_passes(gpu)) == 1 and not gpu.findings, f"{timing} {seed}: {gpu.report()}"
     return out  # type: ignore[return-value]
@@ -57,7 +58,7 @@ def test_packed_sequences() -> None:
     attn = fa4flex.compile(mask=causal)
     ends = torch.tensor([0, 40, 41, 190], dtype=torch.int32)
     q, k, v = (torch.randn(190, 2, 64).bfloat16() for _ in range(3))
-    with torch.no_grad(), fa4flex.simulator.device("sm_90a", random.randrange(99), "random") as gpu:
+    with torch.no_grad(), ptxsim.device("sm_90a", random.randrange(99), "random") as gpu:
         out = attn(q, k, v, varlen=Varlen(ends, ends))
     for finding in gpu.findings:
         lines = (finding.instruction, finding.other)
@@ -71,7 +72,7 @@ def test_each_chip_has_its_own_kernel() -> None:
     q, k, v = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(3))
     attn, found = fa4flex.compile(mask=causal), []
     for arch in ("sm_90a", "sm_100a", "sm_90a"):
-        with torch.no_grad(), fa4flex.simulator.device(arch) as gpu:
+        with torch.no_grad(), ptxsim.device(arch) as gpu:
             found.append(attn(q, k, v))
         assert len(of_passes(gpu)) == 1 and not gpu.findings, gpu.report()
     assert (

@@ -7,6 +7,7 @@ import torch
 from helpers import gradients
 
 import fa4flex
+import ptxsim
 from fa4flex import InputError, Schedule, UnsupportedError
 from fa4flex.variants import causal
 
@@ -18,7 +19,7 @@ def launched(arch: str, schedule: Schedule, backward: bool) -> tuple[list[torch.
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 512, 64).bfloat16().requires_grad_(backward) for _ in range(3))
     attn = fa4flex.compile(mask=causal, schedule=schedule)
-    with fa4flex.simulator.device(arch, sms=SMS) as gpu:
+    with ptxsim.device(arch, sms=SMS) as gpu:
         out = attn(q, k, v)
         found = [out, *(gradients((out,), [q, k, v], [torch.ones_like(out)]) if backward else [])]
     assert not gpu.findings, gpu.report()

@@ -19,6 +19,7 @@ from test_sequences import assert_right, call_of, causal_keys, kernel_of
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
+import ptxsim
 from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
@@ -63,7 +64,7 @@ def sequences() -> Own:
     given = call_of(
         (cumulative(q_lengths), cumulative(k_lengths), None, None), sum(q_lengths), sum(k_lengths)
     )
-    with fa4flex.simulator.device("sm_90a"):
+    with ptxsim.device("sm_90a"):
         kernel = kernel_of(causal, given, tile)
     anew: Any = kernel.compute
     return Own("sm_90a", "sequences", lambda: holds(lambda: assert_right(given, anew, tile, causal_keys)))

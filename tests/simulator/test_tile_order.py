@@ -18,6 +18,7 @@ from cutlass.cute.runtime import from_dlpack
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import Schedule, Varlen
 from fa4flex.kernels.common import work
 from fa4flex.kernels.common.backward import BackwardTileScheduler, in_section, sections_of
@@ -51,7 +52,7 @@ def test_the_same_bits_in_another_order(arch: str, form: str) -> None:
     for schedule in (Schedule(order="row_major"), SORTED):
         attn = fa4flex.compile(mask=mask, schedule=schedule)
         timing = random.choice(("late", "random"))
-        with torch.no_grad(), fa4flex.simulator.device(arch, random.randrange(9), timing) as gpu:
+        with torch.no_grad(), ptxsim.device(arch, random.randrange(9), timing) as gpu:
             results.append(attn(q, k, v, varlen=varlen, return_lse=True))
         assert all(result.fault is None for result in gpu.results) and (arch == "sm_90a" or not gpu.findings)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -17,6 +17,7 @@ from test_sequences import call_of, kernel_of
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import BlockMap, Schedule
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
@@ -108,7 +109,7 @@ def test_tables_follow_changes_that_nobody_counts(name: str) -> None:
 
     qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16() for n in (Q_LEN, KV_LEN, KV_LEN)]
     noting = patch.object(DeviceTables, "__call__", noted)
-    with torch.no_grad(), tables_alone(), noting, fa4flex.simulator.device("sm_90a") as gpu:
+    with torch.no_grad(), tables_alone(), noting, ptxsim.device("sm_90a") as gpu:
         for change in (None, other_in_one_place, other_in_one_place, two_exchanged):
             if change is not None:
                 written(x, change(x))
@@ -141,7 +142,7 @@ def test_tables_of_no_contents_are_made_once() -> None:
 
     qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16() for n in (Q_LEN, KV_LEN, KV_LEN)]
     noting = patch.object(DeviceTables, "__call__", noted)
-    with torch.no_grad(), tables_alone(), noting, fa4flex.simulator.device("sm_90a") as gpu:
+    with torch.no_grad(), tables_alone(), noting, ptxsim.device("sm_90a") as gpu:
         for n in (1.0, -1.0, 1.0):
             limit.n = n
             for _ in range(2):
@@ -167,7 +168,7 @@ def test_lengths_follow_changes_that_nobody_counts() -> None:
         pairs = zip(kernel(call)[0], (wanted[0][0], wanted[1][0], wanted[0][1], wanted[1][1]), strict=True)
         return all(x is None or x.tolist() == expected for x, expected in pairs)
 
-    with fa4flex.simulator.device("sm_90a") as gpu:
+    with ptxsim.device("sm_90a") as gpu:
         kernel = kernel_of(causal, call, (128, 128))
         assert right()
         for x, new in ((cu, [0, 90, 360, 700]), (used, [3, 0, 330]), (cu, [0, 90, 361, 700])):
@@ -196,7 +197,7 @@ def test_torch_counts_where_the_user_says_so() -> None:
     ids = torch.arange(KV_LEN) // 50
     attn = fa4flex.compile(mask=document(ids), schedule=Schedule(contents="counted"))
     qkv = [torch.randn(1, 1, n, 64).bfloat16() for n in (KV_LEN, KV_LEN, KV_LEN)]
-    with torch.no_grad(), tables_alone(), fa4flex.simulator.device("sm_90a") as gpu:
+    with torch.no_grad(), tables_alone(), ptxsim.device("sm_90a") as gpu:
 
         def launches() -> int:
             before = len(gpu.results)

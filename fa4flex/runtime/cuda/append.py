@@ -11,7 +11,6 @@ from torch import Tensor
 from fa4flex.codegen.emit.source import Source
 from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
-from fa4flex.compiler.simulated import target
 from fa4flex.contents import validating
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.rotary import Rotary
@@ -19,6 +18,7 @@ from fa4flex.runtime.cuda.calls.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
+from ptxsim.active import target
 
 TOGETHER = 8
 """Elements of 16 bits that a thread moves at once."""

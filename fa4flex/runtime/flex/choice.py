@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulating
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.target import TARGETS
 from fa4flex.variant import Backend
+from ptxsim.active import simulating
 
 Name = Literal["kernels", "cpu", "flex"]
 

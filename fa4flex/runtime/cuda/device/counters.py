@@ -10,8 +10,8 @@ import sys
 import torch
 from torch import Tensor
 
-from fa4flex.compiler.simulated import simulating
 from fa4flex.kernels.plan.arguments import COUNTERS
+from ptxsim.active import simulating
 
 _counters: dict[tuple[int, int], Tensor] = {}
 """Counters by device index and stream handle. A new stream with the handle of a destroyed one finds zeros as

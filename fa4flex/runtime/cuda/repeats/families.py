@@ -12,11 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach
-from fa4flex.compiler import simulated
 from fa4flex.contents import VersionedCache
 from fa4flex.kernels.plan.arguments import FORWARD, Heads
 from fa4flex.runtime.cuda.calls.arguments import key_function
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call, heads_look
+from ptxsim import active as simulated
 
 MOST_REACHES = 8
 """Launches of one look, each for a range of extents; the oldest is forgotten first."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fa4flex.compiler import simulated
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.launches.ready_backward import ReadyBackward, Saved
 from fa4flex.runtime.cuda.repeats.family_path import NOTHING, Dense
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
+from ptxsim import active as simulated
 
 MOST_TRIES = 4
 Asked = tuple[tuple[int, ...], bool, tuple[tuple[int, int], ...]]

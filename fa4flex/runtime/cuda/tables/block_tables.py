@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.reach import Extents, extents_of
-from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import Alike, Guards, VersionedCache, guards_of, hold
 from fa4flex.kernels.block_tables.config import PART
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
@@ -28,6 +27,7 @@ from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, TurnTables
+from ptxsim.active import simulating
 
 if TYPE_CHECKING:
     from fa4flex.kernels.block_tables.config import Config

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import Guards, VersionedCache, capturing, guards_of, hold
 from fa4flex.kernels.plan.arguments import LENGTHS
@@ -25,6 +24,7 @@ from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
+from ptxsim import active as simulated
 
 if TYPE_CHECKING:
     from fa4flex.lower import Lowered

@@ -1,0 +1,230 @@
+"""cvt between single numbers: integers of every width, f16, bf16, tf32, f32 and f64. PTX ISA 9.7.9.21.
+
+Packed forms are in packing.py. A register wider than its type is cut when read, and extended when written.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ptxsim.isa.fixed_point import TYPE, fixed_point
+from ptxsim.isa.formats import FORMATS, encode, f16_bits
+from ptxsim.isa.halves import half_values
+from ptxsim.isa.lanewise import (
+    Form,
+    Function,
+    elementwise,
+    form,
+    require,
+    target,
+    value,
+)
+from ptxsim.isa.operands import Array, Read, Write
+from ptxsim.isa.packing import PACKED_FORMATS, packed_conversion
+from ptxsim.isa.rounding import (
+    ROUNDINGS,
+    canonical,
+    flushed,
+    odd_float,
+    rectified,
+    rounded,
+    saturated,
+    to_single,
+)
+from ptxsim.isa.stochastic import stochastic
+from ptxsim.isa.table import Step, translates
+from ptxsim.ptx.nodes import WIDTHS, Instruction, Reg
+from ptxsim.units import numbers
+
+_INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_DIRECTIONS = (*ROUNDINGS, "rna", *_INTEGRAL)
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_INTEGERS = tuple(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
+
+
+@translates("cvt")
+def cvt(ins: Instruction) -> Step:
+    if TYPE in ins.modifiers:
+        return fixed_point(ins)
+    if "rs" in ins.modifiers[:1]:
+        return stochastic(ins)
+    found = form(ins, (*_DIRECTIONS, "ftz", "sat", "relu", "satfinite"), [_DIRECTIONS])
+    require(len(found.types) == 2, ins, "types")
+    to, of = found.types
+    if to in PACKED_FORMATS or of in PACKED_FORMATS:
+        return packed_conversion(ins, found)
+    require(to in (*_INTEGERS, *_FLOATS, "tf32") and of in (*_INTEGERS, *_FLOATS), ins, "types")
+    require(len(ins.operands) == 2, ins, "another number of operands")
+    require("ftz" not in found.flags or "f32" in (to, of), ins, ".ftz")
+    if to in _INTEGERS:
+        return _integers(ins, found, to, of) if of in _INTEGERS else _to_integer(ins, found, to, of)
+    return _from_integer(ins, found, to, of) if of in _INTEGERS else _floats(ins, found, to, of)
+
+
+# --- registers wider than the type --------------------------------------------------------------------------
+
+
+def _dtype(type: str) -> np.dtype[Any]:
+    """numpy dtype of an integer type."""
+    return np.dtype(f"{'i' if type[0] == 's' else 'u'}{WIDTHS[type] // 8}")
+
+
+def _source(ins: Instruction, type: str) -> Read:
+    """Operand 1: integers in their own type, fp32 and fp64 as they are, halves as bits."""
+    operand, width = ins.operands[1], WIDTHS[type]
+    file = operand.file if isinstance(operand, Reg) else max(width, 16)
+    if type in ("f32", "f64"):
+        return value(ins, 1, type)
+    if type == "bf16" or file == width:
+        return value(ins, 1, "b16" if type in _FLOATS else type)
+    require(file > width, ins, "a source narrower than its type")
+    whole, dtype = value(ins, 1, f"u{file}"), np.dtype(f"u{width // 8}") if type in _FLOATS else _dtype(type)
+    return lambda warp: whole(warp).astype(dtype)
+
+
+def _result(ins: Instruction, type: str) -> Write:
+    """Operand 0, for integers in their own type or bits of halves and tf32: extended by sign if the type has
+    one."""
+    operand, width = ins.operands[0], WIDTHS.get(type, 32)
+    if type in ("f32", "f64"):
+        return target(ins, 0, type)
+    file = operand.file if isinstance(operand, Reg) else max(width, 16)
+    require(file == width or (file > width and type not in ("bf16", "tf32")), ins, "the width of the result")
+    return target(ins, 0, f"{'s' if type[0] == 's' else 'u'}{file}")
+
+
+# --- integers -----------------------------------------------------------------------------------------------
+
+
+def _integers(ins: Instruction, found: Form, to: str, of: str) -> Step:
+    require(found.flags <= {"sat"}, ins, "modifiers")
+    a, d = _source(ins, of), _result(ins, to)
+    operand, dtype = ins.operands[0], _dtype(to)
+    if "sat" in found.flags:
+        here, there = np.iinfo(_dtype(of)), np.iinfo(dtype)
+        low, high = max(here.min, there.min), min(here.max, there.max)
+        require((low, high) != (here.min, here.max), ins, ".sat where nothing can overflow")
+        return lambda warp, mask: d(warp, np.clip(a(warp), low, high).astype(dtype), mask)
+    if isinstance(operand, Reg) and operand.file == WIDTHS[to]:
+        return _whole(ins, lambda warp, mask: d(warp, a(warp), mask), to, of)  # storing wraps
+    return lambda warp, mask: d(warp, a(warp).astype(dtype), mask)
+
+
+def _whole(ins: Instruction, step: Step, to: str, of: str) -> Step:
+    """Between registers of just these widths, a conversion that storing does."""
+    source = ins.operands[1]
+    fits = isinstance(source, Reg) and source.file == WIDTHS[of]
+    return elementwise(ins, step, to, (of,), lambda values: values) if fits else step
+
+
+def _from_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
+    mode = found.one_of(*ROUNDINGS)
+    require(mode and to != "tf32" and found.flags <= {mode, "sat", "ftz"}, ins, "modifiers")
+    a, d, sat, wide = _source(ins, of), _result(ins, to), "sat" in found.flags, WIDTHS[of] == 64
+
+    def convert(integers: Array) -> Array:
+        if to == "f64" and wide:
+            values = rounded(mode, lambda: integers.astype(np.float64))
+        else:
+            values = odd_float(integers) if wide else integers.astype(np.float64)
+        return _round(saturated(values) if sat else values, to, mode)
+
+    return lambda warp, mask: d(warp, convert(a(warp)), mask)
+
+
+# --- floating point -----------------------------------------------------------------------------------------
+
+
+def _values(bits: Array, type: str) -> Array:
+    """fp64 of what _source gives."""
+    if type in ("f16", "bf16"):
+        return half_values(type, bits).astype(np.float64)
+    return bits.astype(np.float64)
+
+
+def _round(values: Array, to: str, mode: str, finite: bool = False) -> Array:
+    """fp64 values, exact or rounded to odd, as _result takes them."""
+    if to == "f64":
+        return values
+    if to == "f32":
+        return canonical(rounded(mode, to_single, values))
+    codes = encode(values, FORMATS[to], mode, finite)
+    return np.where(np.isnan(values), 0x7FFFFFFF, codes << 13) if to == "tf32" else codes
+
+
+def _to_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
+    """Out of range becomes the nearest number in range; NaN 0, or for 64-bit types on either side 1 << (n -
+    1)."""
+    mode = found.one_of(*_INTEGRAL)
+    require(mode and found.flags <= {mode, "ftz", "sat"}, ins, "modifiers")
+    a, d, dtype = _source(ins, of), _result(ins, to), _dtype(to)
+    integral, ftz, info = _INTEGRAL[mode], "ftz" in found.flags, np.iinfo(dtype)
+    nan = 1 << (WIDTHS[to] - 1) if of == "f64" or WIDTHS[to] == 64 else 0
+    for_nan = np.array(nan, f"u{dtype.itemsize}").view(dtype)
+    top = float(info.max) if WIDTHS[to] < 64 else 2.0 ** (64 if to == "u64" else 63)
+
+    def convert(bits: Array) -> Array:
+        values = _values(flushed(bits) if ftz else bits, of)
+        whole = integral(values)
+        inside = (whole >= float(info.min)) & (whole < top)
+        result = np.where(inside, whole, 0.0).astype(dtype)
+        result = np.where(whole >= top, dtype.type(info.max), result)
+        result = np.where(whole < float(info.min), dtype.type(info.min), result)
+        return np.where(np.isnan(values), for_nan, result)
+
+    return lambda warp, mask: d(warp, convert(a(warp)), mask)
+
+
+_DROPPED = 0x1FFF
+"""Bits of fp32 that tf32 has not."""
+_ORDER = {"f16": 16, "bf16": 16, "tf32": 19, "f32": 32, "f64": 64}
+
+
+def _floats(ins: Instruction, found: Form, to: str, of: str) -> Step:
+    """.rna cuts NaN off as Hopper does: one that only has bits which tf32 drops becomes infinity."""
+    flags, mode, whole = found.flags, found.one_of(*ROUNDINGS, "rna"), found.one_of(*_INTEGRAL)
+    _check_floats(ins, found, to, of, mode)
+    a, d = _source(ins, of), _result(ins, to)
+    integral, flush_in = _INTEGRAL.get(whole), "ftz" in flags and of == "f32"
+    flush_out = "ftz" in flags and to == "f32"
+    if of == "f32" and flags == {"rn"} and to in ("f16", "bf16"):
+        narrow = f16_bits if to == "f16" else partial(numbers.encode, "bf16")
+        return lambda warp, mask: d(warp, narrow(a(warp)), mask)
+
+    def convert(bits: Array) -> Array:
+        values = _values(flushed(bits) if flush_in else bits, of)
+        if integral:
+            values = integral(values)
+        if "sat" in flags:
+            values = saturated(values)
+        if "relu" in flags:
+            values = rectified(values)
+        result = _round(values, to, mode or "rn", "satfinite" in flags)
+        if mode == "rna" and "satfinite" not in flags:
+            result = np.where(np.isnan(values), bits.view(np.uint32) & ~np.uint32(_DROPPED), result)
+        return flushed(result) if flush_out else result
+
+    return lambda warp, mask: d(warp, convert(a(warp)), mask)
+
+
+def _check_floats(ins: Instruction, found: Form, to: str, of: str, mode: str) -> None:
+    """Checks the modifiers that a conversion may and must have."""
+    flags, whole = found.flags, found.one_of(*_INTEGRAL)
+    if to == of:
+        require(not mode and not {"relu", "satfinite"} & flags, ins, "modifiers")
+        require(whole or to in ("f32", "f64", "f16"), ins, "modifiers")
+    else:
+        require(not whole, ins, f".{whole}")
+        narrows = _ORDER[to] <= _ORDER[of]
+        require(mode or not narrows, ins, "no rounding")
+        require(not mode or narrows or of == "bf16", ins, f".{mode}")
+    require(mode != "rna" or to == "tf32", ins, ".rna")
+    require("sat" not in flags or to not in ("bf16", "tf32"), ins, ".sat")
+    if {"relu", "satfinite"} & flags or to == "tf32":
+        modes = ("rn", "rz", "rna") if to == "tf32" else ("rn", "rz")
+        require(of == "f32" and to in ("f16", "bf16", "tf32") and mode in modes, ins, "modifiers")
+        require(mode != "rna" or "relu" not in flags, ins, ".relu")
+        require("ftz" not in flags and "sat" not in flags, ins, "modifiers")
