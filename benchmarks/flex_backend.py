@@ -16,7 +16,6 @@ Host    microseconds of a repeated call, beside compiled flex_attention with a B
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import statistics
 import sys
@@ -142,13 +141,11 @@ def errors(device: torch.device, length: int) -> None:
     """A line per variant: ratios of errors, and what was refused."""
     sizes = replace(Sizes(), q_len=length, kv_len=length + length // 2, dim=WIDTH, dim_v=WIDTH)
     print("errors over those of PyTorch operations in bf16, out and gradients, means of draws")
-    with device:  # what variants capture lies there
-        table = importlib.reload(variant_table).TABLE
-    for name, draws in table.items():
+    for name, draws in variant_table.TABLE.items():
         for number, draw in enumerate(draws):
             torch._dynamo.reset()
             try:
-                with device:
+                with device:  # what variants capture lies there
                     cases = [draw(sizes) for _ in range(DRAWS)]
                 found = ratio([errors_of(case, device) for case in cases])
                 said = f"{found:6.2f}" + ("" if found <= 2 else "   more than 2")

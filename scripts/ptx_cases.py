@@ -10,7 +10,7 @@ from typing import Any
 
 import captured_cases
 import torch
-from cuda_cases import FEW, VARIANTS, Composition, Draw, Sizes
+from cuda_cases import FEW, VARIANTS, Composition, Draw, Sizes, of_lengths
 from kernel_programs import GYM, Kind, Width
 
 from fa4flex import BlockMap, Precision, Schedule
@@ -58,7 +58,9 @@ def _mapped(**more: Any) -> Draw:
 
 def _learned(make: captured_cases.Make) -> Draw:
     """A score of tensors that ask for gradients."""
-    return Draw(lambda s: make(captured_cases.Grid(s.batch, s.heads, s.q_len, s.kv_len))[0], 517, 701)
+    return Draw(
+        lambda s: make(captured_cases.Grid(s.batch, s.heads, s.q_len, s.kv_len))[0], of_lengths(517, 701)
+    )
 
 
 PLAIN = {"plain": FEW["dense"]} | {

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fa4flex.primitives.base import call_mod
 from fa4flex.runtime import ops
 from fa4flex.runtime.cuda.calls.call import Tensors
 from fa4flex.runtime.direct import Direct
+from fa4flex.variants._cases import scored
 
 SMS = 3
 """Multiprocessors that simulated GPUs are said to have: so few that persistent blocks take several tiles."""
@@ -150,23 +150,6 @@ def agree(found: Sequence[Tensor], truth: Sequence[Tensor], inputs: Sequence[Ten
 
 
 # --- calling mods ---------------------------------------------------------------------------------------
-
-
-def mask_grid(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int = 1) -> Tensor:
-    """bool [batch, q_len, kv_len]: the mask in head 0, by one call on index tensors."""
-    b = torch.arange(batch)[:, None, None]
-    q, kv = torch.arange(q_len)[None, :, None], torch.arange(kv_len)[None, None, :]
-    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": 1}
-    return torch.as_tensor(call_mod(mask, (b, torch.tensor(0), q, kv), context)).expand(batch, q_len, kv_len)
-
-
-def scored(mod: Callable[..., Any], scores: Tensor) -> Tensor:
-    """scores [B, H, Q, KV] through the score mod."""
-    _, heads, q_len, kv_len = scores.shape
-    indices = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
-    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
-    result: Tensor = call_mod(mod, (scores, *indices), context)
-    return result
 
 
 def added(mod: Callable[..., Any], shape: tuple[int, int, int, int]) -> Tensor:

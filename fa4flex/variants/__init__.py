@@ -10,6 +10,7 @@ A variant is imported when its name is first used.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from difflib import get_close_matches
 from types import ModuleType
@@ -17,40 +18,36 @@ from typing import TYPE_CHECKING, Any
 
 import fa4flex.primitives.blocks  # noqa: F401  (masks combine with block maps once these are known)
 
-if TYPE_CHECKING:
-    from fa4flex.variants.alibi import alibi
-    from fa4flex.variants.bigbird import bigbird
-    from fa4flex.variants.block_diffusion import block_diffusion
-    from fa4flex.variants.causal import causal
-    from fa4flex.variants.checkerboard import checkerboard
-    from fa4flex.variants.chunked_local import chunked_local
-    from fa4flex.variants.dilated_window import dilated_window
-    from fa4flex.variants.document import document
-    from fa4flex.variants.global_window import global_window
-    from fa4flex.variants.gpt_oss_sinks import gpt_oss_sinks
-    from fa4flex.variants.graphormer import graphormer
-    from fa4flex.variants.learned_bias import learned_bias
-    from fa4flex.variants.mla import mla
-    from fa4flex.variants.natten import natten
-    from fa4flex.variants.prefix_lm import prefix_lm
-    from fa4flex.variants.relative_position import relative_position
-    from fa4flex.variants.sandwich import sandwich
-    from fa4flex.variants.shared_prefix import shared_prefix
-    from fa4flex.variants.sliding_tile import sliding_tile
-    from fa4flex.variants.sliding_window import sliding_window
-    from fa4flex.variants.softcap import softcap
-    from fa4flex.variants.streaming_llm import streaming_llm
-    from fa4flex.variants.symmetric_window import symmetric_window
-    from fa4flex.variants.t5_bias import t5_bias
-    from fa4flex.variants.tree import tree
-    from fa4flex.variants.vision_cross import vision_cross
+if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
+    from fa4flex.variants.alibi import alibi as alibi
+    from fa4flex.variants.bigbird import bigbird as bigbird
+    from fa4flex.variants.block_diffusion import block_diffusion as block_diffusion
+    from fa4flex.variants.causal import causal as causal
+    from fa4flex.variants.checkerboard import checkerboard as checkerboard
+    from fa4flex.variants.chunked_local import chunked_local as chunked_local
+    from fa4flex.variants.dilated_window import dilated_window as dilated_window
+    from fa4flex.variants.document import document as document
+    from fa4flex.variants.global_window import global_window as global_window
+    from fa4flex.variants.gpt_oss_sinks import gpt_oss_sinks as gpt_oss_sinks
+    from fa4flex.variants.graphormer import graphormer as graphormer
+    from fa4flex.variants.learned_bias import learned_bias as learned_bias
+    from fa4flex.variants.mla import mla as mla
+    from fa4flex.variants.natten import natten as natten
+    from fa4flex.variants.prefix_lm import prefix_lm as prefix_lm
+    from fa4flex.variants.relative_position import relative_position as relative_position
+    from fa4flex.variants.sandwich import sandwich as sandwich
+    from fa4flex.variants.shared_prefix import shared_prefix as shared_prefix
+    from fa4flex.variants.sliding_tile import sliding_tile as sliding_tile
+    from fa4flex.variants.sliding_window import sliding_window as sliding_window
+    from fa4flex.variants.softcap import softcap as softcap
+    from fa4flex.variants.streaming_llm import streaming_llm as streaming_llm
+    from fa4flex.variants.symmetric_window import symmetric_window as symmetric_window
+    from fa4flex.variants.t5_bias import t5_bias as t5_bias
+    from fa4flex.variants.tree import tree as tree
+    from fa4flex.variants.vision_cross import vision_cross as vision_cross
 
-__all__ = [
-    "alibi", "bigbird", "block_diffusion", "causal", "checkerboard", "chunked_local", "dilated_window",
-    "document", "global_window", "gpt_oss_sinks", "graphormer", "learned_bias", "mla", "natten", "prefix_lm",
-    "relative_position", "sandwich", "shared_prefix", "sliding_tile", "sliding_window", "softcap",
-    "streaming_llm", "symmetric_window", "t5_bias", "tree", "vision_cross",
-]  # fmt: skip
+__all__ = sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_"))
+"""Names of the files in this folder."""
 
 
 def __getattr__(name: str) -> Any:

@@ -10,16 +10,17 @@ Source: Press et al., Train Short, Test Long, arXiv:2108.12409, section 3 and it
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import FLOATS, for_heads, table
 from fa4flex.variants._positions import aligned
+from fa4flex.variants.causal import causal
+from fa4flex.variants.sliding_window import sliding_window
 
 
 @score_family
@@ -67,15 +68,41 @@ def slope_list(heads: int) -> list[float]:
     return first + finer[0::2][: heads - n]
 
 
-def definition(score: float, h: int, q: int, kv: int, heads: int) -> float:
-    return score - slope_list(heads)[h] * (q - kv)
+def definition(score: float, ahead: int, slope: float) -> float:
+    """`ahead`: how far the key is ahead of the query's position."""
+    return score + slope * ahead
 
 
-def main() -> None:
-    for heads in (8, 12):
-        print(f"slopes of {heads} heads:", [round(slope, 5) for slope in slope_list(heads)])
-        show_score(alibi(), partial(definition, heads=heads), heads)
+def _published(s: Sizes) -> Drawn:
+    slopes = slope_list(s.heads)
+    return modified(
+        s, alibi, lambda x, b, h, q, kv: definition(x, kv - (q + s.kv_len - s.q_len), slopes[h]), mask=causal
+    )
 
+
+def _by_head(s: Sizes) -> Drawn:
+    slopes = s.learned(torch.rand(s.heads) * 0.2)
+    return modified(
+        s,
+        alibi,
+        lambda x, b, h, q, kv: definition(x, kv - (q + s.kv_len - s.q_len), float(slopes[h])),
+        slopes,
+        mask=sliding_window(s.of(100)),
+    )
+
+
+def _symmetric(s: Sizes) -> Drawn:
+    slopes = s.learned(torch.rand(s.batch, s.heads) * 0.1)
+    return modified(
+        s,
+        lambda slopes: alibi(slopes, symmetric=True),
+        lambda x, b, h, q, kv: definition(x, -abs(kv - (q + s.kv_len - s.q_len)), float(slopes[b, h])),
+        slopes,
+    )
+
+
+CASES = (Case(_published), Case(_by_head), Case(_symmetric))
+PICTURE = Picture("alibi")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -15,7 +15,7 @@ import torch
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 
 
@@ -76,10 +76,16 @@ def definition(q: int, kv: int, block: int, reach: int, global_blocks: int, draw
     return is_global or abs(row - column) <= reach or column in drawn[row]
 
 
-def main() -> None:
-    drawn = draw_blocks(8, 1, 1, 1, seed=3)
-    show_mask(bigbird(24, 3, 3, 1, 1, seed=3), lambda q, kv: definition(q, kv, 3, 1, 1, drawn), 24)
+def _of(s: Sizes, reach: int, global_blocks: int, random_blocks: int) -> Drawn:
+    total, block, seed = s.of(640), s.of(32), s.some(1, least=0)
+    window, device = 2 * reach + 1, torch.get_default_device()
+    mask = bigbird(total, block, window, global_blocks, random_blocks, seed, device)
+    drawn = draw_blocks(-(-total // block), reach, global_blocks, random_blocks, seed)
+    return masked(s, mask, lambda b, q, kv: definition(q, kv, block, reach, global_blocks, drawn), total)
 
+
+CASES = (Case(lambda s: _of(s, 1, 1, 2)), Case(lambda s: _of(s, 0, 0, 1), compiled=False))
+PICTURE = Picture("bigbird(128, block=8, random_blocks=2)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 
 
@@ -46,9 +46,14 @@ def definition(q: int, kv: int, seq_len: int, block: int) -> bool:
     return q_block >= kv_block if q_clean else q_block > kv_block
 
 
-def main() -> None:
-    show_mask(block_diffusion(8, 3), lambda q, kv: definition(q, kv, 8, 3), 16)
+def _case(s: Sizes) -> Drawn:
+    half, block = s.of(320), s.of(24, least=s.some(2))
+    mask = block_diffusion(half, block)
+    return masked(s, mask, lambda b, q, kv: definition(q, kv, half, block), 2 * half)
 
+
+CASES = (Case(_case),)
+PICTURE = Picture("block_diffusion(64, 8)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

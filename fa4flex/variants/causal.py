@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Picture, masked, show
 from fa4flex.variants._positions import aligned
 
 
@@ -32,9 +32,11 @@ def definition(q: int, kv: int, q_len: int, kv_len: int) -> bool:
     return kv <= keys_before_the_queries + q
 
 
-def main() -> None:
-    show_mask(causal(), lambda q, kv: definition(q, kv, 6, 10), 6, 10)
-
+CASES = (
+    Case(lambda s: masked(s, causal, lambda b, q, kv: definition(q, kv, s.q_len, s.kv_len))),
+    Case(lambda s: masked(s, ~causal, lambda b, q, kv: not definition(q, kv, s.q_len, s.kv_len))),
+)
+PICTURE = Picture("causal")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

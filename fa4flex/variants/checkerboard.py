@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 
 
@@ -32,9 +32,12 @@ def definition(q: int, kv: int, block: int) -> bool:
     return row_starts_allowed == column_is_even
 
 
-def main() -> None:
-    show_mask(checkerboard(2), lambda q, kv: definition(q, kv, 2), 8, 12)
+def _of(s: Sizes, block: int) -> Drawn:
+    return masked(s, checkerboard(block), lambda b, q, kv: definition(q, kv, block))
 
+
+CASES = (Case(lambda s: _of(s, 1)), Case(lambda s: _of(s, s.of(50))))
+PICTURE = Picture("checkerboard(8)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

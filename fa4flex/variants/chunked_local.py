@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import aligned
 
@@ -33,9 +33,13 @@ def definition(q: int, kv: int, chunk: int, q_len: int, kv_len: int) -> bool:
     return start_of_chunk <= kv <= position
 
 
-def main() -> None:
-    show_mask(chunked_local(4), lambda q, kv: definition(q, kv, 4, 9, 12), 9, 12)
+def _case(s: Sizes) -> Drawn:
+    chunk = s.of(100)
+    return masked(s, chunked_local(chunk), lambda b, q, kv: definition(q, kv, chunk, s.q_len, s.kv_len))
 
+
+CASES = (Case(_case),)
+PICTURE = Picture("chunked_local(32)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import aligned
 
@@ -37,9 +37,17 @@ def definition(q: int, kv: int, window: int, dilation: int, q_len: int, kv_len: 
     return distance <= window and distance in range(0, window + 1, dilation)
 
 
-def main() -> None:
-    show_mask(dilated_window(5, 2), lambda q, kv: definition(q, kv, 5, 2, 14, 16), 14, 16)
+def _case(s: Sizes) -> Drawn:
+    window, dilation = s.of(48, least=s.some(3)), s.some(3)
+    return masked(
+        s,
+        dilated_window(window, dilation),
+        lambda b, q, kv: definition(q, kv, window, dilation, s.q_len, s.kv_len),
+    )
 
+
+CASES = (Case(_case),)
+PICTURE = Picture("dilated_window(window=32, dilation=4)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

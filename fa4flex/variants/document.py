@@ -7,6 +7,7 @@ Source: Krell et al., Efficient Sequence Packing without Cross-contamination, ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import INTEGERS, offsets_to_ids, table
+from fa4flex.variants.causal import causal
 
 _SHAPE = "[S] or [B, S]"
 
@@ -65,17 +67,36 @@ def document(
     return mod
 
 
-def definition(q: int, kv: int, lengths: list[int]) -> bool:
-    tokens = [number for number, length in enumerate(lengths) for _ in range(length)]
-    return tokens[q] == tokens[kv]
+def definition(q: int, kv: int, q_ids: Sequence[Any] | Tensor, kv_ids: Sequence[Any] | Tensor) -> bool:
+    return int(q_ids[q]) == int(kv_ids[kv])
 
 
-def main() -> None:
-    show_mask(
-        document(torch.tensor([0] * 3 + [1] * 5 + [2] * 4)), lambda q, kv: definition(q, kv, [3, 5, 4]), 12
-    )
-    show_mask(document(offsets=torch.tensor([0, 4, 4, 9])), lambda q, kv: definition(q, kv, [4, 0, 5]), 9)
+def _one_row(s: Sizes) -> Drawn:
+    ids = s.ids(max(s.q_len, s.kv_len))
+    return masked(s, document(ids), lambda b, q, kv: definition(q, kv, ids, ids))
 
+
+def _rows(s: Sizes) -> Drawn:
+    q_ids, kv_ids = s.ids(s.batch, s.q_len), s.ids(s.batch, s.kv_len)
+    mask = document(q_ids=q_ids, kv_ids=kv_ids)
+    return masked(s, mask, lambda b, q, kv: definition(q, kv, q_ids[b], kv_ids[b]))
+
+
+def _offsets(s: Sizes) -> Drawn:
+    ends = s.offsets()
+    tokens = [number for number, end in enumerate(ends[1:]) for _ in range(ends[number], end)]
+    named = {"offsets" if s.some(2) == 2 else "cu_seqlens": torch.tensor(ends, dtype=torch.int32)}
+    mask = causal & document(**named)
+    return masked(s, mask, lambda b, q, kv: kv <= q and definition(q, kv, tokens, tokens), len(tokens))
+
+
+def _in_any_order(s: Sizes) -> Drawn:
+    ids = torch.randint(0, 4, (s.batch, max(s.q_len, s.kv_len)))
+    return masked(s, document(ids), lambda b, q, kv: definition(q, kv, ids[b], ids[b]))
+
+
+CASES = (Case(_one_row), Case(_rows), Case(_offsets), Case(_in_any_order, compiled=False))
+PICTURE = Picture("causal & document(torch.arange(128) // 43)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

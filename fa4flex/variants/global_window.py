@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import BOOL, table, whole
 from fa4flex.variants._positions import aligned
 
@@ -51,12 +51,27 @@ def definition(q: int, kv: int, window: int, marked: set[int], q_len: int, kv_le
     return position in marked or kv in marked or abs(position - kv) <= window
 
 
-def main() -> None:
-    show_mask(global_window(1, 2), lambda q, kv: definition(q, kv, 1, {0, 1}, 12, 12), 12)
-    marked = torch.zeros(12, dtype=torch.bool)
-    marked[[0, 7]] = True
-    show_mask(global_window(1, marked), lambda q, kv: definition(q, kv, 1, {0, 7}, 8, 12), 8, 12)
+def _leading(s: Sizes) -> Drawn:
+    window, leading = s.of(40), s.of(10, least=0)
+    marked = set(range(leading))
+    return masked(
+        s,
+        global_window(window, leading),
+        lambda b, q, kv: definition(q, kv, window, marked, s.q_len, s.kv_len),
+    )
 
+
+def _marked(s: Sizes) -> Drawn:
+    window, marked = s.of(40), torch.rand(s.kv_len) < 14 / s.kv_len
+    return masked(
+        s,
+        global_window(window, marked),
+        lambda b, q, kv: definition(q, kv, window, set(marked.nonzero()[:, 0].tolist()), s.q_len, s.kv_len),
+    )
+
+
+CASES = (Case(_leading), Case(_marked))
+PICTURE = Picture("global_window(window=16, tokens=8)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -8,13 +8,16 @@ Source: gpt-oss model card, arXiv:2508.10925, section 2; Miller, "Attention Is O
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.primitives.sinks import Sinks
-from fa4flex.variants._alone import show_table
+from fa4flex.variants._cases import Case, Drawn, Sizes, show_table
 from fa4flex.variants._check import whole
+from fa4flex.variants.alibi import alibi
+from fa4flex.variants.sliding_window import sliding_window
 
 
 def gpt_oss_sinks(logits: Tensor | int) -> Sinks:
@@ -43,6 +46,19 @@ def main() -> None:
         if not all(map(math.isclose, row, by_lse)):
             raise AssertionError(f"sink {sink}: {row} by definition, {by_lse} through the LSE")
         show_table([("sink", sink, *row, 1.0 - sum(row))])
+
+
+def _of(s: Sizes, factor: float, shift: float, **rest: Any) -> Drawn:
+    logits = s.learned(torch.randn(s.heads) * factor + shift)
+    return Drawn(lambda logits: {"sinks": gpt_oss_sinks(logits), **rest}, None, s.q_len, s.kv_len, (logits,))
+
+
+CASES = (
+    Case(lambda s: _of(s, 3, 0, mask=sliding_window(s.of(100)))),
+    Case(lambda s: _of(s, 1, 4, score_mod=alibi)),
+    Case(lambda s: _of(s, 1, 0), compiled=False),
+)
+PICTURE = None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Source: Ying et al., Graphormer, arXiv:2106.05234, section 3.1.2.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import FLOATS, INTEGERS, for_heads, table
 
 
@@ -40,17 +41,25 @@ def graphormer(spatial_bias: Tensor, distances: Tensor) -> ScoreFunction:
     return for_heads(mod, bias.shape[0])
 
 
-def definition(score: float, h: int, q: int, kv: int, bias: list[list[float]]) -> float:
-    """On a path graph, whose nodes are |q - kv| edges apart."""
-    return score + bias[h][abs(q - kv)]
+def definition(score: float, distance: int, row: list[float]) -> float:
+    """`row` holds one head's bias by distance."""
+    return score + row[distance]
 
 
-def main() -> None:
-    node = torch.arange(6)
-    bias = -torch.arange(12.0).view(2, 6)
-    path = (node[:, None] - node).abs()[None]
-    show_score(graphormer(bias, path), lambda score, h, q, kv: definition(score, h, q, kv, bias.tolist()))
+def _case(s: Sizes) -> Drawn:
+    nodes = s.of(520)
+    bias = s.learned(torch.randn(s.heads, 9))
+    distances = torch.randint(0, 9, (s.batch, nodes, nodes), dtype=torch.int32)
+    return modified(
+        replace(s, q_len=nodes, kv_len=nodes),
+        lambda bias: graphormer(bias, distances),
+        lambda x, b, h, q, kv: definition(x, int(distances[b, q, kv]), bias[h].tolist()),
+        bias,
+    )
 
+
+CASES = (Case(_case),)
+PICTURE = Picture("graphormer(-torch.arange(8.0).expand(8, 8), torch.randint(8, (1, 64, 64)))")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import FLOATS, for_heads, table
 from fa4flex.variants._positions import aligned
+from fa4flex.variants.causal import causal
 
 
 @score_family
@@ -72,10 +73,29 @@ def definition(score: float, q: int, kv: int, row: list[float]) -> float:
     return score + row[distances.index(sorted((-far, q - kv, far))[1])]
 
 
-def main() -> None:
-    bias = torch.arange(14.0).view(2, 7)
-    show_score(learned_bias(bias), lambda score, h, q, kv: definition(score, q, kv, bias[h].tolist()))
+def _by_distance(s: Sizes) -> Drawn:
+    bias = s.learned(torch.randn(s.heads, 2 * s.of(33, least=3) - 1))
+    return modified(
+        s,
+        learned_bias,
+        lambda x, b, h, q, kv: definition(x, q + s.kv_len - s.q_len, kv, bias[h].tolist()),
+        bias,
+        mask=causal,
+    )
 
+
+def _by_pair(s: Sizes) -> Drawn:
+    bias = s.learned(torch.randn(s.heads, s.q_len, s.kv_len, dtype=torch.bfloat16))
+    return modified(s, learned_bias, lambda x, b, h, q, kv: x + float(bias[h, q, kv]), bias, mask=causal)
+
+
+def _by_key(s: Sizes) -> Drawn:
+    bias = s.learned(torch.randn(s.batch, 1, 1, s.kv_len))
+    return modified(s, learned_bias, lambda x, b, h, q, kv: x + float(bias[b, 0, 0, kv]), bias)
+
+
+CASES = (Case(_by_distance), Case(_by_pair), Case(_by_key))
+PICTURE = Picture("learned_bias(torch.randn(8, 127).cumsum(1))")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fa4flex.errors import InputError
-from fa4flex.variants._alone import show_table
+from fa4flex.variants._cases import Case, Drawn, Sizes, show_table
 from fa4flex.variants._check import finite, whole
+from fa4flex.variants.causal import causal
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,16 @@ def main() -> None:
     if not math.isclose(joined, definition(q, k)):
         raise AssertionError(f"{joined} from the joined parts, {definition(q, k)} by definition")
     show_table([("qk_dim", "v_dim", "scale"), (mla().qk_dim, mla().value, mla().scale)])
+
+
+def _of(s: Sizes, shapes: Mla) -> Drawn:
+    composition = {"scale": shapes.scale, "mask": causal}
+    dims = shapes.qk_dim, shapes.value
+    return Drawn(lambda: composition, None, s.q_len, s.kv_len, dims=dims)
+
+
+CASES = (Case(lambda s: _of(s, mla())), Case(lambda s: _of(s, mla(4, 2, 3, mscale=1.3)), compiled=False))
+PICTURE = None
 
 
 if __name__ == "__main__":

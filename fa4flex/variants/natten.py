@@ -11,14 +11,16 @@ arXiv:2209.15001, section 3; causal axes: NATTEN's documentation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import coordinate, strides
 
@@ -114,16 +116,47 @@ def definition(i: int, j: int, size: int, kernel: int, dilation: int, causal: bo
     return j in min(windows, key=lambda window: abs(window[kernel // 2] - i))
 
 
-def main() -> None:
-    show_mask(natten(12, 5), lambda q, kv: definition(q, kv, 12, 5, 1, False), 12)
-    show_mask(
-        natten((4, 7), (3, 3), (1, 2), (True, False)),
-        lambda q, kv: (
-            definition(q // 7, kv // 7, 4, 3, 1, True) and definition(q % 7, kv % 7, 7, 3, 2, False)
-        ),
-        28,
-    )
+def _of(
+    s: Sizes,
+    canvas: tuple[int, ...],
+    kernels: tuple[int, ...],
+    dilations: tuple[int, ...],
+    causals: tuple[bool, ...],
+) -> Drawn:
+    tokens = list(product(*map(range, canvas)))
 
+    def allowed(b: int, q: int, kv: int) -> bool:
+        axes = zip(tokens[q], tokens[kv], canvas, kernels, dilations, causals, strict=True)
+        return all(definition(*axis) for axis in axes)
+
+    mask = natten(canvas, kernels, dilations, causals)
+    return masked(s, mask, allowed, math.prod(canvas))
+
+
+def _square(s: Sizes) -> Drawn:
+    side = math.isqrt(s.of(576))
+    kernels = tuple(min(kernel, side - 1 + side % 2) for kernel in (5, 7))
+    return _of(s, (side, side), kernels, (1, 1), (False, False))
+
+
+def _causal_row(s: Sizes) -> Drawn:
+    length = s.of(600)
+    return _of(s, (length,), (min(s.of(65), length),), (1,), (True,))
+
+
+def _up_to_three_axes(s: Sizes) -> Drawn:
+    if s.rng is None:
+        return _of(s, (2, 3, 4), (1, 3, 1), (1, 1, 2), (False, False, False))
+    rng, axes = s.rng, s.rng.randint(1, 3)
+    causals = tuple(rng.random() < 0.4 for _ in range(axes))
+    dilations = tuple(rng.randint(1, 2) for _ in range(axes))
+    kernels = tuple(rng.choice([2, 3]) if causal else rng.choice([1, 3]) for causal in causals)
+    canvas = tuple(kernel * d + rng.randint(0, 2) for kernel, d in zip(kernels, dilations, strict=True))
+    return _of(s, canvas, kernels, dilations, causals)
+
+
+CASES = (Case(_square), Case(_causal_row), Case(_up_to_three_axes, compiled=False))
+PICTURE = Picture("natten((12, 12), (5, 5))", 144, 144)
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

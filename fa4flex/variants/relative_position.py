@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import finite
 from fa4flex.variants._positions import aligned
 
@@ -30,9 +30,16 @@ def definition(score: float, q: int, kv: int, slope: float, q_len: int, kv_len: 
     return score + slope * (q + kv_len - q_len - kv)
 
 
-def main() -> None:
-    show_score(relative_position(0.5), lambda score, h, q, kv: definition(score, q, kv, 0.5, 4, 6), 1, 4, 6)
+def _of(s: Sizes, slope: float) -> Drawn:
+    return modified(
+        s,
+        lambda: relative_position(slope),
+        lambda x, b, h, q, kv: definition(x, q, kv, slope, s.q_len, s.kv_len),
+    )
 
+
+CASES = (Case(lambda s: _of(s, -0.02)), Case(lambda s: _of(s, 1.0), compiled=False))
+PICTURE = Picture("relative_position(0.05)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -15,9 +15,10 @@ import torch
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import aligned
+from fa4flex.variants.causal import causal
 
 
 @score_family
@@ -55,9 +56,21 @@ def definition(score: float, h: int, q: int, kv: int, heads: int, d_bar: int) ->
     return score + sum(x * y for x, y in zip(*embed, strict=True)) / (8 * (h + 1) / heads)
 
 
-def main() -> None:
-    show_score(sandwich(8, 16), lambda score, h, q, kv: definition(score, h, q, kv, 2, 16))
+def _of(s: Sizes, spare: int, d_bar: int, **rest: Any) -> Drawn:
+    longest, device = max(s.q_len, s.kv_len) + spare, torch.get_default_device()
+    return modified(
+        s,
+        lambda: sandwich(longest, d_bar, device),
+        lambda x, b, h, q, kv: definition(x, h, q + s.kv_len - s.q_len, kv, s.heads, d_bar),
+        **rest,
+    )
 
+
+CASES = (
+    Case(lambda s: _of(s, s.of(324), 64, mask=causal), approximate=True),
+    Case(lambda s: _of(s, 0, 16), compiled=False),
+)
+PICTURE = Picture("sandwich(64)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -7,6 +7,7 @@ Source: prefix sharing as in Juravsky et al., Hydragen, arXiv:2402.05099, sectio
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import INTEGERS, offsets_to_ids, table
 
 
@@ -55,14 +56,15 @@ def definition(q: int, kv: int, lengths: list[int], prefix_of: list[int]) -> boo
     return tokens[kv] == prefix_of[tokens[q]]
 
 
-def main() -> None:
-    offsets, prefix_of = torch.tensor([0, 4, 7, 9, 11, 14]), torch.tensor([0, 0, 0, 3, 3])
-    show_mask(
-        shared_prefix(offsets, prefix_of),
-        lambda q, kv: definition(q, kv, [4, 3, 2, 2, 3], [0, 0, 0, 3, 3]),
-        14,
-    )
+def _of(s: Sizes, *prefix_of: int) -> Drawn:
+    ends = s.offsets()
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    mask = shared_prefix(torch.tensor(ends, dtype=torch.int32), torch.tensor(prefix_of))
+    return masked(s, mask, lambda b, q, kv: definition(q, kv, lengths, list(prefix_of)), ends[-1])
 
+
+CASES = (Case(lambda s: _of(s, 0, 0, 0, 3, 3)), Case(lambda s: _of(s, 1, 1, 1, 1, 1), compiled=False))
+PICTURE = Picture("shared_prefix(torch.tensor([0, 48, 80, 128]), torch.tensor([0, 0, 0]))")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -10,21 +10,22 @@ Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, arXiv:2
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import coordinate, strides
 
-Sizes = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 @mask_family
-def sliding_tile(canvas: Sizes, kernel: Sizes, tile: Sizes, text: int = 0) -> MaskMod:
+def sliding_tile(canvas: Shape, kernel: Shape, tile: Shape, text: int = 0) -> MaskMod:
     """Tokens in tile-major order: tile after tile (row-major), and all tokens of a tile together.
 
     canvas, kernel and tile are (height, width) or (time, height, width) in tokens; canvas and kernel are
@@ -73,13 +74,13 @@ def _check_axis(size: int, window: int, side: int) -> None:
         )
 
 
-def definition(q: int, kv: int, canvas: Sizes, kernel: Sizes, tile: Sizes, text: int) -> bool:
-    """Two axes, literally: enumerate the tokens with their tiles, then compare tiles."""
-    rows, columns = canvas[0] // tile[0], canvas[1] // tile[1]
-    tokens = [(r, c) for r in range(rows) for c in range(columns) for _ in range(tile[0] * tile[1])]
+def definition(q: int, kv: int, canvas: Shape, kernel: Shape, tile: Shape, text: int) -> bool:
+    """Literally: enumerate the tokens with their tiles, then compare tiles along each axis."""
+    counts = [size // side for size, side in zip(canvas, tile, strict=True)]
+    tokens = [place for place in product(*map(range, counts)) for _ in range(math.prod(tile))]
     if q >= len(tokens) or kv >= len(tokens):
         return kv < len(tokens) + text
-    for axis, count in enumerate((rows, columns)):
+    for axis, count in enumerate(counts):
         width = kernel[axis] // tile[axis]
         first = min(max(tokens[q][axis] - width // 2, 0), count - width)
         if tokens[kv][axis] not in range(first, first + width):
@@ -87,10 +88,30 @@ def definition(q: int, kv: int, canvas: Sizes, kernel: Sizes, tile: Sizes, text:
     return True
 
 
-def main() -> None:
-    sizes = ((4, 8), (4, 6), (2, 2))
-    show_mask(sliding_tile(*sizes, text=3), lambda q, kv: definition(q, kv, *sizes, 3), 35)
+def _of(s: Sizes, canvas: Shape, kernel: Shape, tile: Shape, text: int = 0) -> Drawn:
+    mask = sliding_tile(canvas, kernel, tile, text)
+    return masked(
+        s, mask, lambda b, q, kv: definition(q, kv, canvas, kernel, tile, text), math.prod(canvas) + text
+    )
 
+
+def _image(s: Sizes) -> Drawn:
+    large = s.scale == 1
+    return _of(s, (16, 24), (8, 12), (4, 4), 14) if large else _of(s, (4, 6), (2, 4), (2, 2), 3)
+
+
+def _image_or_video(s: Sizes) -> Drawn:
+    if s.rng is None:
+        return _of(s, (2, 2, 4), (1, 2, 4), (1, 2, 2))
+    rng, axes = s.rng, s.rng.choice([2, 3])
+    tile, tiles = (tuple(rng.randint(1, most) for _ in range(axes)) for most in (2, 3))
+    canvas = tuple(n * side for n, side in zip(tiles, tile, strict=True))
+    kernel = tuple(rng.randint(1, n) * side for n, side in zip(tiles, tile, strict=True))
+    return _of(s, canvas, kernel, tile, rng.randint(0, 3))
+
+
+CASES = (Case(_image), Case(_image_or_video, compiled=False))
+PICTURE = Picture("sliding_tile((12, 12), (12, 4), (4, 4))", 144, 144)
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import aligned
 
@@ -36,9 +36,16 @@ def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
     return kv in range(position - window + 1, position + 1)
 
 
-def main() -> None:
-    show_mask(sliding_window(4), lambda q, kv: definition(q, kv, 4, 8, 12), 8, 12)
+def _of(s: Sizes, window: int) -> Drawn:
+    return masked(s, sliding_window(window), lambda b, q, kv: definition(q, kv, window, s.q_len, s.kv_len))
 
+
+CASES = (
+    Case(lambda s: _of(s, 1)),
+    Case(lambda s: _of(s, s.of(150))),
+    Case(lambda s: _of(s, 1024), compiled=False),
+)
+PICTURE = Picture("sliding_window(32)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import finite
+from fa4flex.variants.alibi import alibi, slope_list
+from fa4flex.variants.causal import causal
+from fa4flex.variants.sliding_window import sliding_window
 
 
 @score_family
@@ -33,9 +36,23 @@ def definition(score: float, cap: float) -> float:
     return cap * (up - down) / (up + down)
 
 
-def main() -> None:
-    show_score(softcap(2.0), lambda score, h, q, kv: definition(score, 2.0))
+def _over_alibi(s: Sizes) -> Drawn:
+    slopes = slope_list(s.heads)
 
+    def definition_of_both(x: float, b: int, h: int, q: int, kv: int) -> float:
+        return definition(x + slopes[h] * (kv - (q + s.kv_len - s.q_len)), 20.0)
+
+    return modified(s, lambda: alibi >> softcap(20.0), definition_of_both, mask=sliding_window(s.of(200)))
+
+
+CASES = (
+    Case(
+        lambda s: modified(s, lambda: softcap(2.0), lambda x, b, h, q, kv: definition(x, 2.0), mask=causal),
+        approximate=True,
+    ),
+    Case(_over_alibi, approximate=True),
+)
+PICTURE = Picture("softcap(20.0)", curve=True)
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

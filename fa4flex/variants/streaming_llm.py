@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import aligned
 
@@ -37,9 +37,17 @@ def definition(q: int, kv: int, sinks: int, window: int, q_len: int, kv_len: int
     return kv in seen[:sinks] or kv in seen[-window:]
 
 
-def main() -> None:
-    show_mask(streaming_llm(2, 3), lambda q, kv: definition(q, kv, 2, 3, 10, 12), 10, 12)
+def _of(s: Sizes, sinks: int) -> Drawn:
+    window = s.of(100)
+    return masked(
+        s,
+        streaming_llm(sinks, window),
+        lambda b, q, kv: definition(q, kv, sinks, window, s.q_len, s.kv_len),
+    )
 
+
+CASES = (Case(lambda s: _of(s, s.some(4, least=0))), Case(lambda s: _of(s, 0), compiled=False))
+PICTURE = Picture("streaming_llm(sinks=8, window=32)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import aligned
 
@@ -34,9 +34,13 @@ def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
     return abs((kv_len - q_len + q) - kv) <= window
 
 
-def main() -> None:
-    show_mask(symmetric_window(2), lambda q, kv: definition(q, kv, 2, 10, 12), 10, 12)
+def _case(s: Sizes) -> Drawn:
+    window = s.of(70)
+    return masked(s, symmetric_window(window), lambda b, q, kv: definition(q, kv, window, s.q_len, s.kv_len))
 
+
+CASES = (Case(_case),)
+PICTURE = Picture("symmetric_window(20)")
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

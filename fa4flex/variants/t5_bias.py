@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
-from fa4flex.variants._alone import show_score
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
 from fa4flex.variants._check import FLOATS, for_heads, table, whole
 from fa4flex.variants._positions import aligned
+from fa4flex.variants.causal import causal
 
 Axes = Literal["bucket_head", "head_bucket"]
 
@@ -95,17 +96,36 @@ def definition(score: float, q: int, kv: int, column: list[float], max_distance:
     return score + column[min(half + math.floor(steps + 1e-9), len(column) - 1)]
 
 
-def main() -> None:
-    bias = torch.arange(8.0)[:, None].repeat(1, 2)
-    columns = bias.T.tolist()
-    show_score(
-        t5_bias(bias, max_distance=16),
-        lambda score, h, q, kv: definition(score, q, kv, columns[h], 16),
-        2,
-        20,
-        20,
+def _one_side(s: Sizes) -> Drawn:
+    bias, far = s.learned(torch.randn(32, s.heads)), s.of(128, least=17)
+    return modified(
+        s,
+        lambda bias: t5_bias(bias, max_distance=far),
+        lambda x, b, h, q, kv: definition(x, q + s.kv_len - s.q_len, kv, bias[:, h].tolist(), far),
+        bias,
+        mask=causal,
     )
 
 
+def _both_sides(s: Sizes) -> Drawn:
+    bias, far = s.learned(torch.randn(s.heads, 16)), s.of(128, least=5)
+
+    def by_side(x: float, b: int, h: int, q: int, kv: int) -> float:
+        position, row = q + s.kv_len - s.q_len, bias[h].tolist()
+        if kv > position:
+            return definition(x, kv, position, row[8:], far)
+        return definition(x, position, kv, row[:8], far)
+
+    return modified(
+        s,
+        lambda bias: t5_bias(bias, bidirectional=True, max_distance=far, axes="head_bucket"),
+        by_side,
+        bias,
+    )
+
+
+CASES = (Case(_one_side), Case(_both_sides))
+PICTURE = Picture("t5_bias(torch.randn(32, 8))")
+
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import BOOL, INTEGERS, table, whole
 
 
@@ -97,10 +97,37 @@ def definition(q: int, kv: int, parents: list[int], prefix_len: int) -> bool:
     return kv < prefix_len
 
 
-def main() -> None:
-    parents = [-1, 0, 0, 1, 1, 2, 4]
-    show_mask(tree(parents, prefix_len=3), lambda q, kv: definition(q, kv, parents, 3), 7, 10)
+def _parents(nodes: int) -> list[int]:
+    return [-1, *(int(torch.randint(-1, node, (), device="cpu")) for node in range(1, nodes))]
 
+
+def _behind_a_prefix(s: Sizes) -> Drawn:
+    parents, prefix = _parents(s.of(256)), s.of(100, least=0)
+    nodes, more = len(parents), 0 if s.rng is None else s.rng.randint(0, 2)
+    mask = tree(parents, prefix)
+    return masked(s, mask, lambda b, q, kv: definition(q, kv, parents, prefix), nodes, prefix + nodes + more)
+
+
+def _at_the_end(s: Sizes) -> Drawn:
+    parents, prefix = _parents(s.of(256)), s.of(100)
+    nodes = len(parents)
+    return masked(
+        s, tree(parents), lambda b, q, kv: definition(q, kv, parents, prefix), nodes, prefix + nodes
+    )
+
+
+def _matrices(s: Sizes) -> Drawn:
+    above, prefix = torch.rand(s.batch, 6, 6) < 0.4, torch.randint(0, 4, (s.batch,))
+
+    def allowed(b: int, q: int, kv: int) -> bool:
+        node = kv - int(prefix[b])
+        return node < 0 or (node < 6 and bool(above[b, q, node]))
+
+    return masked(s, tree(ancestors=above, prefix_len=prefix), allowed, 6, 9)
+
+
+CASES = (Case(_behind_a_prefix), Case(_at_the_end, compiled=False), Case(_matrices, compiled=False))
+PICTURE = Picture("tree([-1, 0, 0, 1, 1, 2, 2, 3, 4, 6, 7, 7], prefix_len=12)", 12, 24)
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

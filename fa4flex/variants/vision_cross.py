@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._alone import show_mask
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import INTEGERS, table, whole
 
 
@@ -45,10 +45,20 @@ def definition(q: int, kv: int, intervals: list[tuple[int, int]], tokens_per_ima
     return q in range(*intervals[owner])
 
 
-def main() -> None:
-    intervals = [(0, 5), (1, 5), (5, 10)]
-    show_mask(vision_cross(torch.tensor(intervals), 3), lambda q, kv: definition(q, kv, intervals, 3), 10, 9)
+def _case(s: Sizes) -> Drawn:
+    text, each = s.of(330), s.of(60)
+    bounds = [[0, 80], [60, 200], [330, 330], [9, 330]]
+    if s.rng is None:
+        bounds = [[start * text // 330, stop * text // 330] for start, stop in bounds]
+    else:
+        bounds = [sorted(s.rng.randint(0, text) for _ in range(2)) for _ in bounds]
+    pairs = [(start, stop) for start, stop in bounds]
+    mask = vision_cross(torch.tensor(bounds), each)
+    return masked(s, mask, lambda b, q, kv: definition(q, kv, pairs, each), text, 4 * each)
 
+
+CASES = (Case(_case),)
+PICTURE = Picture("vision_cross(torch.tensor([[0, 60], [20, 60], [60, 128]]), 32)", 128, 96)
 
 if __name__ == "__main__":
-    main()
+    show(CASES)

@@ -8,62 +8,31 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from variant_tables import heading_of, module_of
 
 import fa4flex
-from fa4flex import reference, variants
+from fa4flex import Mask, ScoreMod, reference, variants
+from fa4flex.primitives.base import settle
+from fa4flex.variants._cases import Picture
 from fa4flex.view.grid import FULL, PARTIAL
 from fa4flex.view.plot import EMPTY_FILL, HOLE
 from fa4flex.view.svg import COLOURS
 
-MASKS: dict[str, tuple[str, int, int]] = {
-    "causal": ("causal", 128, 128),
-    "sliding_window": ("sliding_window(32)", 128, 128),
-    "symmetric_window": ("symmetric_window(20)", 128, 128),
-    "dilated_window": ("dilated_window(window=32, dilation=4)", 128, 128),
-    "global_window": ("global_window(window=16, tokens=8)", 128, 128),
-    "chunked_local": ("chunked_local(32)", 128, 128),
-    "streaming_llm": ("streaming_llm(sinks=8, window=32)", 128, 128),
-    "prefix_lm": ("prefix_lm(40)", 128, 128),
-    "document": ("causal & document(torch.arange(128) // 43)", 128, 128),
-    "shared_prefix": (
-        "shared_prefix(torch.tensor([0, 48, 80, 128]), torch.tensor([0, 0, 0]))", 128, 128),
-    "bigbird": ("bigbird(128, block=8, random_blocks=2)", 128, 128),
-    "checkerboard": ("checkerboard(8)", 128, 128),
-    "block_diffusion": ("block_diffusion(64, 8)", 128, 128),
-    "natten": ("natten((12, 12), (5, 5))", 144, 144),
-    "sliding_tile": ("sliding_tile((12, 12), (12, 4), (4, 4))", 144, 144),
-    "tree": ("tree([-1, 0, 0, 1, 1, 2, 2, 3, 4, 6, 7, 7], prefix_len=12)", 12, 24),
-    "vision_cross": (
-        "vision_cross(torch.tensor([[0, 60], [20, 60], [60, 128]]), 32)", 128, 96),
-}  # fmt: skip
-"""Variant -> the mask as code, queries, keys."""
+PICTURES: dict[str, Picture] = {
+    name: picture for name in variants.__all__ if (picture := module_of(name).PICTURE) is not None
+}
+"""Pictures that the files of variants declare, by the names of variants."""
 
 START = ("document", "streaming_llm", "block_diffusion", "natten")
 """Masks that the start page shows."""
 
-COMPOSED: tuple[tuple[str, int, int], ...] = (
-    ("sliding_window(24) | streaming_llm(4, 20)", 128, 128),
-    ("causal & ~sliding_window(32)", 128, 128),
-    ("causal & document(torch.arange(128) // 43) & sliding_window(24)", 128, 128),
-    ("causal", 32, 128),
+COMPOSED = (
+    Picture("sliding_window(24) | streaming_llm(4, 20)"),
+    Picture("causal & ~sliding_window(32)"),
+    Picture("causal & document(torch.arange(128) // 43) & sliding_window(24)"),
+    Picture("causal", 32, 128),
 )
 """Masks of several variants, and of other queries than keys."""
-
-SCORES: dict[str, str] = {
-    "alibi": "alibi",
-    "relative_position": "relative_position(0.05)",
-    "learned_bias": "learned_bias(torch.randn(8, 127).cumsum(1))",
-    "t5_bias": "t5_bias(torch.randn(32, 8))",
-    "graphormer": "graphormer(-torch.arange(8.0).expand(8, 8), torch.randint(8, (1, 64, 64)))",
-    "sandwich": "sandwich(64)",
-}
-"""Score mods of indices: what they add to scores of 0, of head 0, 64 queries and keys."""
-
-CURVES: dict[str, str] = {"softcap": "softcap(20.0)"}
-"""Score mods of the score alone."""
-
-WITHOUT_PICTURE = {"gpt_oss_sinks", "mla"}
-"""Variants that change neither a mask nor a score."""
 
 HEAD = """# Gallery
 
@@ -88,12 +57,13 @@ def write(folder: Path) -> None:
     legend = "<br>".join(
         f'<span class="swatch" style="background:{colour}"></span> {text}' for text, colour in LEGEND
     )
-    scores = [_figure(folder, name, code, _scores(code)) for name, code in SCORES.items()]
-    scores += [_figure(folder, name, code, _curve(code)) for name, code in CURVES.items()]
-    masks = [_figure(folder, name, code, _mask(code, q, kv)) for name, (code, q, kv) in MASKS.items()]
+    figures = {name: _figure(folder, name, picture, name) for name, picture in PICTURES.items()}
+    masks, scores = (
+        [figure for name, figure in figures.items() if heading_of(name) == heading]
+        for heading in ("Masks", "Score mods")
+    )
     composed = [
-        _figure(folder, f"composed_{i}", code, _mask(code, q, kv), _lengths(q, kv))
-        for i, (code, q, kv) in enumerate(COMPOSED)
+        _figure(folder, f"composed_{i}", picture, _lengths(picture)) for i, picture in enumerate(COMPOSED)
     ]
     parts = [
         f"{HEAD}<p>{legend}</p>", _grid(masks), "## Composed", _grid(composed), "## Score mods",
@@ -107,10 +77,11 @@ def write(folder: Path) -> None:
 
 def row(place: str) -> str:
     """HTML of START's pictures, which `write` draws; `place` is the path to them."""
-    return _grid([_html(f"{place}{name}", name, MASKS[name][0], name) for name in START])
+    return _grid([_html(f"{place}{name}", name, PICTURES[name].code, name) for name in START])
 
 
-def _lengths(q_len: int, kv_len: int) -> str:
+def _lengths(picture: Picture) -> str:
+    q_len, kv_len = picture.q_len, picture.kv_len
     return "" if q_len == kv_len else f"{q_len} queries, {kv_len} keys"
 
 
@@ -118,10 +89,15 @@ def _grid(figures: list[str]) -> str:
     return '<div class="gallery">\n' + "\n".join(figures) + "\n</div>"
 
 
-def _figure(folder: Path, name: str, code: str, figure: Figure, title: str | None = None) -> str:
+def _figure(folder: Path, name: str, picture: Picture, title: str) -> str:
     """HTML of one picture, which is written to `folder`."""
+    value = settle(_evaluated(picture.code))
+    if not isinstance(value, ScoreMod):
+        figure = _mask(value, picture.q_len, picture.kv_len)
+    else:
+        figure = _curve(value) if picture.curve else _scores(value)
     figure.savefig(folder / f"{name}.png", dpi=DPI)
-    return _html(name, name, code, name if title is None else title)
+    return _html(name, name, picture.code, title)
 
 
 def _html(place: str, name: str, code: str, title: str) -> str:
@@ -136,9 +112,9 @@ def _evaluated(code: str) -> Any:
     return eval(code, {**names, "torch": torch})
 
 
-def _mask(code: str, q_len: int, kv_len: int) -> Figure:
+def _mask(mask: Mask, q_len: int, kv_len: int) -> Figure:
     """`attn.mask.plot`, at the size of a thumbnail."""
-    figure = fa4flex.compile(mask=_evaluated(code)).mask.plot(q_len, kv_len)
+    figure = fa4flex.compile(mask=mask).mask.plot(q_len, kv_len)
     axes = figure.axes[0]
     axes.set_title("", loc="left")
     legend = axes.get_legend()
@@ -148,10 +124,10 @@ def _mask(code: str, q_len: int, kv_len: int) -> Figure:
     return figure
 
 
-def _scores(code: str, length: int = 64) -> Figure:
+def _scores(mod: ScoreMod, length: int = 64) -> Figure:
     zeros = torch.zeros(1, 8, length, length, dtype=torch.float64)
     everywhere = torch.ones_like(zeros, dtype=torch.bool)
-    found = reference.modified_scores(zeros, everywhere, _evaluated(code))
+    found = reference.modified_scores(zeros, everywhere, mod)
     figure = Figure(figsize=(SIDE, SIDE), layout="constrained")
     axes = figure.add_subplot()
     picture = axes.imshow(found[0, 0].detach().numpy(), cmap="PuOr", interpolation="nearest")
@@ -162,10 +138,10 @@ def _scores(code: str, length: int = 64) -> Figure:
     return figure
 
 
-def _curve(code: str) -> Figure:
+def _curve(mod: ScoreMod) -> Figure:
     scores = torch.linspace(-60, 60, 241, dtype=torch.float64)
     row = scores.view(1, 1, 1, -1)
-    found = reference.modified_scores(row, torch.ones_like(row, dtype=torch.bool), _evaluated(code))
+    found = reference.modified_scores(row, torch.ones_like(row, dtype=torch.bool), mod)
     figure = Figure(figsize=(SIDE, SIDE), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(scores, found.flatten(), color=COLOURS[FULL])

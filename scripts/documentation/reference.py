@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gallery import WITHOUT_PICTURE
+from variant_tables import module_of
 
 NAMES = Path(__file__).parents[2] / "tests" / "golden" / "test_public_names.txt"
 ITEM = re.compile(r"(?P<names>\S(?:.*?\S)?) {2,}(?P<meaning>\S.*)")
@@ -96,7 +96,7 @@ def _of_variant(module: str, name: str) -> tuple[str, str]:
     file = importlib.util.find_spec(f"{module}.{name}")
     assert file is not None and file.origin is not None
     stated = ast.get_docstring(ast.parse(Path(file.origin).read_text())) or ""
-    return markdown(stated), "" if name in WITHOUT_PICTURE else f"![{name}](../gallery/{name}.png)"
+    return markdown(stated), "" if module_of(name).PICTURE is None else f"![{name}](../gallery/{name}.png)"
 
 
 def _member(owner: Any, name: str) -> str:

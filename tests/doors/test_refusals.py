@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import fa4flex
 from fa4flex import BlockMap, InputError, Paging, Schedule, Sinks, TraceError, Varlen
 from fa4flex.variants import alibi, causal, graphormer, learned_bias, sliding_window, softcap, t5_bias
-from fa4flex.variants._alone import allowed
+from fa4flex.variants._cases import allowed
 
 BLOCKS = BlockMap.from_dense(torch.tril(torch.ones(2, 2)).bool(), 8)
 
@@ -173,7 +173,7 @@ def test_block_maps_combine_with_masks() -> None:
     }
     for name, (mask, wanted) in combinations.items():
         assert isinstance(mask, fa4flex.Mask), name
-        assert torch.equal(allowed(mask, 16, 16), wanted), name
+        assert torch.equal(allowed(mask, 16, 16)[0], wanted), name
         q, k, v = qkv()
         bias = torch.zeros(16, 16).masked_fill(~wanted, -torch.inf)
         dense = torch.nan_to_num(torch.softmax(q @ k.mT / 8**0.5 + bias, -1)) @ v

@@ -12,18 +12,20 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from helpers import worst
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from variant_files import cases_of
 
 import fa4flex
 from fa4flex import reference
 from fa4flex import variants as v
 from fa4flex.primitives.base import call_mod, settle
+from fa4flex.variants import _cases
 
 BF16, F16 = torch.bfloat16, torch.float16
 Composition = dict[str, Any]
@@ -45,7 +47,7 @@ ON_A_GPU = DEVICE is not None and DEVICE.type == "cuda"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(_cases.Sizes):
     """q [batch, heads, q_len, dim], k [batch, kv_heads, kv_len, dim], v [batch, kv_heads, kv_len, dim_v].
 
     The lengths are no multiples of any tile. There are more tiles of 128 keys than half of Hopper's
@@ -60,6 +62,7 @@ class Sizes:
     dim: int = 64
     dim_v: int = 64
     dtype: torch.dtype = BF16
+    scale: float = field(default=1.0, kw_only=True)
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         shapes = (
@@ -79,27 +82,21 @@ class Draw:
     """`make(sizes)` draws a composition on the default device; what a variant fixes overrides sizes."""
 
     make: Callable[[Sizes], Composition]
-    q_len: int | None = None
-    kv_len: int | None = None
-    dims: tuple[int, int] | None = None
+    sizes: Callable[[Sizes], Sizes] = lambda given: given
     approximate: bool = False  # the mod has functions that a GPU approximates, such as tanh
-
-    def sizes(self, given: Sizes) -> Sizes:
-        dim, dim_v = self.dims or (given.dim, given.dim_v)
-        lengths = self.q_len or given.q_len, self.kv_len or given.kv_len
-        return replace(given, q_len=lengths[0], kv_len=lengths[1], dim=dim, dim_v=dim_v)
 
     def check(self, given: Sizes) -> None:
         sizes = self.sizes(given)
         check(sizes, self.make(sizes), approximate=self.approximate)
 
 
-def mask(make: Callable[[Sizes], Any], q_len: int | None = None, kv_len: int | None = None) -> Draw:
-    return Draw(lambda s: {"mask": make(s)}, q_len, kv_len)
+def of_lengths(q_len: int, kv_len: int) -> Callable[[Sizes], Sizes]:
+    """`sizes` of a Draw that fixes its lengths."""
+    return lambda given: replace(given, q_len=q_len, kv_len=kv_len)
 
 
-def square(length: int, make: Callable[[Sizes], Any]) -> Draw:
-    return mask(make, length, length)
+def mask(make: Callable[[Sizes], Any]) -> Draw:
+    return Draw(lambda s: {"mask": make(s)})
 
 
 def score(make: Callable[[Sizes], Any], mask: Any = None, approximate: bool = False) -> Draw:
@@ -111,88 +108,24 @@ def table(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
 
 
-def ids(*shape: int, documents: int = 6) -> Tensor:
-    return torch.randint(0, documents, shape, dtype=torch.int32).sort(-1).values
+def _of_variant(case: _cases.Case) -> Draw:
 
+    def sizes(given: Sizes) -> Sizes:
+        drawn = case.draw(given)
+        dim, dim_v = drawn.dims or (given.dim, given.dim_v)
+        return replace(given, q_len=drawn.q_len, kv_len=drawn.kv_len, dim=dim, dim_v=dim_v)
 
-def offsets() -> Tensor:
-    return torch.tensor([0, 130, 131, 300, 555, 640], dtype=torch.int32)
+    def make(s: Sizes) -> Composition:
+        drawn = case.draw(s)
+        return drawn.compose(*drawn.learned)
 
-
-def _parents(nodes: int) -> list[int]:
-    return [-1, *(int(torch.randint(-1, node, (), device="cpu")) for node in range(1, nodes))]
-
-
-def _intervals(*bounds: list[int]) -> Tensor:
-    return torch.tensor(bounds)
-
-
-def _graphormer(s: Sizes) -> Composition:
-    distances = torch.randint(0, 9, (s.batch, s.q_len, s.kv_len), dtype=torch.int32)
-    return {"score_mod": v.graphormer(table(s.heads, 9), distances)}
+    return Draw(make, sizes, case.approximate)
 
 
 VARIANTS: dict[str, tuple[Draw, ...]] = {
-    "alibi": (
-        score(lambda s: v.alibi(), v.causal),
-        score(lambda s: v.alibi(torch.rand(s.heads) * 0.2), v.sliding_window(100)),
-        score(lambda s: v.alibi(torch.rand(s.batch, s.heads) * 0.1, symmetric=True)),
-    ),
-    "bigbird": (square(640, lambda s: v.bigbird(640, 32, 3, 1, 2, seed=1, device=str(DEVICE))),),
-    "block_diffusion": (square(640, lambda s: v.block_diffusion(320, 24)),),
-    "causal": (mask(lambda s: v.causal), mask(lambda s: ~v.causal)),
-    "checkerboard": (mask(lambda s: v.checkerboard()), mask(lambda s: v.checkerboard(50))),
-    "chunked_local": (mask(lambda s: v.chunked_local(100)),),
-    "dilated_window": (mask(lambda s: v.dilated_window(48, 3)),),
-    "document": (
-        mask(lambda s: v.document(ids(max(s.q_len, s.kv_len)))),
-        mask(lambda s: v.document(q_ids=ids(s.batch, s.q_len), kv_ids=ids(s.batch, s.kv_len))),
-        square(640, lambda s: v.causal & v.document(offsets=offsets())),
-    ),
-    "global_window": (
-        mask(lambda s: v.global_window(40, 10)),
-        mask(lambda s: v.global_window(40, torch.rand(s.kv_len) < 0.02)),
-    ),
-    "gpt_oss_sinks": (
-        Draw(lambda s: {"sinks": v.gpt_oss_sinks(table(s.heads) * 3), "mask": v.sliding_window(100)}),
-        Draw(lambda s: {"sinks": table(s.heads) + 4, "score_mod": v.alibi}),
-    ),
-    "graphormer": (Draw(_graphormer, 520, 520),),
-    "learned_bias": (
-        score(lambda s: v.learned_bias(table(s.heads, 65)), v.causal),
-        score(lambda s: v.learned_bias(table(s.heads, s.q_len, s.kv_len, dtype=BF16)), v.causal),
-        score(lambda s: v.learned_bias(table(s.batch, 1, 1, s.kv_len))),
-    ),
-    "mla": (Draw(lambda s: {"scale": v.mla().scale, "mask": v.causal}, dims=(192, 128)),),
-    "natten": (
-        square(576, lambda s: v.natten((24, 24), (5, 7))),
-        square(600, lambda s: v.natten(600, 65, causal=True)),
-    ),
-    "prefix_lm": (
-        mask(lambda s: v.prefix_lm(90)),
-        mask(lambda s: v.prefix_lm(torch.randint(0, s.kv_len + 1, (s.batch,)))),
-    ),
-    "relative_position": (score(lambda s: v.relative_position(-0.02)),),
-    "sandwich": (score(lambda s: v.sandwich(1024, 64, device=str(DEVICE)), v.causal, True),),
-    "shared_prefix": (square(640, lambda s: v.shared_prefix(offsets(), torch.tensor([0, 0, 0, 3, 3]))),),
-    "sliding_tile": (square(398, lambda s: v.sliding_tile((16, 24), (8, 12), (4, 4), 14)),),
-    "sliding_window": (mask(lambda s: v.sliding_window(1)), mask(lambda s: v.sliding_window(150))),
-    "softcap": (
-        score(lambda s: v.softcap(2.0), v.causal, True),
-        score(lambda s: v.alibi >> v.softcap(20.0), v.sliding_window(200), True),
-    ),
-    "streaming_llm": (mask(lambda s: v.streaming_llm(4, 100)),),
-    "symmetric_window": (mask(lambda s: v.symmetric_window(70)),),
-    "t5_bias": (
-        score(lambda s: v.t5_bias(table(32, s.heads)), v.causal),
-        score(lambda s: v.t5_bias(table(s.heads, 16), bidirectional=True, axes="head_bucket")),
-    ),
-    "tree": (mask(lambda s: v.tree(_parents(256), 100), 256, 356),),
-    "vision_cross": (
-        mask(lambda s: v.vision_cross(_intervals([0, 80], [60, 200], [330, 330], [9, 330]), 60), 330, 240),
-    ),
-}  # fmt: skip
-"""Every variant of fa4flex.variants; masks over ragged lengths unless the variant fixes them."""
+    name: tuple(_of_variant(case) for case in cases_of(name) if case.compiled) for name in v.__all__
+}
+"""Every variant of fa4flex.variants, by the cases of its file that are compiled for GPUs."""
 
 FEW: dict[str, Draw] = {
     "dense": Draw(lambda s: {}),

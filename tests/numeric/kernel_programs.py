@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import cuda_cases
 import torch
-from cuda_cases import FEW, VARIANTS, Draw, Sizes
+from cuda_cases import FEW, VARIANTS, Draw, Sizes, of_lengths
 from torch import Tensor
 
 import fa4flex
@@ -115,7 +115,8 @@ def _gym() -> dict[str, Kind]:
         return {}
     return {
         f"gym {x.name}": Kind(
-            Draw(lambda s, part=part, fn=x.fn: {part: fn}, x.q_len, x.kv_len), sizes=Sizes(x.B, x.H, x.H)
+            Draw(lambda s, part=part, fn=x.fn: {part: fn}, of_lengths(x.q_len, x.kv_len)),
+            sizes=Sizes(x.B, x.H, x.H),
         )
         for (part, _), x in instances().items()
     }

@@ -10,12 +10,14 @@ import pytest
 import torch
 from attn_gym import masks as gym
 from attn_gym import mods as gym_mods
-from helpers import added, cumulative, mask_grid, scored
-from mask_definitions import CASES, Case, by_loops
+from helpers import added, cumulative
+from test_variants_masks import at_random
 from torch.nn.attention.flex_attention import create_mask
+from variant_files import CASES
 
 from fa4flex import variants as v
-from fa4flex.primitives.mask import Mask
+from fa4flex.primitives.mask import Mask, as_mask
+from fa4flex.variants._cases import Case, allowed, scored
 
 
 def flex_mod(mask: Mask, q_len: int, kv_len: int) -> Callable[..., Any]:
@@ -23,17 +25,21 @@ def flex_mod(mask: Mask, q_len: int, kv_len: int) -> Callable[..., Any]:
     return lambda b, h, q_idx, kv_idx: bound(b, h, q_idx, kv_idx)
 
 
-@pytest.mark.parametrize("draw", CASES, ids=lambda draw: draw.__name__)
-def test_mask_runs_under_torch_create_mask(draw: Callable[[random.Random], Case], seed: int) -> None:
-    case = draw(random.Random(seed))
-    mod = flex_mod(case.mask, case.q_len, case.kv_len)
-    dense = create_mask(mod, case.batch, 1, case.q_len, case.kv_len, device="cpu")
-    assert torch.equal(dense[:, 0], by_loops(case)), case.mask
+@pytest.mark.parametrize("case", CASES)
+def test_mask_runs_under_torch_create_mask(case: Case, seed: int) -> None:
+    sizes = at_random(seed)
+    drawn = case.draw(sizes)
+    mask = drawn.compose(*drawn.learned).get("mask")
+    if mask is not None:
+        mask = as_mask(mask)
+        mod = flex_mod(mask, drawn.q_len, drawn.kv_len)
+        dense = create_mask(mod, sizes.batch, 1, drawn.q_len, drawn.kv_len, device="cpu")
+        assert torch.equal(dense[:, 0], allowed(mask, drawn.q_len, drawn.kv_len, sizes.batch)), mask
 
 
 def test_a_mask_object_is_a_flexattention_mod_as_it_is() -> None:
     mask = (v.causal & v.sliding_window(3)).bind(q_len=6, kv_len=6)
-    assert torch.equal(create_mask(mask, 1, 1, 6, 6, device="cpu")[0, 0], mask_grid(mask, 6, 6)[0])
+    assert torch.equal(create_mask(mask, 1, 1, 6, 6, device="cpu")[0, 0], allowed(mask, 6, 6)[0])
 
 
 def test_masks_agree_with_attention_gym(seed: int) -> None:
@@ -85,7 +91,7 @@ def test_masks_agree_with_attention_gym(seed: int) -> None:
     ]
     for mask, theirs, q_len, kv_len in pairs:
         expected = create_mask(theirs, 1, 1, q_len, kv_len, device="cpu")[0, 0]
-        assert torch.equal(mask_grid(mask, q_len, kv_len)[0], expected), mask
+        assert torch.equal(allowed(mask, q_len, kv_len)[0], expected), mask
 
 
 def test_alibi_agrees_with_attention_gym() -> None:

@@ -28,7 +28,7 @@ from fa4flex.variants import (
     softcap,
     streaming_llm,
 )
-from fa4flex.variants._alone import allowed, scored
+from fa4flex.variants._cases import allowed, scored
 
 SIZE = 12
 IDS = torch.arange(SIZE) // 5

@@ -1,32 +1,37 @@
-"""Every published mask against its definition from the papers."""
+"""Every case of every variant against its definition, and what masks say at their edges."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import mask_grid
-from mask_definitions import CASES, Case, by_loops
+from variant_files import CASES
 
 from fa4flex import variants as v
+from fa4flex.variants._cases import Case, Sizes, allowed, check
 
 
-@pytest.mark.parametrize("draw", CASES, ids=lambda draw: draw.__name__)
-def test_mask_is_its_definition(draw: Callable[[random.Random], Case], seed: int) -> None:
+def at_random(seed: int) -> Sizes:
     rng = random.Random(seed)
-    for _ in range(6):
-        case = draw(rng)
-        assert torch.equal(mask_grid(case.mask, case.q_len, case.kv_len, case.batch), by_loops(case)), (
-            case.mask
-        )
+    batch, heads, q_len, kv_len = (rng.randint(1, most) for most in (3, 4, 20, 20))
+    return Sizes(batch, heads, 1, q_len, kv_len, rng=rng)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_variant_is_its_definition(case: Case, seed: int) -> None:
+    """At random lengths, with random parameters."""
+    for number in range(6):
+        sizes = at_random(seed + number)
+        drawn = case.draw(sizes)
+        if drawn.definition is not None:
+            check(sizes, drawn)
 
 
 def test_queries_before_the_first_key_are_no_global_tokens() -> None:
     marked = torch.tensor([True, False, False, True])
     for tokens in (marked, 1):
-        seen = mask_grid(v.global_window(1, tokens), 8, 4)[0]
+        seen = allowed(v.global_window(1, tokens), 8, 4)[0]
         assert seen[:3].int().tolist() == [[1, 0, 0, int(tokens is marked)]] * 3
         assert seen[4].all()
 

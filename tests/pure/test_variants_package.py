@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from fa4flex import variants as v
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import Family
-from fa4flex.variants._alone import allowed, show_mask, show_score
+from fa4flex.variants._cases import Sizes, allowed, check, masked, modified
 
 ids = torch.tensor([0, 0, 1])
 ERRORS: list[tuple[Callable[[], Any], str]] = [
@@ -134,13 +133,9 @@ def test_repr_evaluates_back() -> None:
         assert torch.equal(allowed(again, 9, 9), allowed(mask, 9, 9))
 
 
-def test_drawing_notices_a_wrong_definition() -> None:
-    with pytest.raises(AssertionError, match=r"causal\(\) at q=0, kv=1"):
-        show_mask(v.causal(), lambda q, kv: True, 3)
+def test_a_wrong_definition_is_noticed() -> None:
+    s = Sizes(q_len=3, kv_len=3)
+    with pytest.raises(AssertionError, match=r"causal\(\) at \[0, 0, 1\]: False, by definition True"):
+        check(s, masked(s, v.causal, lambda b, q, kv: True))
     with pytest.raises(AssertionError, match="softcap"):
-        show_score(v.softcap(1.0), lambda score, h, q, kv: score)
-
-
-def test_every_file_is_public() -> None:
-    files = {path.stem for path in Path(str(v.__file__)).parent.glob("[a-z]*.py")}
-    assert files == set(v.__all__)
+        check(s, modified(s, lambda: v.softcap(1.0), lambda score, b, h, q, kv: score))

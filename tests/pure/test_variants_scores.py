@@ -7,11 +7,12 @@ import random
 
 import pytest
 import torch
-from helpers import added, scored
+from helpers import added
 
 from fa4flex import variants as v
 from fa4flex.errors import InputError
 from fa4flex.primitives.sinks import Sinks
+from fa4flex.variants._cases import scored
 
 
 def test_alibi_slopes_are_the_published_ones() -> None:

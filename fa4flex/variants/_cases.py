@@ -1,0 +1,199 @@
+"""Cases that a variant's file declares beside its definition, and the file as a program that checks them.
+
+CASES    compositions of the variant at any sizes, each with its definition: compared with brute force, run
+         and differentiated on a CPU, through torch's flex_attention and on ranks, compiled for GPUs
+PICTURE  code of the picture in the gallery, or None for what changes neither a mask nor a score
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.base import call_mod, settle
+
+Composition = dict[str, Any]
+"""Keyword arguments of fa4flex.compile."""
+
+Pairs = Callable[[int, int, int], bool]
+"""(b, q, kv) -> whether the pair takes part."""
+
+Scores = Callable[[float, int, int, int, int], float]
+"""(score, b, h, q, kv) -> the modified score."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes to draw a case at.
+
+    scale  numbers of tokens in a case are those of some hundred keys, times this
+    rng    source of random numbers for brute force; None: the case's own numbers, in order
+    """
+
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    q_len: int = 8
+    kv_len: int = 12
+    scale: float = field(default=0.03, kw_only=True)
+    rng: random.Random | None = field(default=None, kw_only=True)
+
+    def of(self, tokens: int, least: int = 1) -> int:
+        """A number of tokens, at this scale."""
+        scaled = max(least, round(tokens * self.scale))
+        return scaled if self.rng is None else self.rng.randint(least, max(least, 2 * scaled))
+
+    def some(self, number: int, least: int = 1) -> int:
+        """A number that does not depend on the scale; at random, `least` to `number`."""
+        return number if self.rng is None else self.rng.randint(least, number)
+
+    def offsets(self) -> list[int]:
+        """Cumulative lengths of five documents, 640 tokens; at smaller scales some are empty."""
+        if self.rng is not None:
+            return [0, *sorted(self.rng.randint(0, 12) for _ in range(4)), 12]
+        return [round(end * self.scale) for end in (0, 130, 131, 300, 555, 640)]
+
+    def ids(self, *shape: int) -> Tensor:
+        """int32: documents of tokens, one after the other; at random in any order."""
+        drawn = torch.randint(0, 6, shape, dtype=torch.int32)
+        return drawn if self.rng is not None else drawn.sort(-1).values
+
+    def learned(self, values: Tensor) -> Tensor:
+        """Initial values of a learned tensor as the tensor itself; tests of gradients override it."""
+        return values
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A case at some sizes: `compose(*learned)` is what fa4flex.compile takes.
+
+    definition  for a mask Pairs, for a score mod Scores; None where the file's main() checks the variant
+    dims        head widths of q and k, and of v, where the variant fixes them
+    """
+
+    compose: Callable[..., Composition]
+    definition: Pairs | Scores | None
+    q_len: int
+    kv_len: int
+    learned: tuple[Tensor, ...] = ()
+    dims: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One composition of a variant.
+
+    approximate  it has functions that a GPU approximates, such as tanh
+    compiled     tests of GPUs take it in; leave it out where another case has the same kind of code
+    """
+
+    draw: Callable[[Sizes], Drawn]
+    approximate: bool = False
+    compiled: bool = True
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A mask at q_len queries and kv_len keys, or what a score mod adds to scores of 0; `curve`: new scores
+    over old ones. `code` may use torch and all variants."""
+
+    code: str
+    q_len: int = 128
+    kv_len: int = 128
+    curve: bool = False
+
+
+def masked(s: Sizes, mask: Any, definition: Pairs, q_len: int = 0, kv_len: int = 0) -> Drawn:
+    """A case that is a mask; lengths where it fixes them, of keys as of queries if not said."""
+    lengths = (q_len, kv_len or q_len) if q_len else (s.q_len, s.kv_len)
+    return Drawn(lambda: {"mask": mask}, definition, *lengths)
+
+
+def modified(s: Sizes, make: Callable[..., Any], definition: Scores, *learned: Tensor, **rest: Any) -> Drawn:
+    """A case that is a score mod, of tensors that may be learned; `rest`: what else is composed."""
+    return Drawn(
+        lambda *tensors: {"score_mod": make(*tensors), **rest}, definition, s.q_len, s.kv_len, learned
+    )
+
+
+# --- checking -------------------------------------------------------------------------------------------
+
+
+def allowed(mask: Any, q_len: int, kv_len: int, batch: int = 1) -> Tensor:
+    """bool [batch, q_len, kv_len]: the mask in head 0, by one call on index tensors."""
+    b = torch.arange(batch)[:, None, None]
+    q, kv = torch.arange(q_len)[None, :, None], torch.arange(kv_len)[None, None, :]
+    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": 1}
+    found = torch.as_tensor(call_mod(mask, (b, torch.tensor(0), q, kv), context))
+    return found.expand(batch, q_len, kv_len)
+
+
+def scored(mod: Any, scores: Tensor) -> Tensor:
+    """Scores [.., H, Q, KV] through the score mod."""
+    whole = scores.reshape(-1, *scores.shape[-3:])
+    indices = torch.meshgrid(*(torch.arange(n) for n in whole.shape), indexing="ij")
+    context = dict(zip(("num_heads", "q_len", "kv_len"), whole.shape[1:], strict=True))
+    result: Tensor = call_mod(mod, (whole, *indices), context)
+    return result.reshape(scores.shape)
+
+
+def check(s: Sizes, drawn: Drawn) -> Tensor:
+    """The values of a case: of its mask, or of its score mod on random scores, [batch, .., Q, KV].
+
+    Raises AssertionError where one is not that of the definition.
+    """
+    composition, definition = drawn.compose(*drawn.learned), drawn.definition
+    assert definition is not None
+    if "score_mod" not in composition:
+        mod = settle(composition["mask"])
+        values = allowed(mod, drawn.q_len, drawn.kv_len, s.batch)
+        wanted = [definition(*index) for index in _places(values)]
+        right = values.flatten() == torch.tensor(wanted)
+    else:
+        mod = settle(composition["score_mod"])
+        scores = 3 * torch.randn(s.batch, s.heads, drawn.q_len, drawn.kv_len, dtype=torch.float64)
+        values = scored(mod, scores)
+        olds = scores.flatten().tolist()
+        wanted = [definition(old, *at) for old, at in zip(olds, _places(values), strict=True)]
+        right = torch.isclose(values.double().flatten(), torch.tensor(wanted).double(), 1e-5, 1e-5)
+    if not right.all():
+        at = int(right.int().argmin())
+        raise AssertionError(
+            f"{mod!r} at {_places(values)[at]}: {values.flatten()[at].item()}, by definition {wanted[at]}"
+        )
+    return values
+
+
+def _places(values: Tensor) -> list[list[int]]:
+    places: list[list[int]] = torch.ones_like(values, dtype=torch.bool).nonzero().tolist()
+    return places
+
+
+def show(cases: Sequence[Case]) -> None:
+    """Print masks, queries down and keys across, and scores of head 0; compare them with definitions."""
+    for case in cases:
+        s = Sizes()
+        drawn = case.draw(s)
+        values = check(s, drawn)
+        composition = drawn.compose(*drawn.learned)
+        if "score_mod" in composition:
+            print(settle(composition["score_mod"]))
+            zero = torch.zeros(s.batch, s.heads, drawn.q_len, drawn.kv_len)
+            for row in scored(settle(composition["score_mod"]), zero)[0, 0].tolist():
+                print(" ".join(f"{value:7.3f}" for value in row))
+        else:
+            print(settle(composition["mask"]))
+            print("\n".join("".join("#" if pair else "." for pair in row) for row in values[0].tolist()))
+        print(f"{math.prod(values.shape)} values agree with the definition\n")
+
+
+def show_table(rows: list[tuple[Any, ...]]) -> None:
+    """Print rows of numbers and words in columns."""
+    for row in rows:
+        print("  ".join(f"{cell:>10.4f}" if isinstance(cell, float) else f"{cell!s:>10}" for cell in row))
