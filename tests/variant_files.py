@@ -25,7 +25,7 @@ def cases_of(name: str) -> tuple[Case, ...]:
 
 
 def lacking(module: ModuleType) -> Iterator[str]:
-    """Declarations that the file of a variant lacks, in words."""
+    """Words for what the file of a variant must declare and does not."""
     file = f"fa4flex/variants/{module.__name__.rpartition('.')[2]}.py"
     if not getattr(module, "CASES", ()):
         yield f"{file} declares no CASES: compositions with their definitions, as sliding_window.py has"

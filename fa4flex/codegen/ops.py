@@ -4,11 +4,12 @@ trace        `torch`: the functions and Tensor methods that mean it
 expr         `takes` and `gives`: kinds of its arguments and of its value; `fold`: its value on constants
 analyze      `range`: an interval of its values; `slopes`: its derivative by each argument
 plan         `cost`: what a GPU spends on one value
-emit         `device`: its function in kernels/common/math.py; `operator`, `word`, `odd`
+emit         `device`: its function in kernels/common/math.py, or `formula`; `operator`, `word`, `odd`
 evaluate     the torch function named first in `torch`
+tests        `domain` and `ulps`: where it is compared with torch in float64, and how near it is
 
 A stage treats some operations in a way of its own (torch's `add` takes `alpha`, ranges of integers are exact,
-a device has no `sigmoid`): it names those itself, and asks the row for all others.
+powers of 2 and 3 are products): it names those itself, and asks the row for all others.
 
 Rows are data: they name functions of torch and of devices and import neither. They are tuples, since planning
 loads them, and dataclasses of as many fields take three times as long to make.
@@ -29,6 +30,9 @@ Gives = Literal["bool", "int", "float", "same"]
 Slopes = Callable[..., tuple[Any, ...]]
 """(value, *arguments) -> the derivative by each argument, None where it is 0. What is passed knows
 arithmetic, and every operation of the grammar as a method: `(-x).exp()`."""
+
+Formula = Callable[..., Any]
+"""(*arguments) -> the value by other operations, in the same way."""
 
 
 class Cost(NamedTuple):
@@ -60,17 +64,31 @@ class Range(NamedTuple):
     exact: bool = False
 
 
+class Domain(NamedTuple):
+    """Interval of an argument of a function of floats. Tests take numbers of every size from it, subnormal
+    and infinite ones too, and many close to its ends and to `hard` places: zeros, poles, bends, overflows."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    hard: tuple[float, ...] = ()
+
+
 class Operation(NamedTuple):
     """An elementwise operation.
 
     torch      names of the functions and Tensor methods that mean it, the one that evaluates it first
     range      None where analyze/rules.py has a rule of its own
     slopes     None where no argument or value is a float, or analyze/gradient.py has a rule of its own
-    device     "" where devices compute it by an operator, or as other operations (emit/lower.py)
+    device     "" where devices compute it by an operator, or as other operations: `formula`, emit/lower.py
+    formula    its value by other operations, for devices
     operator   infix or prefix, by arity
     word       what a generated module calls its values; "": its device function, or name
     odd        whether f(-x) is -f(x)
     branches   whether the device function has branches, behind which the compiler moves what uses its value
+    domain     of each argument; () for what is no function of floats, or exact
+    ulps       largest error within it, in units in the last place of float32, on devices whose approximate
+               instructions round exactly; subnormal numbers may be taken for 0, as those instructions do
+    growth     further units, times the size of the argument: what its rounding by a formula costs
     """
 
     name: str
@@ -83,10 +101,14 @@ class Operation(NamedTuple):
     slopes: Slopes | None = None
     fold: Callable[..., Any] | None = None
     device: str = ""
+    formula: Formula | None = None
     operator: str = ""
     word: str = ""
     odd: bool = False
     branches: bool = False
+    domain: tuple[Domain, ...] = ()
+    ulps: float = 0
+    growth: float = 0
 
     @property
     def slow(self) -> bool:
@@ -98,6 +120,9 @@ class Operation(NamedTuple):
 # --- parts of rows ----------------------------------------------------------------------------------------
 
 RISING, EXACT, EVEN = Range("rising"), Range("rising", exact=True), Range("even")
+_REALS, _NONNEGATIVE, _SIZE_ONE = Domain(), Domain(0.0, hard=(1.0,)), Domain(-1.0, 1.0)
+_ANGLES = Domain(hard=(1.5707964, 3.1415927, 6.2831855))
+_LOG2_E = 1.4426950408889634
 _FREE, _ONE, _TWO, _DIVISION = Cost(), Cost(0, 1), Cost(0, 2), Cost(1, 24)
 
 
@@ -159,18 +184,20 @@ def _function(
     range: Range,
     cost: Cost,
     *also: str,
+    domain: Domain,
+    ulps: float,
     **more: Any,
 ) -> Operation:
     """A function of one float that torch and devices call by this name, and torch `also` by others; `slope`
     is its derivative, given its value y and its argument x."""
-    more = {"device": name, **more}
+    more = {"device": "" if "formula" in more else name, "domain": (domain,), "ulps": ulps, **more}
     return Operation(
         name, 1, "float", "float", cost, (name, *also), range, lambda y, x: (slope(y, x),), **more
     )
 
 
 def _rounding(name: str, *also: str, **more: Any) -> Operation:
-    more = {"device": name, **more}
+    more = {"device": name, "domain": (Domain(hard=(0.5, 1.0, 1.5, 2.5, 8388608.0)),), **more}
     return Operation(name, 1, "float", "float", Cost(1, 0), (name, *also), EXACT, _flat, **more)
 
 
@@ -231,37 +258,52 @@ _ROWS = (
     # (value, x, slope): value, whose derivative by x is declared to be slope
     Operation("with_grad", 3, "float", "float", _FREE, slopes=lambda y, value, x, slope: (None, slope, None)),
 
-    # Functions of floats.
+    # Functions of floats. The reciprocal of what is beyond 2^126 is subnormal: its instruction gives 0.
     Operation("div", 2, "float", "float", Cost(1, 2), ("div", "divide", "true_divide"), fold=operator.truediv,
-              slopes=lambda y, a, b: (1.0 / b, -(y / b)), device="divide", operator="/", word="ratio"),
+              slopes=lambda y, a, b: (1.0 / b, -(y / b)), device="divide", operator="/", word="ratio",
+              domain=(_REALS, Domain(-(2.0**126), 2.0**126)), ulps=2),
     Operation("pow", 2, "float", "float", Cost(2, 1), ("pow", "float_power"), fold=operator.pow,
-              device="power", operator="**", branches=True),
+              device="power", operator="**", branches=True, domain=(_NONNEGATIVE, Domain(hard=(1.0, 2.0))),
+              ulps=2),
     Operation("atan2", 2, "float", "float", Cost(1, 16), ("atan2", "arctan2"),
-              Range("within", -3.1416, 3.1416), _angle, device="atan2"),
-    _function("exp", lambda y, x: y, RISING, Cost(1, 1), fold=math.exp, device=""),
+              Range("within", -3.1416, 3.1416), _angle, device="atan2", domain=(_REALS, _REALS), ulps=4),
+    _function("exp", lambda y, x: y, RISING, Cost(1, 1), fold=math.exp,
+              formula=lambda x: (x * _LOG2_E).exp2(), domain=Domain(hard=(88.72284, -87.33655)), ulps=2,
+              growth=0.9),
     _function("exp2", lambda y, x: math.log(2) * y, RISING, Cost(1, 0), fold=lambda a: 2.0**a,
-              word="exponential"),
-    _function("expm1", lambda y, x: y + 1.0, RISING, Cost(1, 4)),
-    _function("log", lambda y, x: 1.0 / x, Range("rising", 0.0), Cost(1, 1), fold=math.log, device=""),
+              word="exponential", domain=Domain(hard=(128.0, -126.0)), ulps=1),
+    _function("expm1", lambda y, x: y + 1.0, RISING, Cost(1, 4), domain=Domain(hard=(88.72284, -17.0)),
+              ulps=2),
+    _function("log", lambda y, x: 1.0 / x, Range("rising", 0.0), Cost(1, 1), fold=math.log,
+              formula=lambda x: x.log2() * math.log(2), domain=_NONNEGATIVE, ulps=3),
     _function("log2", lambda y, x: 1 / math.log(2) / x, Range("rising", 0.0), Cost(1, 0), fold=math.log2,
-              word="logarithm"),
-    _function("log1p", lambda y, x: 1.0 / (1.0 + x), Range("rising", -1.0), Cost(1, 4), branches=True),
-    _function("sqrt", lambda y, x: 0.5 / y, Range("rising", 0.0), Cost(1, 1), fold=math.sqrt, word="root"),
+              word="logarithm", domain=_NONNEGATIVE, ulps=1),
+    _function("log1p", lambda y, x: 1.0 / (1.0 + x), Range("rising", -1.0), Cost(1, 4), branches=True,
+              domain=Domain(-1.0), ulps=2),
+    _function("sqrt", lambda y, x: 0.5 / y, Range("rising", 0.0), Cost(1, 1), fold=math.sqrt, word="root",
+              domain=_NONNEGATIVE, ulps=1),
     _function("sin", lambda y, x: x.cos(), Range("within", -1.0, 1.0), Cost(1, 1), odd=True,
-              branches=True),
-    _function("cos", lambda y, x: -x.sin(), Range("within", -1.0, 1.0), Cost(1, 1), branches=True),
-    _function("tan", lambda y, x: 1.0 + y * y, Range("within"), Cost(3, 1), odd=True, branches=True),
+              branches=True, domain=_ANGLES, ulps=2),
+    _function("cos", lambda y, x: -x.sin(), Range("within", -1.0, 1.0), Cost(1, 1), branches=True,
+              domain=_ANGLES, ulps=2),
+    _function("tan", lambda y, x: 1.0 + y * y, Range("within"), Cost(3, 1), odd=True, branches=True,
+              domain=_ANGLES, ulps=4),
     _function("asin", lambda y, x: 1.0 / (1.0 - x * x).sqrt(), Range("rising", -1.0, 1.0), Cost(1, 16),
-              "arcsin", odd=True),
+              "arcsin", odd=True, domain=_SIZE_ONE, ulps=2),
     _function("acos", lambda y, x: -1.0 / (1.0 - x * x).sqrt(), Range("falling", -1.0, 1.0), Cost(1, 16),
-              "arccos"),
+              "arccos", domain=_SIZE_ONE, ulps=2),
     _function("atan", lambda y, x: 1.0 / (1.0 + x * x), RISING, Cost(1, 16), "arctan", odd=True,
-              branches=True),
-    _function("sinh", lambda y, x: x.cosh(), RISING, Cost(2, 3), odd=True),
-    _function("cosh", lambda y, x: x.sinh(), EVEN, Cost(2, 3)),
-    _function("tanh", lambda y, x: 1.0 - y * y, RISING, Cost(1, 0), odd=True),
-    _function("sigmoid", lambda y, x: y * (1.0 - y), RISING, Cost(1, 2), "expit", device=""),
-    _function("erf", lambda y, x: 2 / math.sqrt(math.pi) * (-(x * x)).exp(), RISING, Cost(1, 19), odd=True),
+              branches=True, domain=Domain(hard=(1.0,)), ulps=2),
+    _function("sinh", lambda y, x: x.cosh(), RISING, Cost(2, 3), odd=True,
+              domain=Domain(hard=(1.0, 89.41599)), ulps=2),
+    _function("cosh", lambda y, x: x.sinh(), EVEN, Cost(2, 3), domain=Domain(hard=(89.41599,)), ulps=2),
+    _function("tanh", lambda y, x: 1.0 - y * y, RISING, Cost(1, 0), odd=True,
+              domain=Domain(hard=(9.0,)), ulps=1),
+    _function("sigmoid", lambda y, x: y * (1.0 - y), RISING, Cost(2, 3), "expit",
+              formula=lambda x: 1.0 / (1.0 + (x * -_LOG2_E).exp2()), domain=Domain(hard=(-88.72284, 17.0)),
+              ulps=4, growth=0.9),
+    _function("erf", lambda y, x: 2 / math.sqrt(math.pi) * (-(x * x)).exp(), RISING, Cost(1, 19), odd=True,
+              domain=Domain(hard=(1.0, 4.0)), ulps=2),
     _rounding("floor", fold=lambda a: float(math.floor(a))),
     _rounding("ceil"),
     _rounding("round", device="rounded"),  # halves to even

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class Sizes:
         drawn = torch.randint(0, 6, shape, dtype=torch.int32)
         return drawn if self.rng is not None else drawn.sort(-1).values
 
+    def square(self, length: int) -> Self:
+        """As many queries as keys: what a case that fixes its length is drawn at."""
+        return replace(self, q_len=length, kv_len=length)
+
     def learned(self, values: Tensor) -> Tensor:
         """Initial values of a learned tensor as the tensor itself; tests of gradients override it."""
         return values
@@ -109,10 +113,14 @@ class Picture:
     curve: bool = False
 
 
-def masked(s: Sizes, mask: Any, definition: Pairs, q_len: int = 0, kv_len: int = 0) -> Drawn:
-    """A case that is a mask; lengths where it fixes them, of keys as of queries if not said."""
-    lengths = (q_len, kv_len or q_len) if q_len else (s.q_len, s.kv_len)
-    return Drawn(lambda: {"mask": mask}, definition, *lengths)
+def masked(s: Sizes, mask: Any, definition: Callable[..., bool], *parameters: Any) -> Drawn:
+    """A case that is a mask, of which definition(q, kv, *parameters) says which pairs take part."""
+    return masked_by_batch(s, mask, lambda b, q, kv: definition(q, kv, *parameters))
+
+
+def masked_by_batch(s: Sizes, mask: Any, definition: Pairs) -> Drawn:
+    """A case that is a mask, which may differ between entries of the batch."""
+    return Drawn(lambda: {"mask": mask}, definition, s.q_len, s.kv_len)
 
 
 def modified(s: Sizes, make: Callable[..., Any], definition: Scores, *learned: Tensor, **rest: Any) -> Drawn:

@@ -81,11 +81,12 @@ def _of(s: Sizes, reach: int, global_blocks: int, random_blocks: int) -> Drawn:
     window, device = 2 * reach + 1, torch.get_default_device()
     mask = bigbird(total, block, window, global_blocks, random_blocks, seed, device)
     drawn = draw_blocks(-(-total // block), reach, global_blocks, random_blocks, seed)
-    return masked(s, mask, lambda b, q, kv: definition(q, kv, block, reach, global_blocks, drawn), total)
+    return masked(s.square(total), mask, definition, block, reach, global_blocks, drawn)
 
 
 CASES = (Case(lambda s: _of(s, 1, 1, 2)), Case(lambda s: _of(s, 0, 0, 1), compiled=False))
 PICTURE = Picture("bigbird(128, block=8, random_blocks=2)")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -47,13 +47,13 @@ def definition(q: int, kv: int, seq_len: int, block: int) -> bool:
 
 
 def _case(s: Sizes) -> Drawn:
-    half, block = s.of(320), s.of(24, least=s.some(2))
-    mask = block_diffusion(half, block)
-    return masked(s, mask, lambda b, q, kv: definition(q, kv, half, block), 2 * half)
+    given = s.of(320), s.of(24, least=s.some(2))
+    return masked(s.square(2 * given[0]), block_diffusion(*given), definition, *given)
 
 
 CASES = (Case(_case),)
 PICTURE = Picture("block_diffusion(64, 8)")
+
 
 if __name__ == "__main__":
     show(CASES)

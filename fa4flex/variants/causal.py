@@ -32,11 +32,16 @@ def definition(q: int, kv: int, q_len: int, kv_len: int) -> bool:
     return kv <= keys_before_the_queries + q
 
 
+def _inverted(q: int, kv: int, q_len: int, kv_len: int) -> bool:
+    return not definition(q, kv, q_len, kv_len)
+
+
 CASES = (
-    Case(lambda s: masked(s, causal, lambda b, q, kv: definition(q, kv, s.q_len, s.kv_len))),
-    Case(lambda s: masked(s, ~causal, lambda b, q, kv: not definition(q, kv, s.q_len, s.kv_len))),
+    Case(lambda s: masked(s, causal, definition, s.q_len, s.kv_len)),
+    Case(lambda s: masked(s, ~causal, _inverted, s.q_len, s.kv_len)),
 )
 PICTURE = Picture("causal")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -33,11 +33,12 @@ def definition(q: int, kv: int, block: int) -> bool:
 
 
 def _of(s: Sizes, block: int) -> Drawn:
-    return masked(s, checkerboard(block), lambda b, q, kv: definition(q, kv, block))
+    return masked(s, checkerboard(block), definition, block)
 
 
 CASES = (Case(lambda s: _of(s, 1)), Case(lambda s: _of(s, s.of(50))))
 PICTURE = Picture("checkerboard(8)")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -34,12 +34,12 @@ def definition(q: int, kv: int, chunk: int, q_len: int, kv_len: int) -> bool:
 
 
 def _case(s: Sizes) -> Drawn:
-    chunk = s.of(100)
-    return masked(s, chunked_local(chunk), lambda b, q, kv: definition(q, kv, chunk, s.q_len, s.kv_len))
+    return masked(s, chunked_local(chunk := s.of(100)), definition, chunk, s.q_len, s.kv_len)
 
 
 CASES = (Case(_case),)
 PICTURE = Picture("chunked_local(32)")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -38,16 +38,13 @@ def definition(q: int, kv: int, window: int, dilation: int, q_len: int, kv_len: 
 
 
 def _case(s: Sizes) -> Drawn:
-    window, dilation = s.of(48, least=s.some(3)), s.some(3)
-    return masked(
-        s,
-        dilated_window(window, dilation),
-        lambda b, q, kv: definition(q, kv, window, dilation, s.q_len, s.kv_len),
-    )
+    given = s.of(48, least=s.some(3)), s.some(3)
+    return masked(s, dilated_window(*given), definition, *given, s.q_len, s.kv_len)
 
 
 CASES = (Case(_case),)
 PICTURE = Picture("dilated_window(window=32, dilation=4)")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
 from fa4flex.variants._check import INTEGERS, offsets_to_ids, table
 from fa4flex.variants.causal import causal
 
@@ -71,32 +71,36 @@ def definition(q: int, kv: int, q_ids: Sequence[Any] | Tensor, kv_ids: Sequence[
     return int(q_ids[q]) == int(kv_ids[kv])
 
 
+def _same_and_causal(q: int, kv: int, tokens: list[int]) -> bool:
+    return kv <= q and definition(q, kv, tokens, tokens)
+
+
 def _one_row(s: Sizes) -> Drawn:
     ids = s.ids(max(s.q_len, s.kv_len))
-    return masked(s, document(ids), lambda b, q, kv: definition(q, kv, ids, ids))
+    return masked(s, document(ids), definition, ids, ids)
 
 
 def _rows(s: Sizes) -> Drawn:
     q_ids, kv_ids = s.ids(s.batch, s.q_len), s.ids(s.batch, s.kv_len)
     mask = document(q_ids=q_ids, kv_ids=kv_ids)
-    return masked(s, mask, lambda b, q, kv: definition(q, kv, q_ids[b], kv_ids[b]))
+    return masked_by_batch(s, mask, lambda b, q, kv: definition(q, kv, q_ids[b], kv_ids[b]))
 
 
 def _offsets(s: Sizes) -> Drawn:
     ends = s.offsets()
     tokens = [number for number, end in enumerate(ends[1:]) for _ in range(ends[number], end)]
     named = {"offsets" if s.some(2) == 2 else "cu_seqlens": torch.tensor(ends, dtype=torch.int32)}
-    mask = causal & document(**named)
-    return masked(s, mask, lambda b, q, kv: kv <= q and definition(q, kv, tokens, tokens), len(tokens))
+    return masked(s.square(len(tokens)), causal & document(**named), _same_and_causal, tokens)
 
 
 def _in_any_order(s: Sizes) -> Drawn:
     ids = torch.randint(0, 4, (s.batch, max(s.q_len, s.kv_len)))
-    return masked(s, document(ids), lambda b, q, kv: definition(q, kv, ids[b], ids[b]))
+    return masked_by_batch(s, document(ids), lambda b, q, kv: definition(q, kv, ids[b], ids[b]))
 
 
 CASES = (Case(_one_row), Case(_rows), Case(_offsets), Case(_in_any_order, compiled=False))
 PICTURE = Picture("causal & document(torch.arange(128) // 43)")
+
 
 if __name__ == "__main__":
     show(CASES)

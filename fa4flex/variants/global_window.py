@@ -53,25 +53,19 @@ def definition(q: int, kv: int, window: int, marked: set[int], q_len: int, kv_le
 
 def _leading(s: Sizes) -> Drawn:
     window, leading = s.of(40), s.of(10, least=0)
-    marked = set(range(leading))
-    return masked(
-        s,
-        global_window(window, leading),
-        lambda b, q, kv: definition(q, kv, window, marked, s.q_len, s.kv_len),
-    )
+    mask = global_window(window, leading)
+    return masked(s, mask, definition, window, set(range(leading)), s.q_len, s.kv_len)
 
 
 def _marked(s: Sizes) -> Drawn:
-    window, marked = s.of(40), torch.rand(s.kv_len) < 14 / s.kv_len
-    return masked(
-        s,
-        global_window(window, marked),
-        lambda b, q, kv: definition(q, kv, window, set(marked.nonzero()[:, 0].tolist()), s.q_len, s.kv_len),
-    )
+    window, chosen = s.of(40), {i for i in range(s.kv_len) if torch.rand((), device="cpu") < 14 / s.kv_len}
+    mask = global_window(window, torch.tensor([i in chosen for i in range(s.kv_len)]))
+    return masked(s, mask, definition, window, chosen, s.q_len, s.kv_len)
 
 
 CASES = (Case(_leading), Case(_marked))
 PICTURE = Picture("global_window(window=16, tokens=8)")
+
 
 if __name__ == "__main__":
     show(CASES)

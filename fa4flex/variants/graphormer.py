@@ -7,7 +7,6 @@ Source: Ying et al., Graphormer, arXiv:2106.05234, section 3.1.2.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def _case(s: Sizes) -> Drawn:
     bias = s.learned(torch.randn(s.heads, 9))
     distances = torch.randint(0, 9, (s.batch, nodes, nodes), dtype=torch.int32)
     return modified(
-        replace(s, q_len=nodes, kv_len=nodes),
+        s.square(nodes),
         lambda bias: graphormer(bias, distances),
         lambda x, b, h, q, kv: definition(x, int(distances[b, q, kv]), bias[h].tolist()),
         bias,

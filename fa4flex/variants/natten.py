@@ -12,7 +12,7 @@ arXiv:2209.15001, section 3; causal axes: NATTEN's documentation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -24,7 +24,8 @@ from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
 from fa4flex.variants._check import whole
 from fa4flex.variants._positions import coordinate, strides
 
-Ints = int | tuple[int, ...]
+Shape = tuple[int, ...]
+Ints = int | Shape
 
 
 @mask_family
@@ -116,21 +117,13 @@ def definition(i: int, j: int, size: int, kernel: int, dilation: int, causal: bo
     return j in min(windows, key=lambda window: abs(window[kernel // 2] - i))
 
 
-def _of(
-    s: Sizes,
-    canvas: tuple[int, ...],
-    kernels: tuple[int, ...],
-    dilations: tuple[int, ...],
-    causals: tuple[bool, ...],
-) -> Drawn:
+def _all_axes(q: int, kv: int, canvas: Shape, *each: Sequence[Any]) -> bool:
     tokens = list(product(*map(range, canvas)))
+    return all(definition(*axis) for axis in zip(tokens[q], tokens[kv], canvas, *each, strict=True))
 
-    def allowed(b: int, q: int, kv: int) -> bool:
-        axes = zip(tokens[q], tokens[kv], canvas, kernels, dilations, causals, strict=True)
-        return all(definition(*axis) for axis in axes)
 
-    mask = natten(canvas, kernels, dilations, causals)
-    return masked(s, mask, allowed, math.prod(canvas))
+def _of(s: Sizes, canvas: Shape, *each: Any) -> Drawn:
+    return masked(s.square(math.prod(canvas)), natten(canvas, *each), _all_axes, canvas, *each)
 
 
 def _square(s: Sizes) -> Drawn:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
 from fa4flex.variants._check import INTEGERS, table, whole
 from fa4flex.variants._positions import aligned
 
@@ -44,19 +44,19 @@ def definition(q: int, kv: int, prefix: int, q_len: int, kv_len: int) -> bool:
 
 
 def _same(s: Sizes) -> Drawn:
-    prefix = s.of(90, least=0)
-    return masked(s, prefix_lm(prefix), lambda b, q, kv: definition(q, kv, prefix, s.q_len, s.kv_len))
+    return masked(s, prefix_lm(prefix := s.of(90, least=0)), definition, prefix, s.q_len, s.kv_len)
 
 
 def _per_batch(s: Sizes) -> Drawn:
     lengths = torch.randint(0, s.kv_len + 1, (s.batch,))
-    return masked(
+    return masked_by_batch(
         s, prefix_lm(lengths), lambda b, q, kv: definition(q, kv, int(lengths[b]), s.q_len, s.kv_len)
     )
 
 
 CASES = (Case(_same), Case(_per_batch))
 PICTURE = Picture("prefix_lm(40)")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -60,11 +60,12 @@ def _of(s: Sizes, *prefix_of: int) -> Drawn:
     ends = s.offsets()
     lengths = [stop - start for start, stop in pairwise(ends)]
     mask = shared_prefix(torch.tensor(ends, dtype=torch.int32), torch.tensor(prefix_of))
-    return masked(s, mask, lambda b, q, kv: definition(q, kv, lengths, list(prefix_of)), ends[-1])
+    return masked(s.square(ends[-1]), mask, definition, lengths, list(prefix_of))
 
 
 CASES = (Case(lambda s: _of(s, 0, 0, 0, 3, 3)), Case(lambda s: _of(s, 1, 1, 1, 1, 1), compiled=False))
 PICTURE = Picture("shared_prefix(torch.tensor([0, 48, 80, 128]), torch.tensor([0, 0, 0]))")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -88,11 +88,9 @@ def definition(q: int, kv: int, canvas: Shape, kernel: Shape, tile: Shape, text:
     return True
 
 
-def _of(s: Sizes, canvas: Shape, kernel: Shape, tile: Shape, text: int = 0) -> Drawn:
-    mask = sliding_tile(canvas, kernel, tile, text)
-    return masked(
-        s, mask, lambda b, q, kv: definition(q, kv, canvas, kernel, tile, text), math.prod(canvas) + text
-    )
+def _of(s: Sizes, *given: Any) -> Drawn:
+    canvas, _, _, text = given
+    return masked(s.square(math.prod(canvas) + text), sliding_tile(*given), definition, *given)
 
 
 def _image(s: Sizes) -> Drawn:
@@ -102,7 +100,7 @@ def _image(s: Sizes) -> Drawn:
 
 def _image_or_video(s: Sizes) -> Drawn:
     if s.rng is None:
-        return _of(s, (2, 2, 4), (1, 2, 4), (1, 2, 2))
+        return _of(s, (2, 2, 4), (1, 2, 4), (1, 2, 2), 0)
     rng, axes = s.rng, s.rng.choice([2, 3])
     tile, tiles = (tuple(rng.randint(1, most) for _ in range(axes)) for most in (2, 3))
     canvas = tuple(n * side for n, side in zip(tiles, tile, strict=True))

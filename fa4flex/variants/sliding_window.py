@@ -37,7 +37,7 @@ def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
 
 
 def _of(s: Sizes, window: int) -> Drawn:
-    return masked(s, sliding_window(window), lambda b, q, kv: definition(q, kv, window, s.q_len, s.kv_len))
+    return masked(s, sliding_window(window), definition, window, s.q_len, s.kv_len)
 
 
 CASES = (
@@ -46,6 +46,7 @@ CASES = (
     Case(lambda s: _of(s, 1024), compiled=False),
 )
 PICTURE = Picture("sliding_window(32)")
+
 
 if __name__ == "__main__":
     show(CASES)

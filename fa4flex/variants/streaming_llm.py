@@ -38,16 +38,12 @@ def definition(q: int, kv: int, sinks: int, window: int, q_len: int, kv_len: int
 
 
 def _of(s: Sizes, sinks: int) -> Drawn:
-    window = s.of(100)
-    return masked(
-        s,
-        streaming_llm(sinks, window),
-        lambda b, q, kv: definition(q, kv, sinks, window, s.q_len, s.kv_len),
-    )
+    return masked(s, streaming_llm(sinks, w := s.of(100)), definition, sinks, w, s.q_len, s.kv_len)
 
 
 CASES = (Case(lambda s: _of(s, s.some(4, least=0))), Case(lambda s: _of(s, 0), compiled=False))
 PICTURE = Picture("streaming_llm(sinks=8, window=32)")
+
 
 if __name__ == "__main__":
     show(CASES)

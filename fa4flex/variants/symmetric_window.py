@@ -35,12 +35,12 @@ def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
 
 
 def _case(s: Sizes) -> Drawn:
-    window = s.of(70)
-    return masked(s, symmetric_window(window), lambda b, q, kv: definition(q, kv, window, s.q_len, s.kv_len))
+    return masked(s, symmetric_window(window := s.of(70)), definition, window, s.q_len, s.kv_len)
 
 
 CASES = (Case(_case),)
 PICTURE = Picture("symmetric_window(20)")
+
 
 if __name__ == "__main__":
     show(CASES)

@@ -10,6 +10,7 @@ Source: Miao et al., SpecInfer, arXiv:2305.09781, section 4.2; Medusa, arXiv:240
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
 from fa4flex.variants._check import BOOL, INTEGERS, table, whole
 
 
@@ -101,19 +102,16 @@ def _parents(nodes: int) -> list[int]:
     return [-1, *(int(torch.randint(-1, node, (), device="cpu")) for node in range(1, nodes))]
 
 
-def _behind_a_prefix(s: Sizes) -> Drawn:
-    parents, prefix = _parents(s.of(256)), s.of(100, least=0)
-    nodes, more = len(parents), 0 if s.rng is None else s.rng.randint(0, 2)
-    mask = tree(parents, prefix)
-    return masked(s, mask, lambda b, q, kv: definition(q, kv, parents, prefix), nodes, prefix + nodes + more)
-
-
-def _at_the_end(s: Sizes) -> Drawn:
-    parents, prefix = _parents(s.of(256)), s.of(100)
+def _of(s: Sizes, *given: int, prefix: int, more: int = 0) -> Drawn:
+    parents = _parents(s.of(256))
     nodes = len(parents)
-    return masked(
-        s, tree(parents), lambda b, q, kv: definition(q, kv, parents, prefix), nodes, prefix + nodes
-    )
+    at = replace(s, q_len=nodes, kv_len=prefix + nodes + more)
+    return masked(at, tree(parents, *given), definition, parents, prefix)
+
+
+def _behind_a_prefix(s: Sizes) -> Drawn:
+    prefix = s.of(100, least=0)
+    return _of(s, prefix, prefix=prefix, more=0 if s.rng is None else s.rng.randint(0, 2))
 
 
 def _matrices(s: Sizes) -> Drawn:
@@ -123,10 +121,15 @@ def _matrices(s: Sizes) -> Drawn:
         node = kv - int(prefix[b])
         return node < 0 or (node < 6 and bool(above[b, q, node]))
 
-    return masked(s, tree(ancestors=above, prefix_len=prefix), allowed, 6, 9)
+    mask = tree(ancestors=above, prefix_len=prefix)
+    return masked_by_batch(replace(s, q_len=6, kv_len=9), mask, allowed)
 
 
-CASES = (Case(_behind_a_prefix), Case(_at_the_end, compiled=False), Case(_matrices, compiled=False))
+CASES = (
+    Case(_behind_a_prefix),
+    Case(lambda s: _of(s, prefix=s.of(100)), compiled=False),
+    Case(_matrices, compiled=False),
+)
 PICTURE = Picture("tree([-1, 0, 0, 1, 1, 2, 2, 3, 4, 6, 7, 7], prefix_len=12)", 12, 24)
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Source: Alayrac et al., Flamingo, arXiv:2204.14198, section 2.4.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def vision_cross(intervals: Tensor, tokens_per_image: int) -> MaskMod:
     return mod
 
 
-def definition(q: int, kv: int, intervals: list[tuple[int, int]], tokens_per_image: int) -> bool:
+def definition(q: int, kv: int, intervals: list[list[int]], tokens_per_image: int) -> bool:
     owner = [image for image in range(len(intervals)) for _ in range(tokens_per_image)][kv]
     return q in range(*intervals[owner])
 
@@ -52,9 +53,8 @@ def _case(s: Sizes) -> Drawn:
         bounds = [[start * text // 330, stop * text // 330] for start, stop in bounds]
     else:
         bounds = [sorted(s.rng.randint(0, text) for _ in range(2)) for _ in bounds]
-    pairs = [(start, stop) for start, stop in bounds]
     mask = vision_cross(torch.tensor(bounds), each)
-    return masked(s, mask, lambda b, q, kv: definition(q, kv, pairs, each), text, 4 * each)
+    return masked(replace(s, q_len=text, kv_len=4 * each), mask, definition, bounds, each)
 
 
 CASES = (Case(_case),)

@@ -1,4 +1,4 @@
-"""Text written from the files of variants: the tables of docs/variants.md, and names for type checkers.
+"""Texts that are written from the files of variants: tables of docs/variants.md, and names for type checkers.
 
     python scripts/documentation/variant_tables.py
 
@@ -35,7 +35,7 @@ MOST_SHOWN = 2
 
 
 class Stated(NamedTuple):
-    """Statements of the docstring of a variant's file; `formula` in words where it takes several lines."""
+    """Statement of a variant's docstring; `formula` in words where it takes several lines."""
 
     formula: str
     source: str

@@ -10,13 +10,12 @@ freedom where no score is in them: torch's own value decides on which side of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from fa4flex.codegen.analyze.gradient import Formula
 from fa4flex.codegen.analyze.linear import Linear, linear
 from fa4flex.codegen.emit.nodes import (
     KV,
-    LN_2,
-    LOG2_E,
     OFFSET,
     ONE,
     SCALE,
@@ -43,7 +42,7 @@ from fa4flex.codegen.emit.terms import (
     total,
 )
 from fa4flex.codegen.expr import Expr, apply, const, load, nodes, rebuild, search, to_float
-from fa4flex.codegen.ops import COMPARISONS
+from fa4flex.codegen.ops import COMPARISONS, OPS
 from fa4flex.errors import Origin
 
 _QUOTIENTS = {"floordiv": "floor_quotient", "mod": "remainder"}
@@ -51,8 +50,8 @@ _QUOTIENTS = {"floordiv": "floor_quotient", "mod": "remainder"}
 _ARITHMETIC = frozenset(
     ("add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "where", "detach", "with_grad")
 )
-_REWRITTEN = frozenset(("detach", "with_grad", "exp", "log", "sigmoid", "pow", "floordiv", "mod", "truncdiv"))
-"""Operations on floats that no device function computes as they are."""
+_REWRITTEN = frozenset(("detach", "with_grad", "pow", "floordiv", "mod", "truncdiv"))
+"""Operations on floats that no device function computes as they are, besides those with a formula."""
 
 
 class Lowering:
@@ -229,7 +228,7 @@ class Lowering:
     def _float(self, x: Expr) -> Expr:
         if rate(x) != "uniform":
             return total(self.terms(x))
-        return total(self._sum_of(x)) if x.op in _REWRITTEN else self._plain(x)
+        return total(self._sum_of(x)) if x.op in _REWRITTEN or _formula(x) else self._plain(x)
 
     def terms(self, x: Expr) -> Terms:
         """A float as a sum."""
@@ -266,13 +265,6 @@ class Lowering:
                 return self.terms(x.args[0])
             case "to_float":
                 return self._converted(x.args[0])
-            case "exp":
-                return ((UNIT, apply("exp2", total(scaled(self.terms(x.args[0]), Factor(LOG2_E))))),)
-            case "log":
-                return ((Factor(LN_2), apply("log2", self.value(x.args[0]))),)
-            case "sigmoid":
-                half = total(scaled(self.terms(x.args[0]), Factor(0.5)))
-                return ((Factor(0.5), apply("tanh", half)), (Factor(0.5), ONE))
             case "floordiv" | "mod":
                 return ((UNIT, device(_QUOTIENTS[x.op], *map(self._exactly, x.args))),)
             case "truncdiv":
@@ -280,7 +272,8 @@ class Lowering:
                 return ((UNIT, apply("trunc", ratio)),)
             case "pow" if x.args[1].op == "const" and x.args[1].value in (2.0, 3.0, -1.0, 0.5):
                 return self._power(x.args[0], x.args[1].value)
-        return ((UNIT, self._plain(x)),)
+        formula = _formula(x)
+        return self.terms(formula(*map(Formula, x.args)).expr) if formula else ((UNIT, self._plain(x)),)
 
     def _difference(self, a: Expr, b: Expr) -> Terms:
         """a - b. Products of large numbers of queries and of keys would round away what is left of their
@@ -364,6 +357,10 @@ class Lowering:
             apart = device("difference", total(across + constant), total(scaled(along, Factor(-1.0))))
             result, constant = (*result, (UNIT, apart)), ()
         return sum(moving.values(), result) + constant
+
+
+def _formula(x: Expr) -> Callable[..., Formula] | None:
+    return OPS[x.op].formula if x.op in OPS else None
 
 
 def _by_rate(lowered: Linear) -> dict[Rate, Linear]:

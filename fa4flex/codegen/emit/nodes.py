@@ -36,7 +36,6 @@ SCALE = scalar(-1, "float")
 ONE = const(1.0)
 COLLECT = "collect"
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 _MOVING: dict[frozenset[str], Rate] = {
     frozenset(): "uniform",
