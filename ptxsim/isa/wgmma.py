@@ -24,7 +24,7 @@ from ptxsim.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
 from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.operation import Operation
 from ptxsim.state.registers import Mask
-from ptxsim.units import descriptors, matmul, numbers, wgmma
+from ptxsim.units import aligned, descriptors, matmul, numbers, wgmma
 from ptxsim.units.descriptors import Major
 from ptxsim.watch.findings import Finding
 
@@ -170,7 +170,11 @@ def _multiply(warp: Warp, what: Multiply, a: int | None, b: int, adds: bool, err
         left = -left
     fragment = wgmma.accumulator(shape.n, BITS[shape.d])
     before = fragment.matrix(table[what.rows[0]]).view(_ACCUMULATORS[shape.d]) if adds else None
-    after = matmul.multiply_add(np.ascontiguousarray(left), np.ascontiguousarray(right), before, shape.d)
+    factors = np.ascontiguousarray(left), np.ascontiguousarray(right)
+    if shape.a in aligned.TYPES:
+        after = aligned.multiply_add(*factors, before, (shape.a, shape.b), shape.d)
+    else:
+        after = matmul.multiply_add(*factors, before, shape.d)
     table[what.rows[0]] = fragment.split(after.view(fragment.dtype))
     warp.cta.cluster.traffic["MMA multiply-adds"] += ROWS * shape.n * shape.k
 

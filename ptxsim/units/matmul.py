@@ -4,7 +4,8 @@ Inputs of 16 bits and fewer are exact in float32, and so are their products; sum
 BLAS. Silicon adds in another order, with another width and by truncation: the PTX ISA leaves "accumulation
 order, rounding and handling of subnormal inputs" unspecified (wgmma.mma_async, tcgen05.mma, mma). What can
 be relied on is |D - exact| <= (K + 1) * 2**-23 * (sum over k of |A B| + |C|) per instruction, twice what
-float32 sums in any order have. Integers are exact.
+float32 sums in any order have; but not for 8-bit floats in Hopper's wgmma, whose sums have 13 fraction bits
+(aligned.py). Blackwell keeps 25 fraction bits of theirs (MMA-Sim). Integers are exact.
 """
 
 from __future__ import annotations
