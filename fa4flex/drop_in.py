@@ -19,6 +19,7 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import DTYPES, check_strided
+from fa4flex.torch_internals import constant_in_graphs, flex_warnings_shown
 from fa4flex.variant import compose
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -138,17 +139,14 @@ def _mixed(*dtypes: str) -> InputError:
 # --- warnings ---------------------------------------------------------------------------------------------
 
 
-_shown: set[str] = set()
-"""Warnings that this process has seen, where torch keeps no such set."""
-
-
 def _warn_once(key: str, words: str, category: type[Warning]) -> None:
-    shown = getattr(torch_flex, "_WARNINGS_SHOWN", _shown)
+    shown = flex_warnings_shown(torch_flex)
     if key not in shown:
         shown.add(key)
         warnings.warn(words, category, stacklevel=4)
 
 
+@constant_in_graphs
 def _warn_of_return_lse() -> None:
     _warn_once(
         "deprecated_return_lse",
@@ -157,6 +155,7 @@ def _warn_of_return_lse() -> None:
     )
 
 
+@constant_in_graphs
 def _warn_of_tuning(keys: tuple[str, ...]) -> None:
     _warn_once(
         "fa4flex_kernel_options",
@@ -242,12 +241,8 @@ def _check_exact(name: str, value: Any, legal: tuple[Any, ...]) -> None:
         )
 
 
+@constant_in_graphs
 def _nearest(key: str) -> str | None:
     known = sorted({*TUNING, *EXACT})
     found = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key.upper(), known, 1)
     return found[0] if found else None
-
-
-# Dynamo runs these once, while it compiles, and does not trace them.
-for _function in (_warn_of_return_lse, _warn_of_tuning, _nearest):
-    vars(_function).update(_dynamo_marked_constant=True)

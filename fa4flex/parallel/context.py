@@ -34,6 +34,7 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
+from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant
 
 Gradients = Literal["summed", "own"]
@@ -159,7 +160,7 @@ class ContextParallel:
         DTensors are sharded along the sequence, in order, and so are the results: queries travel to where
         they are computed, and back.
         """
-        if torch._C._is_any_autocast_enabled() and autocast.active(q):
+        if any_autocast() and autocast.active(q):
             q, k, v = autocast.cast(q, k, v)
             with autocast.off(q):
                 return self(q, k, v, lengths=lengths, return_lse=return_lse)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import kind_of, show
+from fa4flex.torch_internals import assert_async
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -99,7 +100,7 @@ class Paging:
         """Raise InputError unless the lengths and the pages of the table exist in this cache."""
         if torch.compiler.is_compiling():
             for condition, message in conditions_of(self, cache):
-                torch._assert_async(condition.all(), message)
+                assert_async(condition.all(), message)
             return
         self._check_lengths()
         pages, page_size = cache.shape[:2]
