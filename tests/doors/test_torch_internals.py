@@ -238,7 +238,7 @@ def refused() -> Results:
 
 
 def by_operator() -> Results:
-    """What intercepts operators sees one of this library's."""
+    """A counter of FLOPs sees an operator of this library's."""
     from torch.utils.flop_counter import FlopCounterMode
 
     q = torch.ones(1, 1, 4, 8)
