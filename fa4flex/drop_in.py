@@ -41,7 +41,7 @@ def flex_attention(
     """Drop-in for torch.nn.attention.flex_attention.flex_attention, with its arguments and results.
 
     query [B, Hq, L, E], key [Bkv, Hkv, S, E], value [Bkv, Hkv, S, Ev]; Bkv is B, or 1 to share keys over the
-    batch (torch asks for a block_mask of batch B then). dtypes as fa4flex.compile has them; key and value may
+    batch (torch requires a block_mask of batch B then). dtypes as fa4flex.compile has them; key and value may
     have others than query, without gradients: the output has query's. Under autocast all three are cast.
 
     Returns the output [B, Hq, L, Ev] in query's dtype, its dimensions in memory in the order of query's; with
@@ -174,17 +174,17 @@ TUNING = frozenset((
     "num_buffers_warp_spec", "SPLIT_KV", "PARTITION_SIZE",
 ))  # fmt: skip
 """Options that choose and tune torch's kernels: results do not depend on them. ROWS_GUARANTEED_SAFE promises
-that no row is without keys; such rows are looked for nevertheless."""
+that no row is without keys; such rows are handled nevertheless."""
 
 EXACT = {"FLOAT32_PRECISION": ("'ieee'", "ieee"), "SKIP_MASK_SCORE": (False,)}
-"""Options that change results, with the values that say what fa4flex does anyway."""
+"""Options that change results, with the values that match how fa4flex computes."""
 
 BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 OF_TORCH = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
 
 
 def _schedule(kernel_options: dict[str, Any], max_scores: bool) -> Schedule:
-    """The tile that the options ask for. Raises for options that cannot be honoured; see `flex_attention`."""
+    """The tile that the options request. Raises for options that are not supported; see `flex_attention`."""
     _check_backend(kernel_options, max_scores)
     rows, keys = kernel_options.get("BLOCK_M"), kernel_options.get("BLOCK_N")
     tiled = rows is not None and keys is not None

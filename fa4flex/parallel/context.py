@@ -367,7 +367,7 @@ class ContextParallel:
         return {
             "batch": q.shape[0],
             "query heads": q.shape[1],
-            "key heads": k.shape[1],
+            "KV heads": k.shape[1],
             "head_dim": (q.shape[3], v.shape[3]),
             "dtype": str(q.dtype),
             "lengths": lengths,

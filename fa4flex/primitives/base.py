@@ -73,7 +73,7 @@ def out_of_order(names: list[str], standard: tuple[str, ...]) -> bool:
 
 
 def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[str, Any]) -> Any:
-    """`mod(*indices)` with the part of `context` that it asks for.
+    """`mod(*indices)` with the part of `context` that it declares.
 
     Raises InputError when the mod needs a length that the caller did not give.
     """

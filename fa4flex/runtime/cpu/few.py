@@ -1,7 +1,7 @@
 """A few queries at once, as in decoding: all pairs in one tile, without a map of tiles.
 
 Where the scores are few, proving which of them are masked takes longer than computing them. The batch is a
-dimension of the tile, [B, key heads, query heads per key head, queries, keys].
+dimension of the tile, [B, KV heads, query heads per KV head, queries, keys].
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _modify(facts: Facts, inputs: Inputs, scores: Tensor) -> None:
 
 
 def _sinks(inputs: Inputs) -> Tensor:
-    """A logit for each row of the tiles: [B * key heads, query heads per key head * queries, 1]."""
+    """A logit for each row of the tiles: [B * KV heads, query heads per KV head * queries, 1]."""
     assert inputs.sinks is not None
     batch, heads, q_len, _ = inputs.q.shape
     sinks = inputs.sinks.to(inputs.precision).view(1, heads, 1).expand(batch, heads, q_len)
