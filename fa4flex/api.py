@@ -1,4 +1,4 @@
-"""The doors: compile() and attention(); flex_attention() is in drop_in.py."""
+"""Entry points: compile() and attention(); flex_attention() is in drop_in.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LSE = ("lse",)
 class Attention:
     """A compiled variant: `attn(q, k, v)`. Differentiable; one object serves every length and device.
 
-    What its functions captured (tensors, numbers, attributes, globals) is looked up again at each call.
+    Captured tensors, numbers, attributes and globals are looked up again at each call.
     """
 
     variant: Variant
@@ -90,7 +90,7 @@ class Attention:
         [pages, page_size, Hkv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
         k * kv_scales.k and v * kv_scales.v, or for themselves without scales.
 
-        blocks, scale and sinks [Hq], where given, take the place of those that were composed.
+        blocks, scale and sinks [Hq] override those of `compile` for this call.
 
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
@@ -136,7 +136,7 @@ class Attention:
     def explain(
         self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None, **problem: Any
     ) -> Explanation:
-        """In words: what was composed, what was proved and what is evaluated, and why, at these lengths.
+        """Explanation: what was composed, what was proved and what is evaluated, and why, at these lengths.
 
         arch     a GPU whose kernel is described ("sm_90a", "sm_100a"), on any machine
         problem  of that kernel, as `source` takes it: head_dim (default 128), batch, heads, kv_heads, ...
@@ -189,15 +189,15 @@ def compile(
     mask       any FlexAttention mask_mod, fa4flex masks combined with `&`, `|`, `~`, or a torch BlockMask
     blocks     a block-sparse map (fa4flex.BlockMap or BlockMask); `mask` then decides in partial blocks only
     sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function
-               that returns it, asked at each call
+               that returns it, called at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
                operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why
     precision, schedule   see fa4flex.Precision and fa4flex.Schedule
 
-    What the functions captured is looked up again at each call, where it was found: closure variables,
-    globals, attributes, default arguments. Tensors receive gradients.
+    Captured values (closure variables, globals, attributes, default arguments) are looked up again at each
+    call. Captured tensors receive gradients.
     Raises TraceError, InputError or UnsupportedError; nothing is ignored.
     """
     options: dict[str, Any] = {"backend": backend, **data}
@@ -221,7 +221,7 @@ def attention(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     **composition: Any,
 ) -> Any:
-    """compile(**composition) and call it, once. Functions of one code share what tracing found."""
+    """compile(**composition) and call it, once. Functions with the same code share one trace."""
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)

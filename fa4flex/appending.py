@@ -1,4 +1,4 @@
-"""New keys and values into pages of a cache."""
+"""Appending keys and values to a paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptxsim.active import simulating
 
 
 class Appended(NamedTuple):
-    """seqused_k: lengths of the sequences afterwards, as dtype and shape of those before. q: rotated queries,
+    """seqused_k: sequence lengths afterwards, of the same dtype and shape. q: rotated queries,
     None without any."""
 
     seqused_k: Tensor
@@ -35,14 +35,14 @@ def append(
     q: Tensor | None = None,
     in_place: bool = False,
 ) -> Appended:
-    """Write new keys and values into the pages of their sequences, on a GPU in one launch.
+    """Append keys and values to a paged KV cache, on a GPU in one launch.
 
     k, v      [B, Hkv, S, D] and [B, Hkv, S, Dv], or packed [T, Hkv, D] with varlen=Varlen(cu_seqlens); of any
               strides. Varlen's seqused_q says how many tokens of each sequence are appended
     pools     [pages, page_size, Hkv, D] and [..., Dv], which are written to
-    paging    the sequences' pages, and their lengths before: token i of sequence b becomes its key
+    paging    the page table, and the sequence lengths before: token i of sequence b becomes its key
               seqused_k[b] + i
-    rotary    turns keys, and queries, by the angles of these positions
+    rotary    rotary embeddings, applied to keys and queries at these positions
     q         queries of the same tokens [B, Hq, S, D], or packed: rotated ones are returned
     in_place  also writes the new lengths to paging.seqused_k
 

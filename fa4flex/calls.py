@@ -11,6 +11,7 @@ from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import eight_bit, launch
+from fa4flex.torch_internals import is_tracing
 from fa4flex.variant import Variant
 
 
@@ -36,7 +37,7 @@ def run(
     now: launch.Calling | None = None
     try:
         recent = None if caller is None or scales is not None else caller.recent
-        if recent is not None and not torch._C._is_tracing():
+        if recent is not None and not is_tracing():
             served = recent.serve(variant, qkv, varlen, paging, statistics)
             if served is not None:
                 return served

@@ -19,6 +19,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fa4flex.torch_internals import COUNTS_CHANGES, transform_level
+
 Value = TypeVar("Value")
 
 VALIDATE = os.environ.get("FA4FLEX_VALIDATE", "0") not in ("", "0")
@@ -52,8 +54,9 @@ def guards_of(
 
 
 def _guard_of(x: Tensor, to_it: weakref.ref[Tensor]) -> Guard:
-    version = -1 if x.is_inference() else x._version
-    return Guard(to_it, x.data_ptr(), version, tuple(x.shape), x.stride())
+    version = -1 if x.is_inference() or not COUNTS_CHANGES else x._version
+    place = x.data_ptr() if COUNTS_CHANGES else -1  # no tensor's: nothing holds
+    return Guard(to_it, place, version, tuple(x.shape), x.stride())
 
 
 def hold(guards: Guards, tensors: Sequence[Tensor]) -> bool:
@@ -96,7 +99,7 @@ class VersionedCache(Generic[Value]):
         weight = self._weigh(value)
         if any(x.is_inference() for x in tensors) or weight > self._room:
             return value
-        if torch._C._functorch.maybe_current_level() is not None:
+        if transform_level() is not None:
             return value
         whole = (key, *map(id, tensors))
         gone = self._gone
@@ -152,7 +155,7 @@ class Alike(Generic[Value]):
         """Value that was kept, or that `make` makes now."""
         if any(type(x) not in _PLAIN or not x.is_cpu for x in tensors):
             return make()
-        if tensors and torch._C._functorch.maybe_current_level() is not None:
+        if tensors and transform_level() is not None:
             return make()
         bits = tuple([_bits_of(x) for x in tensors])
         like = key, *[(x.shape, x.dtype) for x in tensors]

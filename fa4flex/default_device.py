@@ -8,13 +8,12 @@ within would do no better: it moves to the host what `torch.as_tensor` is given.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+
+from fa4flex.torch_internals import function_modes, no_default_device
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -27,28 +26,9 @@ def on_the_host(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @functools.wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        if torch.compiler.is_dynamo_compiling() or not torch._C._len_torch_function_stack():
+        if torch.compiler.is_dynamo_compiling() or not function_modes():
             return function(*args, **kwargs)
-        with _no_default_device():
+        with no_default_device():
             return function(*args, **kwargs)
 
     return called
-
-
-@contextmanager
-def _no_default_device() -> Iterator[None]:
-    modes = _taken()
-    for mode in modes:
-        if not isinstance(mode, DeviceContext):
-            _push_mode(mode)
-    try:
-        yield
-    finally:
-        _taken()
-        for mode in modes:
-            _push_mode(mode)
-
-
-def _taken() -> list[object]:
-    """All of torch's modes, taken from their stack; the first one is the lowest."""
-    return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]

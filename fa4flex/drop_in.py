@@ -19,6 +19,7 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import DTYPES, check_strided
+from fa4flex.torch_internals import constant_in_graphs, flex_warnings_shown
 from fa4flex.variant import compose
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -40,7 +41,7 @@ def flex_attention(
     """Drop-in for torch.nn.attention.flex_attention.flex_attention, with its arguments and results.
 
     query [B, Hq, L, E], key [Bkv, Hkv, S, E], value [Bkv, Hkv, S, Ev]; Bkv is B, or 1 to share keys over the
-    batch (torch asks for a block_mask of batch B then). dtypes as fa4flex.compile has them; key and value may
+    batch (torch requires a block_mask of batch B then). dtypes as fa4flex.compile has them; key and value may
     have others than query, without gradients: the output has query's. Under autocast all three are cast.
 
     Returns the output [B, Hq, L, Ev] in query's dtype, its dimensions in memory in the order of query's; with
@@ -138,17 +139,14 @@ def _mixed(*dtypes: str) -> InputError:
 # --- warnings ---------------------------------------------------------------------------------------------
 
 
-_shown: set[str] = set()
-"""Warnings that this process has seen, where torch keeps no such set."""
-
-
 def _warn_once(key: str, words: str, category: type[Warning]) -> None:
-    shown = getattr(torch_flex, "_WARNINGS_SHOWN", _shown)
+    shown = flex_warnings_shown(torch_flex)
     if key not in shown:
         shown.add(key)
         warnings.warn(words, category, stacklevel=4)
 
 
+@constant_in_graphs
 def _warn_of_return_lse() -> None:
     _warn_once(
         "deprecated_return_lse",
@@ -157,6 +155,7 @@ def _warn_of_return_lse() -> None:
     )
 
 
+@constant_in_graphs
 def _warn_of_tuning(keys: tuple[str, ...]) -> None:
     _warn_once(
         "fa4flex_kernel_options",
@@ -175,17 +174,17 @@ TUNING = frozenset((
     "num_buffers_warp_spec", "SPLIT_KV", "PARTITION_SIZE",
 ))  # fmt: skip
 """Options that choose and tune torch's kernels: results do not depend on them. ROWS_GUARANTEED_SAFE promises
-that no row is without keys; such rows are looked for nevertheless."""
+that no row is without keys; such rows are handled nevertheless."""
 
 EXACT = {"FLOAT32_PRECISION": ("'ieee'", "ieee"), "SKIP_MASK_SCORE": (False,)}
-"""Options that change results, with the values that say what fa4flex does anyway."""
+"""Options that change results, with the values that match how fa4flex computes."""
 
 BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 OF_TORCH = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
 
 
 def _schedule(kernel_options: dict[str, Any], max_scores: bool) -> Schedule:
-    """The tile that the options ask for. Raises for options that cannot be honoured; see `flex_attention`."""
+    """The tile that the options request. Raises for options that are not supported; see `flex_attention`."""
     _check_backend(kernel_options, max_scores)
     rows, keys = kernel_options.get("BLOCK_M"), kernel_options.get("BLOCK_N")
     tiled = rows is not None and keys is not None
@@ -242,12 +241,8 @@ def _check_exact(name: str, value: Any, legal: tuple[Any, ...]) -> None:
         )
 
 
+@constant_in_graphs
 def _nearest(key: str) -> str | None:
     known = sorted({*TUNING, *EXACT})
     found = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key.upper(), known, 1)
     return found[0] if found else None
-
-
-# Dynamo runs these once, while it compiles, and does not trace them.
-for _function in (_warn_of_return_lse, _warn_of_tuning, _nearest):
-    vars(_function).update(_dynamo_marked_constant=True)

@@ -1,6 +1,6 @@
-"""Every error a user can see: what was given, what is expected, what to do, and where in their code.
+"""Every error a user can see: the input, what is expected, how to fix it, and where in their code.
 
-Errors are raised deep and terse, and dressed once at the door (`fa4flex.calls`). All of them derive
+Errors are raised tersely where they occur; `fa4flex.calls` adds the user's names and line. All of them derive
 from `Fa4flexError`, and from the built-in exception that a PyTorch user would catch.
 """
 
@@ -66,7 +66,7 @@ class InputError(Fa4flexError, ValueError):
 
 
 class EarlierError(InputError):
-    """Fault in the inputs of an earlier call, found on the device while it ran."""
+    """Invalid inputs of an earlier call, detected on the device while it ran."""
 
 
 class TraceError(Fa4flexError, TypeError):
@@ -74,7 +74,7 @@ class TraceError(Fa4flexError, TypeError):
 
 
 class UnsupportedError(Fa4flexError, NotImplementedError):
-    """A request that is meaningful but not built: says why, and the nearest legal alternative."""
+    """A request that is meaningful but not supported: names the reason and the nearest alternative."""
 
 
 # Where torch raises another class than those above, the error is one of that class, too.

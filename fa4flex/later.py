@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fa4flex.contents import capturing
 from fa4flex.errors import EarlierError, InputError
+from fa4flex.torch_internals import assert_async
 
 MOST_AWAITED = 256
 """Conditions on their way at a time; beyond, the host waits for the oldest."""
@@ -44,7 +45,7 @@ def require_at_each_replay(condition: Tensor, message: str) -> None:
     """Do as `require` does. While a CUDA graph is captured, torch asserts on the device instead, at each
     replay; after that this process cannot use the device. What a graph copies would be read here once."""
     if capturing():
-        torch._assert_async(condition.all(), message)
+        assert_async(condition.all(), message)
     else:
         require(condition, message)
 

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together: by their log-sum-exps."""
+"""Merging of attention over parts of the keys, by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def merge(
             [T, H, D]; a sequence of tensors, or one with the parts along its first dimension
     lses    natural logarithms, [B, H, S] in either layout, or packed [H, T]
 
-    Computed in float32, in float64 for float64, on any device. A row without keys in a part takes nothing
-    from it, whatever lies there; one without keys in any has output 0 and log-sum-exp -inf. Gradients reach
+    Computed in float32, in float64 for float64, on any device. A row without keys in a part ignores that
+    part; a row without keys in any part has output 0 and log-sum-exp -inf. Gradients reach
     all outs and lses. The output has the parts' dtype. Raises InputError for shapes that do not agree.
 
         near, far = (attn(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (late, early))

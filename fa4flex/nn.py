@@ -1,13 +1,13 @@
-"""Attention as a `torch.nn.Module` that owns what its functions learn: biases, slopes, gates, sinks.
+"""Attention as a `torch.nn.Module` that owns its learnable tensors: biases, slopes, gates, sinks.
 
     attention = fa4flex.nn.Attention(relative, causal, parameters={"bias": torch.zeros(8, 1023)}, sinks=8)
 
     def relative(score, b, h, q_idx, kv_idx, bias):
         return score + bias[h, q_idx - kv_idx + 511]
 
-Parameters and buffers are looked up in the module at each call and passed on, so whatever replaces them is
-seen: fully_shard, load_state_dict(assign=True), functional_call, AveragedModel, deepcopy, to_empty. Importing
-this module registers the operators that exported programs call.
+Parameters and buffers are looked up in the module at each call, so that replacements are noticed:
+fully_shard, load_state_dict(assign=True), functional_call, AveragedModel, deepcopy, to_empty. Importing this
+module registers the operators that exported programs call.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Shape = int | tuple[int, ...]
 
 
 class Attention(nn.Module):
-    """A compiled variant that owns its learnable parts.
+    """A compiled variant that owns its learnable tensors.
 
-    score_mod   what `fa4flex.compile` takes; its functions may have further parameters, named in `parameters`
+    score_mod   as for `fa4flex.compile`; its functions may have further parameters, named in `parameters`
                 or `buffers`, and receive these tensors by keyword
     mask        the same for masks
     parameters  by name, a tensor, which becomes a Parameter, or the shape of one that starts as zeros
     buffers     by name, a tensor that does not learn
     sinks       the number of query heads, for a Parameter of zeros, or a floating tensor [Hq]
     composition `blocks`, `scale`, `layout`, `precision` and `schedule` of fa4flex.compile; a block map
-                stays on its device, so one that follows the model is given with each call
+                stays on its device, so pass one that has to follow the model with each call
 
     A subclass may define `score_mod(self, score, b, h, q_idx, kv_idx)` and
     `mask_mod(self, b, h, q_idx, kv_idx)` instead, which read parameters that the subclass registers.
@@ -106,7 +106,7 @@ class Attention(nn.Module):
     ) -> Any:
         """Attention of q, k, v, with shapes, dtypes, results and errors of `fa4flex.compile(...)(q, k, v)`.
 
-        blocks and scale, where given, take the place of those that were composed.
+        blocks and scale override those of the module for this call.
         """
         attention = api.Attention(self._now(), self._caller)
         return attention(
@@ -138,9 +138,9 @@ class Attention(nn.Module):
         return _with_mods(variant, _closed(variant.score_mod, self), _closed(variant.mask, self))
 
     def reset_parameters(self) -> None:
-        """Fill with zeros what was declared by its shape.
+        """Fill with zeros the tensors that were declared by shape.
 
-        Raises UnsupportedError where parameters were given as tensors: their first values are not kept.
+        Raises UnsupportedError if parameters were passed as tensors: their first values are not kept.
         """
         given = [name for name, _ in self.named_parameters(recurse=False) if name not in self._zeroed]
         if given:

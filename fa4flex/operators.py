@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from fa4flex.torch_internals import without_functions, without_modes
 
 NAMESPACE = "fa4flex"
 
@@ -81,8 +82,8 @@ def called(name: str, function: str) -> Callable[..., Any]:
     has a list, the function gets one.
     """
     operator = OPERATORS[name]
-    arguments = torch._C.parse_schema(f"{NAMESPACE}::{name}{operator.schema}").arguments
-    lists = [n for n, argument in enumerate(arguments) if argument.type.kind() == "ListType"]
+    arguments = operator.schema.partition(" -> ")[0].split(", ")
+    lists = [n for n, argument in enumerate(arguments) if "[] " in argument]
     found: Callable[..., Any] | None = None
 
     def call(*given: Any) -> Any:
@@ -98,7 +99,7 @@ def called(name: str, function: str) -> Callable[..., Any]:
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
     """Modes of the call at hand see nothing of what an import makes."""
-    with torch.inference_mode(False), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with torch.inference_mode(False), without_modes(), without_functions():
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 

@@ -33,7 +33,7 @@ class Variant:
 
     score_mod  a ScoreMod, or None for the scaled score itself
     mask       a Mask, or None for every key
-    blocks     a BlockMap: where it says full, `mask` is not asked; where it says empty, nothing is allowed
+    blocks     a BlockMap: full blocks do not evaluate `mask`; in empty blocks nothing is allowed
     sinks      learnable logits, one per query head, in the softmax's denominator
     scale      multiplies q.k; None means 1 / sqrt(head_dim)
     layout     of q, k, v and the output: "bhsd" (PyTorch) or "bshd" (FlashAttention)
@@ -73,12 +73,12 @@ class Variant:
 
 
 READ_ANEW = frozenset(("score_mod", "mask", "blocks", "allowed", "sinks", "scale"))
-"""Fields that may change from call to call: whatever is kept between calls reads them again at each."""
+"""Fields that may change from call to call: caches read them again at each call."""
 
 settings_of: Callable[[Variant], tuple[Any, ...]] = attrgetter(
     *(f.name for f in fields(Variant) if f.name not in READ_ANEW)
 )
-"""All other fields. What one call kept serves a later one only if they are equal."""
+"""All other fields. Cached results serve a later call only if these are equal."""
 
 
 def compose(
@@ -91,7 +91,7 @@ def compose(
     layout: Layout = "bhsd",
     **data: Any,
 ) -> Variant:
-    """User arguments -> Variant: bare families become their defaults, a BlockMask its map and mask_mod.
+    """User arguments -> Variant: bare variants become their defaults, a BlockMask its map and mask_mod.
 
     `data` holds `precision`, `schedule` and `backend`. Raises InputError for what does not fit, TypeError
     for options that do not exist.
@@ -152,7 +152,7 @@ def at_call(
     scale: float | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
 ) -> Variant:
-    """The variant with what was given along with one call in place of what was composed."""
+    """The variant with the overrides of one call."""
     given: dict[str, Any] = {}
     if isinstance(blocks, BlockMask):
         given["blocks"], own = BlockMap.from_torch(
@@ -200,7 +200,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
 
 
 class UnknownOption(InputError, TypeError):
-    """An option that there is not. Also a TypeError, as Python's own of unknown keywords is."""
+    """An option that does not exist. Also a TypeError, as Python's own of unknown keywords is."""
 
 
 def _check_options(data: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def _check_types(options: dict[str, Any]) -> None:
 
 
 def default_scale(head_dim: int) -> float:
-    """Factor of q.k where no scale was given."""
+    """Default factor of q.k."""
     return 1 / math.sqrt(head_dim)
 
 

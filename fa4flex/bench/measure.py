@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fa4flex.torch_internals import sleep_on_gpu
+
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
 
@@ -68,7 +70,7 @@ class DeviceClock:
         while True:
             torch.cuda.synchronize()
             self.before.record()
-            torch.cuda._sleep(self.cycles)
+            sleep_on_gpu(self.cycles)
             self.start.record()
             queueing = time.perf_counter()
             for _ in range(calls):
@@ -97,7 +99,7 @@ class HostClock:
     def time(self, call: Call, calls: int) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            torch.cuda._sleep(HEAD_START_CYCLES)
+            sleep_on_gpu(HEAD_START_CYCLES)
         return WallClock().time(call, calls)
 
 

@@ -157,7 +157,7 @@ class Flex:
         call: Any = flex_attention
         if self.compiled:
             # Every row compiles anew; past its limit of recompilations Dynamo would fall back to eager.
-            torch._dynamo.reset()
+            torch.compiler.reset()
             call = torch.compile(flex_attention, dynamic=False)
         blocks = None
         if mods.mask_mod is not None:

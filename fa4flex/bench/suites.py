@@ -374,7 +374,7 @@ def _backward_variants() -> list[Row]:
 
 
 def _causal_row(name: str, batch: int, heads: str, length: int, head_dim: int, **others: Any) -> Row:
-    """heads: "query heads:heads of keys", or one number for both."""
+    """heads: "query heads:KV heads", or one number for both."""
     query, _, key = heads.partition(":")
     row = Row(name, batch, int(query), length, head_dim, mask="causal", kv_heads=int(key or query))
     return replace(row, targets=(Target("best", 1.0),), **others)

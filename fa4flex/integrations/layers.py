@@ -1,4 +1,4 @@
-"""Mods of the layers of a serving engine: what the model asks for, and what was assigned to them by name.
+"""Mods of the layers of a serving engine: those of the model, and those assigned by layer.
 
     assign("softcap(30.0) >> alibi", layers=[0, 2])
     assign(score_mod=distance, mask=blocks, layers="*.self_attn.attn")
@@ -39,8 +39,7 @@ def assign(
     score_mod: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | None = None,
 ) -> None:
-    """Give layers a score mod, applied after what the model asks for, and a mask, which hides keys besides
-    those that the model hides.
+    """Assign layers a score mod, applied after the model's own, and a mask, combined with the model's by `&`.
 
     variant  in place of score_mod and mask, a VARIANT as on the command line: "softcap(30.0)",
              "alibi, sliding_window(64)", "path/to/file.py:function"

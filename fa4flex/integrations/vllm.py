@@ -216,7 +216,7 @@ class Impl(AttentionImpl[Metadata]):
 def _check_heads(heads: int, kv_heads: int, slopes: list[float] | None, sinks: Tensor | None) -> None:
     if heads % kv_heads:
         raise UnsupportedError(
-            f"{heads} query heads over {kv_heads} heads of keys",
+            f"{heads} query heads over {kv_heads} KV heads",
             "whole groups of query heads",
             "choose a tensor parallel size that divides both",
         )

@@ -34,6 +34,7 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
+from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant
 
 Gradients = Literal["summed", "own"]
@@ -159,7 +160,7 @@ class ContextParallel:
         DTensors are sharded along the sequence, in order, and so are the results: queries travel to where
         they are computed, and back.
         """
-        if torch._C._is_any_autocast_enabled() and autocast.active(q):
+        if any_autocast() and autocast.active(q):
             q, k, v = autocast.cast(q, k, v)
             with autocast.off(q):
                 return self(q, k, v, lengths=lengths, return_lse=return_lse)
@@ -366,7 +367,7 @@ class ContextParallel:
         return {
             "batch": q.shape[0],
             "query heads": q.shape[1],
-            "key heads": k.shape[1],
+            "KV heads": k.shape[1],
             "head_dim": (q.shape[3], v.shape[3]),
             "dtype": str(q.dtype),
             "lengths": lengths,

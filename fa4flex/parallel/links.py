@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa4flex.errors import InputError
+from fa4flex.torch_internals import group_store
 
 Arrival = Callable[[], Tensor]
 """Waits for rows that were sent, and returns them."""
@@ -95,7 +96,7 @@ def _silent(group: dist.ProcessGroup) -> str:
     silent = [at for at in range(size) if at != rank]
     end = time.monotonic() + ANSWER
     try:
-        store = dist.distributed_c10d._get_process_group_store(group)
+        store = group_store(group)
         store.set(keys[rank], "failed")
         while silent and time.monotonic() < end:
             silent = [at for at in silent if not store.check([keys[at]])]

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from fa4flex.errors import InputError, Origin, TraceError, UnsupportedError
+from fa4flex.torch_internals import is_dynamo
 
 CONTEXT = ("q_len", "kv_len", "num_heads")
 
@@ -72,7 +73,7 @@ def out_of_order(names: list[str], standard: tuple[str, ...]) -> bool:
 
 
 def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[str, Any]) -> Any:
-    """`mod(*indices)` with the part of `context` that it asks for.
+    """`mod(*indices)` with the part of `context` that it declares.
 
     Raises InputError when the mod needs a length that the caller did not give.
     """
@@ -161,7 +162,7 @@ def truth_value(value: Any, operators: str) -> bool:
     """True for Dynamo, which in torch 2.11 asks `if function` of what compiled code calls with `**`; all
     others get a TraceError."""
     compiled = torch.compiler.is_dynamo_compiling()  # this very code is being traced
-    if not compiled and sys._getframe(2).f_globals.get("__name__", "").startswith("torch._dynamo."):
+    if not compiled and is_dynamo(sys._getframe(2)):
         return True
     raise TraceError(
         f"the truth value of {value!r}, as `and`, `or`, `not`, `if` and bool() ask for",

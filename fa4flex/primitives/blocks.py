@@ -39,7 +39,7 @@ class BlockMap:
     R = ceil(q_len / block_size[0]), C = ceil(kv_len / block_size[1]). B = 1 or H = 1 stands for every
     batch or every query head. Raises InputError for anything else.
 
-    `&`, `|` and `~` combine a map, as the mask that it is by itself, with masks, and give a Mask.
+    `&`, `|` and `~` combine a map with masks, and give a Mask.
     """
 
     classes: Tensor
@@ -68,10 +68,9 @@ class BlockMap:
         """Lists of key blocks per row of query blocks, as torch's BlockMask and FlashAttention hold them.
 
         counts [B or 1, H or 1, R] and indices [B or 1, H or 1, R, C'] (int32 or int64) list the partial
-        blocks, `full_*` the full ones. Only the first `counts` entries of a row are read: what stands
-        behind them does not matter. Raises InputError for counts beyond C', indices out of range, and
-        blocks listed twice. On a GPU nobody waits for contents: such entries are left out, and a call after
-        that raises, or at once with FA4FLEX_VALIDATE=1.
+        blocks, `full_*` the full ones. Only the first `counts` entries of a row are read. Raises
+        InputError for counts beyond C', indices out of range, and blocks listed twice. On a GPU invalid
+        entries are left out, and a later call raises; with FA4FLEX_VALIDATE=1 this call does.
         """
         size = _block_size(block_size)
         _check_lengths(q_len, kv_len)
@@ -121,8 +120,8 @@ class BlockMap:
         A map without a mask_mod keeps its meaning: listed blocks are allowed, all others are not. The map is
         None for the BlockMask that torch itself makes where none is given: one block for any length.
 
-        Eager calls find the map of a BlockMask on a CPU again while its lists are alike; elsewhere it is made
-        anew, which waits for nothing. `contents="counted"` recognises lists on all devices: see Schedule.
+        Eager calls reuse the map of a BlockMask on a CPU while its lists are equal; elsewhere it is made
+        anew, without waiting for the device. `contents="counted"` reuses it on all devices: see Schedule.
         Raises StateError for a sliced BlockMask that was given no new mask_mod.
         """
         mask_mod = block_mask.mask_mod

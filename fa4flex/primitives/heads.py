@@ -1,6 +1,6 @@
-"""Heads: grouped-query attention (arXiv:2305.13245), where `ratio` query heads share a key/value head.
+"""Heads: grouped-query attention (arXiv:2305.13245), where `ratio` query heads share a KV head.
 
-Query head h reads key/value head h // ratio. Mods always see query heads.
+Query head h reads KV head h // ratio. Mods always see query heads.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from fa4flex.errors import InputError
 
 
 def ratio(q_heads: int, kv_heads: int, enable_gqa: bool = True) -> int:
-    """Query heads per key/value head. `enable_gqa=False` asks for 1, as torch's flex_attention does.
+    """Query heads per KV head. `enable_gqa=False` requires 1, as torch's flex_attention does.
 
-    Raises InputError where query heads are no multiple of key/value heads.
+    Raises InputError where query heads are no multiple of KV heads.
     """
     if q_heads < 1 or kv_heads < 1:
         raise InputError(
-            f"{q_heads} query heads, {kv_heads} key/value heads", "at least one of each", "check the shapes"
+            f"{q_heads} query heads, {kv_heads} KV heads", "at least one of each", "check the shapes"
         )
     if q_heads % kv_heads:
         raise InputError(
-            f"{q_heads} query heads with {kv_heads} key/value heads",
-            "query heads a multiple of key/value heads",
+            f"{q_heads} query heads with {kv_heads} KV heads",
+            "query heads a multiple of KV heads",
             "check the layout: heads are dimension 1 of bhsd and dimension 2 of bshd"
             if q_heads > kv_heads
             else "keys have more heads than queries: check that q and k are not swapped",
         )
     if q_heads != kv_heads and not enable_gqa:
         raise InputError(
-            f"{q_heads} query heads with {kv_heads} key/value heads and enable_gqa=False",
+            f"{q_heads} query heads with {kv_heads} KV heads and enable_gqa=False",
             "equal numbers of heads",
-            "pass enable_gqa=True to share each key/value head between query heads",
+            "pass enable_gqa=True to share each KV head between query heads",
         )
     return q_heads // kv_heads
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Number of query and key/value heads; the first is a multiple of the second."""
+    """Number of query and KV heads; the first is a multiple of the second."""
 
     q: int
     kv: int
@@ -53,11 +53,11 @@ class Heads:
         return self.q // self.kv
 
     def kv_head(self, q_head: int) -> int:
-        """The key/value head that a query head reads."""
+        """The KV head that a query head reads."""
         return q_head // self.ratio
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, Hq, ...] as [B, Hkv, ratio, ...], a view: query heads grouped by key/value head."""
+        """[B, Hq, ...] as [B, Hkv, ratio, ...], a view: query heads grouped by KV head."""
         if x.ndim < 2 or x.shape[1] != self.q:
             raise InputError(f"a tensor {list(x.shape)}", f"[B, {self.q}, ...]", "move heads to dimension 1")
         return x.unflatten(1, (self.kv, self.ratio))

@@ -30,12 +30,13 @@ _SHAPES: dict[Arrangement, str] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVScales:
-    """`k` and `v`, float32 or None for 1: keys are k8 * k_scale and values v8 * v_scale, then as ever.
+    """`k` and `v`, float32 or None for 1: keys are k8 * k_scale and values v8 * v_scale.
 
     A scale per head [Hkv]; per sequence and head [B, Hkv], of paged caches per page and head [pages, Hkv]; or
     per token and head, in the shape of the cache without its last dimension: [B, Hkv, Skv] (layout "bshd":
     [B, Skv, Hkv]), [Tk, Hkv] of packed caches, [pages, page_size, Hkv] of paged ones. Scales of k and of v
-    need not be alike. They belong to caches of torch.float8_e4m3fn; its NaN is NaN. Raises InputError.
+    may have different shapes. They belong to caches of torch.float8_e4m3fn; its NaN is NaN. Raises
+    InputError.
     """
 
     k: Tensor | None = None
@@ -79,7 +80,7 @@ class KVScales:
 
     @property
     def differentiable(self) -> bool:
-        """True if gradients of a scale are wanted."""
+        """True if a scale requires gradients."""
         return any(x is not None and x.requires_grad for x in (self.k, self.v))
 
     def __repr__(self) -> str:
@@ -91,7 +92,7 @@ NO_SCALES = KVScales()
 
 
 def is_eight_bit(k: object, v: object) -> bool:
-    """True if keys or values have 8 bits, of whatever kind."""
+    """True if keys or values have an 8-bit dtype."""
     dtypes = [x.dtype for x in (k, v) if isinstance(x, Tensor)]
     return E4M3 in dtypes or any(dtype in _OTHERS for dtype in dtypes)
 

@@ -149,9 +149,9 @@ CONVERSIONS: list[Callable[[Any], Mask | None]] = []
 
 
 def as_mask(value: Any) -> Mask:
-    """`value` as a Mask: a mask, a family (its defaults), any mask_mod, a BlockMap or a torch BlockMask.
+    """`value` as a Mask: a mask, a variant (its defaults), any mask_mod, a BlockMap or a torch BlockMask.
 
-    Raises InputError for anything else, a score mod among it.
+    Raises InputError for anything else, score mods included.
     """
     value = settle(value)
     if isinstance(value, Mask):
@@ -175,5 +175,5 @@ def as_mask(value: Any) -> Mask:
 
 
 def mask_family(make: Callable[..., MaskMod]) -> Family[Mask]:
-    """Decorator: a function from parameters to a mask_mod becomes a family of masks."""
+    """Decorator: a function from parameters to a mask_mod becomes a variant: a family of masks."""
     return Family(make, ModMask)

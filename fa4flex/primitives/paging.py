@@ -1,4 +1,4 @@
-"""Paged key/value caches: fixed-size pages in one pool, and a table of each sequence's pages."""
+"""Paged KV caches: fixed-size pages in one pool, and a page table with the pages of each sequence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import kind_of, show
+from fa4flex.torch_internals import assert_async
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -19,9 +20,9 @@ class Paging:
     """`page_table` [B, max_pages] and `seqused_k` [B], int32 or int64 (FlashAttention's names and layout).
 
     Sequence b's key t lives in page `page_table[b, t // page_size]`, slot `t % page_size`, of caches
-    [pages, page_size, Hkv, D]. Any page size will do. Only the first ceil(seqused_k[b] / page_size)
-    entries of a row are read; pages may be shared between sequences. Raises InputError; what the tensors
-    hold is looked at on a CPU only, by kernels elsewhere.
+    [pages, page_size, Hkv, D]. Any page size works. Only the first ceil(seqused_k[b] / page_size)
+    entries of a row are read; sequences may share pages. Raises InputError; contents of the tensors are
+    checked here on a CPU, and by the kernels on a GPU.
     """
 
     page_table: Tensor
@@ -99,7 +100,7 @@ class Paging:
         """Raise InputError unless the lengths and the pages of the table exist in this cache."""
         if torch.compiler.is_compiling():
             for condition, message in conditions_of(self, cache):
-                torch._assert_async(condition.all(), message)
+                assert_async(condition.all(), message)
             return
         self._check_lengths()
         pages, page_size = cache.shape[:2]
@@ -157,7 +158,7 @@ class Paging:
 
 
 def conditions_of(paging: Paging, cache: Tensor) -> list[tuple[Tensor, str]]:
-    """Conditions that contents must meet, as bool tensors, and what is said where one is not true."""
+    """Conditions that contents must meet, as bool tensors, and messages for those that are not true."""
     capacity = paging.page_table.shape[1] * cache.shape[1]
     return [
         (paging.seqused_k >= 0, "Paging: seqused_k holds a negative length"),

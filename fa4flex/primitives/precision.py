@@ -1,4 +1,4 @@
-"""Precision: in which dtype scores, softmax and sums are computed, and in which the output is stored."""
+"""Precision: the dtype of scores, softmax and sums, and the dtype of the output."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Precision:
     """compute  "auto": float32, and float64 for float64 inputs; or "float32" / "float64" for all inputs
     output   dtype of the output; None means that of q
 
-    The LSE has the dtype of the computation. Raises UnsupportedError for what has a meaning but is not
-    built (fp8, half-precision sums), InputError for anything else.
+    The LSE has the dtype of the computation. Raises UnsupportedError for meaningful but unsupported
+    dtypes (fp8, half-precision sums), InputError for anything else.
     """
 
     compute: str = "auto"

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: by which angles the elements of a head turn at each position."""
+"""Rotary position embeddings: tables of the angles at each position."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from fa4flex.primitives.base import kind_of, show
 class Rotary:
     """`cos` and `sin` [positions, half], floats, of the angles of each position (Su et al. 2021, RoFormer).
 
-    Of each head the first 2 * half elements turn. interleaved=False turns elements i and i + half together
-    (GPT-NeoX, Llama in transformers), interleaved=True elements 2 i and 2 i + 1 (GPT-J). Raises InputError.
+    The first 2 * half elements of each head are rotated: with interleaved=False in pairs i and i + half
+    (GPT-NeoX, Llama in transformers), with interleaved=True in pairs 2 i and 2 i + 1 (GPT-J).
+    Raises InputError.
     """
 
     cos: Tensor

@@ -1,4 +1,4 @@
-"""Schedule: how the work is cut and ordered. It never changes what is computed."""
+"""Schedule: how the work is divided and ordered. It never changes what is computed."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ Contents = Literal["compared", "counted"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """tile           (queries, keys) per tile; None lets the planner choose. A CPU honours it exactly; GPU
-                   pipelines take the sizes that their instructions have, and the planner refuses others
+    """tile           (queries, keys) per tile; None lets the planner choose. A CPU takes any size; GPU
+                   pipelines take the sizes that their instructions support, and others raise
     deterministic  True: equal inputs give equal bits, run after run, in gradients too. False permits, and
                    does not demand, sums in any order; forward passes and CPUs are deterministic either way
     order          in which tiles of queries are started: "row_major", "longest_first" (most keys first, for
                    balance between processors) or "auto". It is advice to GPU pipelines; one CPU walks the
                    tiles one after the other, where order changes neither result nor balance. Of ragged
                    batches, "longest_first" sorts the tiles of all sequences, once per set of lengths
-    next_tile      how a block of a GPU that is done finds its next tile of queries: "in_turn", every
-                   so-manieth; from a "counter" in global memory, for balance where tiles differ in work; by
+    next_tile      how a block of a GPU that is done finds its next tile of queries: "in_turn", at a
+                   fixed stride; from a "counter" in global memory, for balance where tiles differ in work; by
                    "launch_control": it cancels a block that has not started and takes over its tile
-                   (Blackwell; other GPUs refuse); or "auto". On CPUs nothing is to be balanced
-    split          keys per part, where blocks of a GPU share the keys of a few queries; in whole tiles of
-                   keys. A sequence's results then have the same bits whatever else is in the batch. None
-                   lets shapes and lengths decide, for speed
+                   (Blackwell; other GPUs refuse); or "auto". It has no effect on CPUs
+    split          keys per part where blocks of a GPU split the keys of a sequence (split-KV), in whole
+                   tiles. A sequence's results then have the same bits whatever else is in the batch. None
+                   chooses by shapes and lengths, for speed
     sm_margin      multiprocessors of a GPU that are left to kernels of other streams, such as those of a
                    collective: persistent kernels launch as many fewer blocks, and work is split for as many
                    fewer. Kernels with a block per tile are launched alike
-    contents       how the tensors that a mask, lengths and block maps read are recognised between calls,
-                   so that what follows from their contents is found again: "compared", with what they
-                   held, whoever wrote to them; or "counted", by torch's count of changes in place, which
-                   costs less and sees no change that torch does not count: through `.data`, in numpy's
-                   memory, of a replayed CUDA graph, of a kernel of one's own. "counted" is then the
-                   caller's word that there is none
+    contents       how changes of captured tensors, sequence lengths and block maps are detected between
+                   calls: "compared", by comparing their contents, which notices every change; or
+                   "counted", by torch's version counter, which costs less and misses writes through
+                   `.data`, in numpy's memory, by a replayed CUDA graph or by your own kernel. With
+                   "counted" the caller promises that there are none
 
     Raises InputError for anything else.
     """

@@ -62,9 +62,9 @@ class Chain(ScoreMod):
 
 
 def as_score(value: Any) -> ScoreMod:
-    """`value` as a ScoreMod: a score mod, a family (its defaults), or any score_mod function.
+    """`value` as a ScoreMod: a score mod, a variant (its defaults), or any score_mod function.
 
-    Raises InputError for anything else, masks and block maps among it.
+    Raises InputError for anything else, masks and block maps included.
     """
     value = settle(value)
     if isinstance(value, ScoreMod):
@@ -86,5 +86,5 @@ def as_score(value: Any) -> ScoreMod:
 
 
 def score_family(make: Callable[..., ScoreFunction]) -> Family[ScoreMod]:
-    """Decorator: a function from parameters to a score_mod becomes a family of score mods."""
+    """Decorator: a function from parameters to a score_mod becomes a variant: a family of score mods."""
     return Family(make, ModScore)

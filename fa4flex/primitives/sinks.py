@@ -25,9 +25,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Sinks:
     """`logits` [Hq], bfloat16, float16, float32 or float64, or a function that returns them at each call.
 
-    They are not scaled and receive gradients. A Parameter is given by a function (`lambda: self.sinks`), or
+    They are not scaled and receive gradients. Pass a Parameter by a function (`lambda: self.sinks`), or
     with each call: its module may replace it (load_state_dict(assign=True), fully_shard), which would not be
-    seen here. Raises InputError for another rank or dtype, and for a Parameter.
+    noticed here. Raises InputError for another rank or dtype, and for a Parameter.
     """
 
     logits: Tensor | Callable[[], Tensor]

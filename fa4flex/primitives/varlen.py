@@ -60,7 +60,7 @@ class Varlen:
 
     @property
     def checked(self) -> bool:
-        """True if the host checks contents. On a device, kernels find what is wrong, and the next call tells;
+        """True if the host checks contents. On a device, kernels set an error flag, and the next call raises;
         max_seqlen_q and max_seqlen_k, which no kernel reads, are not checked then."""
         return all(map(checked_here, self._tensors().values()))
 
@@ -90,7 +90,7 @@ class Varlen:
 
     @property
     def cu_k(self) -> Tensor | None:
-        """Cumulative key lengths, which are those of the queries where not given."""
+        """Cumulative key lengths, by default those of the queries."""
         return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     @property
@@ -100,7 +100,7 @@ class Varlen:
         return tensor.numel() - name.startswith("cu_")
 
     def check(self, q_tokens: int, k_tokens: int | None = None) -> None:
-        """Raise InputError unless packed tensors of so many tokens fit (k_tokens None: keys are paged)."""
+        """Raise InputError unless packed tensors of these lengths fit (k_tokens None: keys are paged)."""
         for cu in (self.cu_seqlens_q, self.cu_k):
             if cu is None:
                 raise InputError(

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex.torch_internals import any_autocast
+
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def active(x: Tensor) -> bool:
     """True in an autocast region for the tensor's device."""
-    if not torch._C._is_any_autocast_enabled() or not isinstance(x, Tensor):
+    if not any_autocast() or not isinstance(x, Tensor):
         return False
     return torch.is_autocast_enabled(x.device.type)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
@@ -19,6 +18,7 @@ from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.flex.choice import FLEX_DEVICES, by_flex, no_backend
+from fa4flex.torch_internals import forward_ad, is_wrapped, transform_level
 from fa4flex.variant import Variant
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -112,12 +112,12 @@ def check_transforms(*tensors: Tensor | None) -> None:
 
     Forward-mode tangents would be dropped without a word; grad and vmap fail deep inside torch.
     """
-    if torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0:
+    if transform_level() is None and forward_ad._current_level < 0:
         return
     for x in tensors:
         if x is None or torch.compiler.is_compiling():
             continue
-        if torch._C._functorch.is_functorch_wrapped_tensor(x) or unpack_dual(x).tangent is not None:
+        if is_wrapped(x) or unpack_dual(x).tangent is not None:
             raise UnsupportedError(
                 "a tensor inside torch.func.grad, vmap or jvp, or one with a forward-mode tangent",
                 "reverse-mode derivatives of batches: x.requires_grad_() and torch.autograd.grad",

@@ -15,6 +15,7 @@ from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.ops import Plain
 from fa4flex.runtime.programs import Published
+from fa4flex.torch_internals import dispatch_modes
 
 
 class Direct(NamedTuple):
@@ -67,7 +68,7 @@ class Direct(NamedTuple):
         """Gradients as an operator returns them. Where there is no kernel for them, or something intercepts
         operators, one is called."""
         call, (dout, *of_lse), (out, lse, *_) = self.call(tensors), upstream, saved
-        if dout.dtype == out.dtype == call.q.dtype and not torch._C._len_torch_dispatch_stack():
+        if dout.dtype == out.dtype == call.q.dtype and not dispatch_modes():
             given = Saved(out, lse, dout, of_lse[0] if of_lse else None)
             found = run_backward(self.program.engine, call, given, needs)
             if found is not None:

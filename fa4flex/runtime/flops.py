@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex.torch_internals import modes_of_dispatch
+
 COUNTER = "torch.utils.flop_counter"
 _registered = False
 
@@ -30,7 +32,7 @@ def follow() -> None:
     }
     for operator, formula in formulas.items():
         counting.register_flop_formula(operator, get_raw=True)(formula)
-    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+    for mode in modes_of_dispatch():
         counter = getattr(mode, "counter", None)  # it copied torch's formulas when it was made
         if isinstance(counter, counting.FlopCounterMode):
             counter.flop_registry.update(formulas)

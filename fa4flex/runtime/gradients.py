@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
+from fa4flex.torch_internals import MappedDimension
 
 
 class Derivable(Protocol):
@@ -71,49 +71,12 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients by `call`, of a batch of upstream gradients (is_grads_batched=True, jacobian(vectorize=True),
     vmap over torch.autograd.grad) one after another."""
-    batch = next((made for x in upstream if (made := _Batch.of(x)) is not None), None)
+    batch = next((made for x in upstream if (made := MappedDimension.of(x)) is not None), None)
     if batch is None:
         return call.backward(tensors, upstream, saved, needs)
     rows = zip(*[batch.rows(x) for x in upstream], strict=True)
     each = [_backward(call, tensors, list(row), saved, needs) for row in rows]
     return [batch.stacked(found) for found in zip(*each, strict=True)]
-
-
-class _Batch(NamedTuple):
-    """A dimension that torch maps over; `legacy`: by the vmap that torch.autograd has of its own."""
-
-    legacy: bool
-    level: int
-    size: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Batch | None:
-        """The innermost one of `x`."""
-        if functorch.is_batchedtensor(x):
-            level = functorch.maybe_get_level(x)
-            return cls(False, level, functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
-        if not functorch.is_legacy_batchedtensor(x):
-            return None
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
-        return cls(True, level, _physical(x, level).shape[0])
-
-    def rows(self, x: Tensor) -> Sequence[Tensor]:
-        if self.legacy and functorch.is_legacy_batchedtensor(x):
-            return _physical(x, self.level).unbind()
-        if not self.legacy and functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == self.level:
-            return functorch.get_unwrapped(x).unbind(functorch.maybe_get_bdim(x))
-        return [x] * self.size
-
-    def stacked(self, rows: Sequence[Tensor]) -> Tensor:
-        add: Callable[..., Tensor] = torch._add_batch_dim if self.legacy else functorch._add_batch_dim
-        return add(torch.stack(list(rows)), 0, self.level)
-
-
-def _physical(x: Tensor, level: int) -> Tensor:
-    """`x` of the vmap of torch.autograd with its mapped dimension first."""
-    found: Tensor = torch._remove_batch_dim(x, level, 0, 0)
-    return found
 
 
 class TwiceDerived(torch.autograd.Function):

@@ -7,19 +7,14 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import textwrap
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.trace import Captures, Operand, trace
@@ -45,6 +40,14 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.launch import Results, Statistics
 from fa4flex.runtime.programs import contract, publish
+from fa4flex.torch_internals import (
+    HigherOrderOperator,
+    capture_mods,
+    constant_in_graphs,
+    fake_tensors,
+    without_modes,
+    without_transforms,
+)
 from fa4flex.variant import Variant, default_scale
 
 NAME = "fa4flex_flex_attention"
@@ -130,29 +133,10 @@ class _Attention(HigherOrderOperator):
 attention = _Attention()
 
 
+@constant_in_graphs
 def _register() -> None:
     """Tell Dynamo how to capture the mods; called in compiled code, where Dynamo is loaded."""
-    from torch._dynamo import exc
-    from torch._dynamo.variables import higher_order_ops
-
-    class Variable(higher_order_ops.FlexAttentionHigherOrderVariable):
-        _HOP_NAME = f"torch.ops.higher_order.{NAME}"
-
-        def _call_function(self, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return super()._call_function(*args, **kwargs)
-            except (exc.RestartAnalysis, exc.SkipFrame):  # Dynamo's own ways
-                raise
-            except Exception as error:
-                cause = _ours(error) or error
-                stack = getattr(error, "real_stack", None)
-                raise exc.Unsupported(_left_out(cause), real_stack=stack) from cause
-
-        def create_wrapped_node(self, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            with _floats_of_the_whole_graph(), _side_effects_in_place(tx.output):
-                return super().create_wrapped_node(tx, *args, **kwargs)
-
-    higher_order_ops._hop_name_to_variable_class.setdefault(NAME, Variable)
+    capture_mods(NAME, _left_out)
 
 
 def _ours(error: BaseException | None) -> Fa4flexError | None:
@@ -162,64 +146,19 @@ def _ours(error: BaseException | None) -> Fa4flexError | None:
     return error
 
 
-def _left_out(error: Exception) -> str:
-    """Words for a call that Dynamo leaves out of its graph, if it may leave some out."""
+def _left_out(error: Exception) -> tuple[str, Exception]:
+    """Words for a call that Dynamo leaves out of its graph, if it may leave some out, and their cause."""
+    error = _ours(error) or error
     reason = str(getattr(error, "msg", error)).strip()
     reason = reason if isinstance(error, Fa4flexError) else reason.partition("\n\n")[0]
     reason = textwrap.indent(reason, "    ")
-    return (
+    words = (
         "attention of fa4flex that is not captured in a graph\n"
         f"  Explanation: a function of this call, or what it is given, cannot be traced:\n{reason}\n"
         "  Hint: Without fullgraph=True the call runs between two graphs as it does without torch.compile.\n"
         "  Hint: Without torch.compile, an error tells what is expected instead, and where in your code."
     )
-
-
-# Dynamo runs it once, while it compiles, and does not trace it.
-vars(_register).update(_dynamo_marked_constant=True)
-
-
-@contextlib.contextmanager
-def _floats_of_the_whole_graph() -> Iterator[None]:
-    """Within, Dynamo unpacks a captured float in the model's graph rather than in that of the mod.
-
-    Dynamo remembers what it unpacked for the rest of the model, and a second mod that reads the same float
-    could not reach into the graph of the first.
-    """
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    wrap = VariableBuilder.wrap_symfloat
-
-    def wrap_at_the_root(self: Any, value: float) -> Any:
-        output = self.tx.output
-        tracers = output.tracers
-        output.tracers = tracers[:1]
-        try:
-            return wrap(self, value)
-        finally:
-            output.tracers = tracers
-
-    VariableBuilder.wrap_symfloat = wrap_at_the_root  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _side_effects_in_place(output: Any) -> Iterator[None]:
-    """Within, Dynamo captures a mod; its record of side effects is the same object afterwards.
-
-    Dynamo discards what a mod did to Python objects by going on with a copy of its record, made before.
-    Dictionaries of objects that were made in the graph by then hold the record itself: attributes that are
-    set afterwards would be written to it and be lost.
-    """
-    record = output.side_effects
-    yield
-    copied = output.side_effects
-    for name in inspect.signature(type(record)).parameters.keys() & vars(record).keys():
-        setattr(record, name, getattr(copied, name))
-    output.side_effects = record
+    return words, error
 
 
 def run(
@@ -415,7 +354,7 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     carriers = _carriers(score, len(score_lifted)) + _carriers(mask, len(mask_lifted))
-    with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.enable_grad():
+    with without_modes(), without_transforms(), torch.enable_grad():
         stand_ins = _stand_ins(lifted, carriers, context)
         count, captures = len(score_lifted), Captures()
         functions = (
@@ -484,7 +423,7 @@ def _hint(value: Any) -> Any:
 
 
 def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor]) -> list[StandIn]:
-    mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
+    mode, made = fake_tensors(), dict[int, Tensor]()
     symbols = {id(x): name for x, name in zip(context, CONTEXT, strict=True)}
     found = []
     for position, (x, carried) in enumerate(zip(lifted, carriers, strict=True)):

@@ -48,6 +48,7 @@ from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
+from fa4flex.torch_internals import any_autocast, dispatch_modes, forward_ad, is_tracing, transform_level
 from fa4flex.variant import Variant, default_scale, settings_of
 from ptxsim.active import simulating
 
@@ -167,7 +168,7 @@ def run(
 
     Of lse and max_scores at least those in `statistics` are computed.
     """
-    if torch._C._is_any_autocast_enabled() and autocast.active(q):
+    if any_autocast() and autocast.active(q):
         q, k, v = autocast.cast(q, k, v)
         with autocast.off(q):
             return run(now, q, k, v, varlen, paging, statistics)
@@ -367,10 +368,10 @@ def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(
         not _plain(q, k, v)
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or dispatch_modes()
+        or is_tracing()
+        or transform_level() is not None
+        or forward_ad._current_level >= 0
     )
 
 

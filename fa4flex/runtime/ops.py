@@ -26,6 +26,7 @@ from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Numbers, Published, read
+from fa4flex.torch_internals import below_autograd, dispatch_modes, outside_operators
 from ptxsim.active import simulating
 
 # --- what computes ----------------------------------------------------------------------------------------
@@ -114,17 +115,13 @@ def _backward_by_flex(
         return list(torch.autograd.grad(outputs, wanted, list(upstream), materialize_grads=True))
 
 
-_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-"""Dispatch keys as they are outside of operators."""
-
-
 @contextlib.contextmanager
 def _outside(grad: bool) -> Iterator[None]:
     """Within, torch dispatches as outside of the operator at hand: vmap, which traces mods, and autograd, if
     `grad`, work there alone."""
     with (
         torch.inference_mode(False),
-        torch._C._ForceDispatchKeyGuard(*_DISPATCH),
+        outside_operators(),
         torch.set_grad_enabled(grad),
     ):
         yield
@@ -191,7 +188,7 @@ class Plain:
             return forward(self.program, given, self._numbers(self.floats), self.max_scores)
         plain = self.program.text, self.ints, floats, self.scale, self.max_scores
         q, k, v, sinks, lengths, operands = given
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             found: Forward = torch.ops.fa4flex.attention(q, k, v, operands, sinks, *lengths, *plain)
         return found
 
@@ -204,7 +201,7 @@ class Plain:
     ) -> list[Tensor]:
         given, floats = self._given(tensors)
         if self.floats is not None:
-            if not torch._C._len_torch_dispatch_stack():
+            if not dispatch_modes():
                 return backward(self.program, given, self._numbers(self.floats), (upstream, saved), needs)
             floats = _as_tensors(self.floats)  # modes see operators, also where the forward pass had none
         plain = self.program.text, self.ints, floats, self.scale, needs
@@ -344,7 +341,7 @@ def attention_with_gradients(
 
 
 def backward_below(*args: Any) -> list[Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         found: list[Tensor] = torch.ops.fa4flex.attention_backward(*args)
     return found
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from fa4flex.codegen.expr import Expr, nodes
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.runtime.programs import read
+from fa4flex.torch_internals import implicit_replication
 
 DTENSOR = "torch.distributed.tensor"
 _registered = False
@@ -138,7 +139,7 @@ class _Plan:
             return None
         distributed = sys.modules[DTENSOR].DTensor
         if not isinstance(x, distributed):
-            if x.dim() > 0 and not distributed._op_dispatcher._allow_implicit_replication:
+            if x.dim() > 0 and not implicit_replication(distributed):
                 raise _plain_tensor(name)
             replicated = [sys.modules[DTENSOR].Replicate()] * self.mesh.ndim
             x = distributed.from_local(x, self.mesh, replicated, run_check=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,62 @@ def test_no_docstring_begins_with_a_preposition_or_a_question_word() -> None:
             if isinstance(text, str) and re.match(rf"\s*({words})\b", text):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.strip().splitlines()[0]}")
     assert not found, "\n".join(found)
+
+
+# --- names of files -----------------------------------------------------------------------------------------
+
+NAMED = re.compile(r"(?<![\w/.*<>{}-])((?:[\w.-]+/)*[\w-]+\.py|(?:[\w.-]+/)*kernels/[\w/]+)(?![\w*-])")
+ELSEWHERE = {
+    "test_flex_attention.py", "test_flex_decoding.py", "test/inductor/test_flex_attention.py",  # PyTorch's
+    "flash_fwd_sm100.py", "my_mods.py", "path/to/file.py", "path/to/mods.py", "a.py",
+}  # fmt: skip
+"""Files of other projects, and those that stand for a reader's own."""
+
+
+def test_files_that_are_named_exist() -> None:
+    """Names are paths, or the ends of paths, in pages, docstrings and comments."""
+    paths = files_of_the_project()
+    ends = {end for path in paths for end in ends_of(path)} | ELSEWHERE
+    found = []
+    for path in (ROOT / x for x in paths if x.endswith((".py", ".md"))):
+        place = path.relative_to(ROOT)
+        for line, text in prose_of(path):
+            found += [
+                f"{place}:{line}: {x}" for x in NAMED.findall(text) if x.removeprefix("../") not in ends
+            ]
+    assert not found, "\n".join(found)
+
+
+def files_of_the_project() -> list[str]:
+    folders = ("fa4flex", "tests", "scripts", "benchmarks", "examples", "docs")
+    found = [x for folder in folders for x in (ROOT / folder).rglob("*") if x.suffix in (".py", ".md")]
+    return [str(x.relative_to(ROOT)) for x in (*found, *ROOT.glob("*.md"))]
+
+
+def ends_of(path: str) -> set[str]:
+    """Ends of a path, of its folders and of its name without a suffix; folders with and without a slash."""
+    found = set()
+    for whole in (path, path.removesuffix(".py"), *map(str, Path(path).parents)):
+        parts = whole.split("/")
+        found |= {"/".join(parts[first:]) for first in range(len(parts))}
+    return found | {f"{x}/" for x in found}
+
+
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    """Lines of a page; of a module its comments and docstrings, by the line on which each begins."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return list(enumerate(text.splitlines(), 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [(x.start[0], x.string) for x in tokens if x.type == tokenize.COMMENT]
+    expressions = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Expr)]
+    constants = [(x.lineno, x.value.value) for x in expressions if isinstance(x.value, ast.Constant)]
+    return comments + [(line, x) for line, x in constants if isinstance(x, str)]
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    ends = ends_of("fa4flex/kernels/common/softmax.py")
+    assert {"softmax.py", "common/softmax.py", "kernels/common", "kernels/common/"} <= ends
+    assert NAMED.findall("see `kernels/common/shares.py`, small/convert.py (kernels/bwd_sm100_pair).") == [
+        "kernels/common/shares.py", "small/convert.py", "kernels/bwd_sm100_pair",
+    ]  # fmt: skip

@@ -45,7 +45,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 def test_a_stream_has_a_counter_and_a_captured_launch_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, capturing = [0], [False]
     monkeypatch.setattr(counters_module, "_counters", {})
-    monkeypatch.setattr(counters_module, "_current_stream", lambda device: stream[0])
+    monkeypatch.setattr(counters_module, "current_stream", lambda device: stream[0])
     monkeypatch.setattr(counters_module, "_capturing", lambda device: capturing[0])
     monkeypatch.setattr(counters_module, "_zeros", lambda device: torch.zeros(COUNTERS, dtype=torch.int32))
     default = counters_module.counters(0)
@@ -71,7 +71,7 @@ def test_graphs_of_torch_compile_keep_nothing(monkeypatch: pytest.MonkeyPatch) -
     trees = SimpleNamespace(get_manager=get_manager)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
     monkeypatch.setattr(counters_module, "_counters", {})
-    monkeypatch.setattr(counters_module, "_current_stream", lambda device: stream[0])
+    monkeypatch.setattr(counters_module, "current_stream", lambda device: stream[0])
     monkeypatch.setattr(counters_module, "_capturing", lambda device: False)
     monkeypatch.setattr(counters_module, "_zeros", lambda device: torch.zeros(COUNTERS, dtype=torch.int32))
     q = mock.Mock(is_cuda=True, get_device=lambda: 0)

@@ -23,6 +23,7 @@ from fa4flex.codegen.trace.state import Derived, current
 from fa4flex.codegen.trace.value import UnknownAttribute, Value, call, is_number, on_call, scalar_of
 from fa4flex.codegen.trace.vectors import VECTORS
 from fa4flex.errors import TraceError
+from fa4flex.torch_internals import custom_op_name, is_wrapped, without_functions
 
 OPERATIONS: dict[str, Builder] = {**ELEMENTWISE, **VECTORS, **DTYPES}
 METHODS: dict[str, Builder] = {"where": lambda self, condition, other: where(condition, self, other)}
@@ -88,6 +89,10 @@ def registered(function: Any) -> Callable[..., Any] | None:
         return None
 
 
+_Packet, _Overload = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+"""An operator, and one of its forms."""
+
+
 def _registry_key(function: Any) -> Any:
     return _qualified_name(function) or function
 
@@ -96,13 +101,13 @@ def _qualified_name(function: Any) -> str | None:
     """ "namespace::name" of a torch operator in any of its forms."""
     if isinstance(function, str):
         return function
-    schema = getattr(function, "_schema", None)
-    if isinstance(function, torch._ops.OpOverload) and schema is not None:
-        return str(schema.name)
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return str(function._qualified_op_name)
+    if isinstance(function, _Packet):
+        function = getattr(function, function.overloads()[0])
+    if isinstance(function, _Overload):
+        namespace, _, name = function.name().partition("::")
+        return f"{namespace}::{name.partition('.')[0]}"
     if isinstance(function, torch.library.CustomOpDef):
-        return str(function._qualname)
+        return custom_op_name(function)
     return None
 
 
@@ -169,7 +174,7 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with Tracing():
             return lowering(*args, **kwargs)
     if traced or _numbers_stay(function, args, kwargs, flat):
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return _build(function, args, kwargs)
     return _run_real(_real_function(function), args, kwargs)
 
@@ -182,7 +187,7 @@ def _numbers_stay(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if name == "getitem":
         return all(isinstance(x, (Tensor, int, slice, type(None))) or is_number(x) for x in leaves(args[1:]))
     tensors = [x for x in flat if isinstance(x, Tensor)]
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         scalars_only = bool(tensors) and all(t.ndim == 0 for t in tensors) and name in ELEMENTWISE
     return scalars_only or makes_value(name, args, kwargs)
 
@@ -324,7 +329,7 @@ def _to_keep(leaf: Any) -> Any:
 
 def _is_of_now(made: Tensor) -> bool:
     """True for tensors that mean something within a mode or a transform alone, such as fake ones."""
-    return type(made) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(made)
+    return type(made) is not Tensor or is_wrapped(made)
 
 
 def _recipe(

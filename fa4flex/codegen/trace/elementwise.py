@@ -48,12 +48,12 @@ def _on_bools(op: str, logic: str | None) -> Builder:
     return build
 
 
-_add, _sub, _mul = _on_bools("add", "or_"), _on_bools("sub", None), _on_bools("mul", "and_")
+_add, _sub, mul = _on_bools("add", "or_"), _on_bools("sub", None), _on_bools("mul", "and_")
 _minimum, _maximum = _on_bools("minimum", "and_"), _on_bools("maximum", "or_")
 
 
 def _times(alpha: Any, other: Any) -> Any:
-    return other if type(alpha) is int and alpha == 1 else _mul(alpha, other)
+    return other if type(alpha) is int and alpha == 1 else mul(alpha, other)
 
 
 def add(input: Any, other: Any, *, alpha: Any = 1) -> Value:
@@ -92,7 +92,7 @@ def fmod(input: Any, other: Any) -> Value:
     """C's remainder: the sign is that of `input`."""
     a, b = coerce(input), coerce(other)
     if "float" not in (a.expr.kind, b.expr.kind):
-        return sub(a, _mul(elementwise("truncdiv", a, b), b))
+        return sub(a, mul(elementwise("truncdiv", a, b), b))
     # The remainder of floats is exact; a multiple of the divisor taken off may have been rounded.
     rest = elementwise("mod", elementwise("abs", a), elementwise("abs", b))
     return where(elementwise("lt", a, 0), elementwise("neg", rest), rest)
@@ -121,7 +121,7 @@ def _constant_power(base: Value, power: float) -> Value | None:
         result = base if base.expr.kind != "bool" else elementwise("to_int", base)
         factor = result
         for _ in range(int(power) - 1):
-            result = _mul(result, factor)
+            result = mul(result, factor)
         return elementwise("to_float", result) if isinstance(power, float) else result
     if power == 0.5:
         return elementwise("sqrt", base)
@@ -131,7 +131,7 @@ def _constant_power(base: Value, power: float) -> Value | None:
 
 
 def square(input: Any) -> Value:
-    return _mul(input, input)
+    return mul(input, input)
 
 
 def reciprocal(input: Any) -> Value:
@@ -192,29 +192,29 @@ trunc = _whole("trunc")
 
 
 def _erf_gelu(x: Any) -> Value:
-    return _mul(_mul(x, 0.5), add(1.0, elementwise("erf", _mul(x, math.sqrt(0.5)))))
+    return mul(mul(x, 0.5), add(1.0, elementwise("erf", mul(x, math.sqrt(0.5)))))
 
 
 def gelu(input: Any, *, approximate: str = "none") -> Value:
     """Hendrycks & Gimpel, arXiv:1606.08415: x Phi(x), or its tanh approximation."""
     if approximate == "none":
         return _erf_gelu(input)
-    inner = _mul(math.sqrt(2 / math.pi), add(input, _mul(0.044715, _mul(square(input), input))))
-    return _mul(_mul(input, 0.5), add(1.0, elementwise("tanh", inner)))
+    inner = mul(math.sqrt(2 / math.pi), add(input, mul(0.044715, mul(square(input), input))))
+    return mul(mul(input, 0.5), add(1.0, elementwise("tanh", inner)))
 
 
 def relu(input: Any, inplace: bool = False) -> Value:
     # `x <= 0`, not `x > 0`: a NaN then stays a NaN, and the derivative at 0 is torch's 0.
     x = coerce(input)
-    return where(elementwise("le", x, 0), _mul(x, 0) if x.expr.kind != "float" else 0.0, x)
+    return where(elementwise("le", x, 0), mul(x, 0) if x.expr.kind != "float" else 0.0, x)
 
 
 def silu(input: Any, inplace: bool = False) -> Value:
-    return _mul(input, elementwise("sigmoid", input))
+    return mul(input, elementwise("sigmoid", input))
 
 
 def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Value:
-    scaled = _mul(coerce(input), beta)
+    scaled = mul(coerce(input), beta)
     bounded = _minimum(scaled, threshold)
     return where(
         elementwise("gt", scaled, threshold),
@@ -224,14 +224,14 @@ def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Value:
 
 
 def leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Value:
-    return where(elementwise("gt", input, 0), input, _mul(input, negative_slope))
+    return where(elementwise("gt", input, 0), input, mul(input, negative_slope))
 
 
 def elu(
     input: Any, alpha: Any = 1.0, scale: Any = 1.0, input_scale: Any = 1.0, inplace: bool = False
 ) -> Value:
-    below = _mul(alpha, elementwise("expm1", _minimum(_mul(input, input_scale), 0.0)))
-    return _mul(scale, where(elementwise("gt", input, 0), input, below))
+    below = mul(alpha, elementwise("expm1", _minimum(mul(input, input_scale), 0.0)))
+    return mul(scale, where(elementwise("gt", input, 0), input, below))
 
 
 def selu(input: Any, inplace: bool = False) -> Value:
@@ -248,7 +248,7 @@ def hardsigmoid(input: Any, inplace: bool = False) -> Value:
 
 
 def hardswish(input: Any, inplace: bool = False) -> Value:
-    return _mul(input, hardsigmoid(input))
+    return mul(input, hardsigmoid(input))
 
 
 def logsigmoid(input: Any) -> Value:
@@ -256,7 +256,7 @@ def logsigmoid(input: Any) -> Value:
 
 
 def mish(input: Any, inplace: bool = False) -> Value:
-    return _mul(input, elementwise("tanh", softplus(input)))
+    return mul(input, elementwise("tanh", softplus(input)))
 
 
 def softsign(input: Any) -> Value:
@@ -273,15 +273,15 @@ def logit(input: Any, eps: Any = None) -> Value:
 
 
 def lerp(input: Any, end: Any, weight: Any) -> Value:
-    return add(input, _mul(weight, sub(end, input)))
+    return add(input, mul(weight, sub(end, input)))
 
 
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
-    return add(input, _mul(value, _mul(tensor1, tensor2)))
+    return add(input, mul(value, mul(tensor1, tensor2)))
 
 
 def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
-    return add(input, _mul(value, div(tensor1, tensor2)))
+    return add(input, mul(value, div(tensor1, tensor2)))
 
 
 def logaddexp(input: Any, other: Any) -> Value:
@@ -314,7 +314,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 _OWN: dict[str, Builder] = {
-    "add": add, "sub": sub, "mul": _mul, "div": div, "pow": pow, "minimum": _minimum, "maximum": _maximum,
+    "add": add, "sub": sub, "mul": mul, "div": div, "pow": pow, "minimum": _minimum, "maximum": _maximum,
     "bitand": _int_or_bool("bitand", "and_"), "bitor": _int_or_bool("bitor", "or_"),
     "bitxor": _int_or_bool("bitxor", "xor"), "bitnot": bitwise_not,
     "where": where, "isnan": isnan, "isinf": isinf,
@@ -339,8 +339,8 @@ _COMPOSED: dict[str, Builder] = {
     "isneginf": lambda input: elementwise("eq", input, -math.inf),
     "nan_to_num": nan_to_num, "frac": lambda input: sub(input, trunc(input)),
     "erfc": lambda input: sub(1.0, elementwise("erf", input)),
-    "log10": lambda input: _mul(elementwise("log", input), 1 / math.log(10.0)),
-    "deg2rad": lambda input: _mul(input, math.pi / 180), "rad2deg": lambda input: _mul(input, 180 / math.pi),
+    "log10": lambda input: mul(elementwise("log", input), 1 / math.log(10.0)),
+    "deg2rad": lambda input: mul(input, math.pi / 180), "rad2deg": lambda input: mul(input, 180 / math.pi),
     "hypot": lambda input, other: elementwise("sqrt", add(square(input), square(other))),
     "lerp": lerp, "addcmul": addcmul, "addcdiv": addcdiv, "logaddexp": logaddexp, "logit": logit,
     "relu": relu, "relu6": lambda input, inplace=False: clamp(input, 0.0, 6.0), "silu": silu, "gelu": gelu,

@@ -6,9 +6,8 @@ each input is what the function's backward returns for a unit gradient.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, MethodType
 from typing import Any
 
@@ -19,9 +18,7 @@ from fa4flex.codegen.trace.build import coerce, made
 from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Value, is_real
-
-_ORIGINAL = torch.autograd.Function.__dict__["apply"]  # a classmethod; from torch 2.15 on a C function
-_patching = threading.RLock()
+from fa4flex.torch_internals import apply_of, calls_of_functions, without_functions
 
 
 class Context:
@@ -57,13 +54,7 @@ def is_apply(method: object) -> bool:
         return False
     owner = method.__self__
     is_function = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    return is_function and method == _original(owner)
-
-
-def _original(cls: Any) -> Callable[..., Any]:
-    """`cls.apply` as torch has it, whatever stands in for it."""
-    bound: Callable[..., Any] = _ORIGINAL.__get__(None, cls)
-    return bound
+    return is_function and method == apply_of(owner)
 
 
 def applying(cls: Any) -> Callable[..., Any]:
@@ -71,28 +62,21 @@ def applying(cls: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: apply_function(cls, args, kwargs)
 
 
-@contextmanager
-def intercepting() -> Iterator[None]:
+def intercepting() -> AbstractContextManager[None]:
     """While a mod is traced, `SomeFunction.apply(...)` on traced values comes to `apply_function`."""
-    with _patching:
-        substitute = classmethod(lambda cls, *args, **kwargs: apply_function(cls, args, kwargs))
-        setattr(torch.autograd.Function, "apply", substitute)  # noqa: B010
-        try:
-            yield
-        finally:
-            setattr(torch.autograd.Function, "apply", _ORIGINAL)  # noqa: B010
+    return calls_of_functions(lambda cls, *args, **kwargs: apply_function(cls, args, kwargs))
 
 
 def apply_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(a, Value) for a in args):
-        return _original(cls)(*args, **kwargs)
+        return apply_of(cls)(*args, **kwargs)
     lowering = registered(cls)
     if lowering is not None:
         return lowering(*args, **kwargs)
     args = tuple(_scalar_tensor(cls, a) for a in args)
     needs = [isinstance(a, Value) and a.expr.kind == "float" for a in args]
     context = Context(needs)
-    if cls.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
+    if cls.setup_context is torch.autograd.Function.setup_context:
         output = cls.forward(context, *args, **kwargs)
     else:
         output = cls.forward(*args, **kwargs)
@@ -129,7 +113,7 @@ def _scalar_tensor(cls: Any, arg: Any) -> Any:
     """0-d captured tensors take part as traced values; a larger one would lose its custom gradient."""
     if not is_real(arg):
         return arg
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         if arg.ndim == 0:
             return coerce(arg)
         if arg.requires_grad:

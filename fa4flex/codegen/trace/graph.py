@@ -22,6 +22,7 @@ from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Number, Value
 from fa4flex.errors import Origin, TraceError
 from fa4flex.primitives.base import positional
+from fa4flex.torch_internals import HigherOrderOperator
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NAME = re.compile(r"^l_|_$")
@@ -142,7 +143,7 @@ def _run(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> An
     if node.target is torch.ops.higher_order.autograd_function_apply:
         forward, backward, *inputs = map(_plain, args)
         return apply_captured(forward, backward, tuple(inputs), bool(kwargs.get("dirty_idx")))
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         raise TraceError(
             f"the operator {node.target} in a compiled mod",
             "one expression for all pairs",

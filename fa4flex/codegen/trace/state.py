@@ -17,6 +17,7 @@ from fa4flex.codegen.trace.captures import Captures, Recipe, Seen
 from fa4flex.codegen.trace.origin import user_line
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.errors import Origin, TraceError
+from fa4flex.torch_internals import without_functions
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class State:
             here = f"{name}.shape[{dimension}]"
             here += "#" * sum(other.startswith(here) for other in self._named.values())
             self._named[tensor, dimension] = here
-            with torch._C.DisableTorchFunction():
+            with without_functions():
                 self.numbers[here] = captured.shape[dimension], path.extent(dimension)
         if self.freeze or here in self.constant:
             self.see(tensor, dimension)

@@ -25,10 +25,9 @@ from fa4flex.codegen.trace.build import (
     promoted,
     static_int,
 )
-from fa4flex.codegen.trace.elementwise import Builder, add, div, square
-from fa4flex.codegen.trace.elementwise import _mul as mul
+from fa4flex.codegen.trace.elementwise import Builder, add, div, mul, square
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, Dims, Value, is_real
+from fa4flex.codegen.trace.value import Dim, Dims, Value, is_number, is_real
 
 MAX_EXTENT = 1024
 """Longest axis a reduction runs over, per (query, key) pair."""
@@ -84,9 +83,7 @@ def _pick(source: Value, entries: list[Any], indices: Any, shared: Dims) -> Valu
 
 
 def _is_advanced(entry: Any) -> bool:
-    return isinstance(entry, (Value, Tensor, list)) or (
-        entry is not None and type(entry).__name__ == "Number"
-    )
+    return isinstance(entry, (Value, Tensor, list)) or is_number(entry)
 
 
 def _expand_ellipsis(index: tuple[Any, ...], rank: int) -> list[Any]:

@@ -49,7 +49,7 @@ class Backward:
     direction = "backward"
     """Schema of its arguments."""
 
-    # A pair's has others of these (kernels/bwd_sm100_pair).
+    # CTA pairs have others of these: bwd_sm100/two_cta/kernel.py.
     roles: Any = Load, Mma, Compute, Reduce
     transfers_kind: Any = Transfers
     pipes_kind: Any = Pipes

@@ -68,7 +68,7 @@ class BackwardArguments(_BackwardArguments):
     begin at `first_row` of it. None where a block has all keys of its queries and writes dq, as q, itself.
     scale_log2: scale * log2(e); each use of a product would compute it anew.
     dk_parts, dv_parts: where the query heads of a group may be shared out in parts, dK and dV of each, as if
-    there were so many more heads of keys; those of a head of keys follow each other. Else None.
+    there were that many more KV heads; those of a KV head follow each other. Else None.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles, 2]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.

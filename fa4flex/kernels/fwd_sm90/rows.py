@@ -105,7 +105,7 @@ class GroupRows:
         return self.config.group, ROWS // self.config.group
 
     def grid(self, arguments: Arguments, ordered: bool) -> Grid:
-        """Sections have as many heads of keys as without groups."""
+        """Sections have as many KV heads as without groups."""
         group, tile_m = self.config.group, self.config.tile_m
         grid = dense_grid(arguments, tile_m, ordered, self.config.short_tiles)
         tiles = Int32(cute.ceil_div(arguments.q.shape[1] * group, tile_m))

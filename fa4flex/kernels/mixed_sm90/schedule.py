@@ -145,7 +145,7 @@ class MixedScheduler(TileScheduler):
     def few(
         self, index: Int32, arguments: Arguments, next_tile: cutlass.Constexpr[NextTile]
     ) -> tuple[Work, Cut]:
-        """All heads of keys of a part of a sequence one after another; `h` of the work is one of those."""
+        """All KV heads of a part of a sequence one after another; `h` of the work is one of those."""
         heads, share = Int32(arguments.k.shape[2]), noted(next_tile).share
         at = noted_place(FEW_AT, next_tile)
         part, at = self.sequences.find(index // heads, at, arguments, share, "few")

@@ -26,7 +26,7 @@ APART = 7
 @dataclass(frozen=True)
 class Groups:
     """group          query heads that share keys
-    kv_heads       heads of keys
+    kv_heads       number of KV heads
     tile_n         keys of a tile
     workers        tiles that are worked on at a time: multiprocessors, or pairs of them; at least 1
     masked         whether tiles of keys meet more or fewer queries

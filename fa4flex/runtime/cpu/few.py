@@ -1,7 +1,7 @@
 """A few queries at once, as in decoding: all pairs in one tile, without a map of tiles.
 
 Where the scores are few, proving which of them are masked takes longer than computing them. The batch is a
-dimension of the tile, [B, key heads, query heads per key head, queries, keys].
+dimension of the tile, [B, KV heads, query heads per KV head, queries, keys].
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fa4flex.errors import InputError
 from fa4flex.exact import exactly
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
 from fa4flex.runtime.layouts import empty_output
+from fa4flex.torch_internals import single_query_kernel
 
 FEW_QUERIES = 4
 FEW_PRODUCTS = 1 << 23
@@ -27,7 +28,6 @@ FEW_PRODUCTS = 1 << 23
 INFINITY = float("inf")
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of q, k and v whose scores are float32, unless a variant asks for more."""
-_kernel = torch._scaled_dot_product_flash_attention_for_cpu  # 2 us less than the same from torch.ops
 LIMITS = {
     dtype: (torch.finfo(dtype).min, torch.finfo(dtype).tiny) for dtype in (torch.float32, torch.float64)
 }
@@ -89,7 +89,9 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     """(out, lse) of sequences' single queries without a score mod and sinks, over keys that lie together, by
     PyTorch's own kernel; None for anything else. The backward pass needs more than that: `few_queries` gives
     it."""
-    if facts.score is not SCORE or inputs.sinks is not None or inputs.precision is not torch.float32:
+    if single_query_kernel is None or inputs.precision is not torch.float32:
+        return None
+    if facts.score is not SCORE or inputs.sinks is not None:
         return None
     q, k, v = given = inputs.q, inputs.k, inputs.v
     if q.shape[2] != 1 or not _are_few(inputs):
@@ -104,7 +106,7 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
         q, k, v = (x.float() for x in (q, k, v))
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
-    out, lse = _kernel(q, k, v, 0.0, False, scale=inputs.scale)
+    out, lse = single_query_kernel(q, k, v, 0.0, False, scale=inputs.scale)
     if given[0].stride(0) < given[0].stride(1) and q.shape[0] > 1:
         out = empty_output(given[0], v.shape[3], out.dtype).copy_(out)
     kind = inputs.output or given[0].dtype
@@ -171,7 +173,7 @@ def _modify(facts: Facts, inputs: Inputs, scores: Tensor) -> None:
 
 
 def _sinks(inputs: Inputs) -> Tensor:
-    """A logit for each row of the tiles: [B * key heads, query heads per key head * queries, 1]."""
+    """A logit for each row of the tiles: [B * KV heads, query heads per KV head * queries, 1]."""
     assert inputs.sinks is not None
     batch, heads, q_len, _ = inputs.q.shape
     sinks = inputs.sinks.to(inputs.precision).view(1, heads, 1).expand(batch, heads, q_len)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.emit.source import Source
@@ -23,6 +22,7 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.runtime.flex.block_mask import BLOCK, Blocks
 from fa4flex.runtime.flex.compiled import Attend, Compiled, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting, mask_function, score_function
+from fa4flex.torch_internals import flattened, saving_by_hooks, unflattened
 
 _LN2 = math.log(2.0)
 
@@ -147,9 +147,9 @@ class Module:
 
         def saving_inputs_alone(*arguments: Any) -> Outputs:
             with _one_at_a_time:
-                beside = _hooks_of_saved_tensors() or threading.active_count() > 1
+                beside = saving_by_hooks() or threading.active_count() > 1
                 if beside and torch.is_grad_enabled():
-                    tensors, structure = tree_flatten(arguments)
+                    tensors, structure = flattened(arguments)
                     found: Outputs = _Again.apply(attend, structure, *tensors)
                     return found
                 return attend(*arguments)
@@ -161,11 +161,6 @@ _one_at_a_time = threading.RLock()
 """Held while torch's operator runs uncompiled, in either pass: it traces mods by state of the process."""
 
 
-def _hooks_of_saved_tensors() -> bool:
-    """True within checkpoints and the like."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 class _Again(torch.autograd.Function):
     """A function that is run again for its gradients, so that nothing but its arguments is saved.
 
@@ -174,11 +169,11 @@ class _Again(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, attend: Attend, structure: TreeSpec, *tensors: Any) -> Outputs:
+    def forward(ctx: Any, attend: Attend, structure: Any, *tensors: Any) -> Outputs:
         ctx.attend, ctx.structure = attend, structure
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return attend(*tree_unflatten(tensors, structure))
+        return attend(*unflattened(tensors, structure))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -195,7 +190,7 @@ class _Again(torch.autograd.Function):
         ctx: Any, tensors: list[Tensor | None], upstream: tuple[Tensor | None, ...]
     ) -> list[Tensor | None]:
         with torch.enable_grad():
-            found = ctx.attend(*tree_unflatten(tensors, ctx.structure))
+            found = ctx.attend(*unflattened(tensors, ctx.structure))
         pairs = [(x, up) for x, up in zip(found, upstream, strict=True) if x is not None and up is not None]
         learned = [x for x in tensors if x is not None and x.requires_grad]
         outputs, gradients = zip(*pairs, strict=True)

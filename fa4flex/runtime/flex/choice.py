@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.target import TARGETS
+from fa4flex.torch_internals import constant_in_graphs
 from fa4flex.variant import Backend
 from ptxsim.active import simulating
 
@@ -30,6 +31,7 @@ def by_flex(asked: Backend, q: Tensor) -> bool:
     return device.type != "cpu" and _without_kernels(device)
 
 
+@constant_in_graphs
 def _without_kernels(device: torch.device) -> bool:
     found = _known.get(device)
     if found is None:
@@ -41,10 +43,6 @@ def _without_kernels(device: torch.device) -> bool:
 _known: dict[torch.device, bool] = {}
 """Devices, whose capabilities do not change, and whether flex_attention runs on them. Simulated GPUs have CPU
 tensors, and stand in none of them."""
-
-# Dynamo asks while it compiles, and does not trace what asks the device.
-vars(_without_kernels).update(_dynamo_marked_constant=True)
-
 
 FLEX_DEVICES = "cuda", "xpu"
 """Accelerators that torch compiles flex_attention for, with gradients."""

@@ -17,6 +17,14 @@ from torch import Tensor
 
 from fa4flex.errors import Fa4flexError
 from fa4flex.runtime.flex.fitting import compile_to_fit
+from fa4flex.torch_internals import (
+    GlobalStateGuard,
+    function_modes,
+    inductor,
+    past_dynamo,
+    saving_by_graphs,
+    stance,
+)
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out, lse and max_scores, None where not asked for."""
@@ -79,12 +87,8 @@ class Compiled:
 
     def _compile(self, module: Any, examples: Any) -> Callable[..., Any]:
         """Inductor, as a backend of Dynamo's."""
-        from torch._dynamo import lookup_backend  # slow to import: what compiles has imported it
-
-        inductor: Any = lookup_backend("inductor")
-        graph = inductor(module, examples, inner_compile=compile_to_fit, config_patches=self._options)
-        # Dynamo keeps out of `run`, and so of all that it calls.
-        inner = getattr(graph, "_torchdynamo_orig_callable", graph)
+        graph = inductor()(module, examples, inner_compile=compile_to_fit, config_patches=self._options)
+        inner = past_dynamo(graph)  # Dynamo keeps out of `run`, and so of all that it calls
 
         def run(*inputs: Any) -> Any:
             found, runs = inner(*inputs), getattr(self._watched, "runs", None)
@@ -104,21 +108,6 @@ def _warn_of(error: Exception) -> None:
     )
 
 
-def _stance() -> Any:
-    """Value that torch.compiler.set_stance set last."""
-    return getattr(torch._dynamo.eval_frame, "_stance", None)
-
-
-def _hooks_to_inline() -> bool:
-    """True where hooks of saved tensors are graphs, which AOTAutograd writes into what it compiles meanwhile.
-    Functions are called whenever a tensor is saved. True where this torch does not tell."""
-    try:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    except (AttributeError, TypeError):
-        return True
-    return hooks is not None and any(isinstance(x, torch.fx.GraphModule) for x in hooks)
-
-
 class Graph:
     """A graph that Inductor compiled, for tensors that look like those that it ran with. Where these need
     gradients it ends in AOTAutograd's function, which puts itself into autograd's graph at each call.
@@ -135,8 +124,8 @@ class Graph:
     ) -> None:
         self._graph, self._constants = graph, constants
         self._inputs, self._outputs = itemgetter(*inputs), itemgetter(*outputs)
-        self._state = torch._C._dynamo.guards.GlobalStateGuard()
-        self._stance = _stance()
+        self._state = GlobalStateGuard()
+        self._stance = stance()
 
     @staticmethod
     def of(run: Run, given: tuple[Tensor | None, ...], found: Outputs) -> Graph | None:
@@ -152,7 +141,7 @@ class Graph:
         known = all(type(x) is int or id(x) in places for x in run.inputs)
         if len(places) != len(present) or not known or not all(x is None or id(x) in results for x in found):
             return None
-        if torch._C._len_torch_function_stack() or _hooks_to_inline():
+        if GlobalStateGuard is None or function_modes() or saving_by_graphs():
             return None
         of_sizes = iter(range(len(given), len(given) + len(sizes)))
         inputs = [next(of_sizes) if type(x) is int else places[id(x)] for x in run.inputs]
@@ -163,9 +152,9 @@ class Graph:
         """True if torch's global state is that in which the graph ran."""
         return (
             self._state.check()
-            and not torch._C._len_torch_function_stack()
-            and not _hooks_to_inline()
-            and _stance() is self._stance
+            and not function_modes()
+            and not saving_by_graphs()
+            and stance() is self._stance
         )
 
     def __call__(self, given: tuple[Tensor | None, ...]) -> Outputs:

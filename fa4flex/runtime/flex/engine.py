@@ -42,6 +42,7 @@ from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, class
 from fa4flex.runtime.flex.compiled import Attend, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting
 from fa4flex.runtime.flex.refusals import places_of, refuse_precision, refuse_schedule
+from fa4flex.torch_internals import current_stream
 
 MOST_READY, MOST_COMPILED, MOST_NUMBERS = 256, 64, 1024
 MOST_MASKS = 16
@@ -454,8 +455,7 @@ def _before_ends(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Te
 
 def _stream(q: Tensor) -> int:
     """The stream that work is queued on: what one makes, another may read too early."""
-    found: int = torch._C._cuda_getCurrentRawStream(q.get_device()) if q.is_cuda else 0
-    return found
+    return current_stream(q.get_device()) if q.is_cuda else 0
 
 
 def _capturing(q: Tensor) -> bool:

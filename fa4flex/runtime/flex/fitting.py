@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.torch_internals import inductor_of_one_graph
 
 Options = dict[str, int]
 """Options of torch's kernels, by the names of its FlexKernelOptions."""
@@ -47,8 +48,7 @@ def compile_to_fit(module: Any, examples: Any, **how: Any) -> Any:
 
     Raises UnsupportedError if the smallest do not fit either.
     """
-    from torch._inductor.compile_fx import compile_fx_inner  # slow to import, and only here there is a need
-
+    compile_fx_inner = inductor_of_one_graph()
     nodes = _calls(module)
     spare = copy.deepcopy(module) if nodes else None  # Inductor changes what it compiles
     try:

@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.exact import exactly
@@ -32,6 +31,7 @@ from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
 from fa4flex.runtime.flex.compiled import Compiled, Graph, Outputs
 from fa4flex.runtime.flex.engine import Ready, Recent
+from fa4flex.torch_internals import forward_ad
 from fa4flex.variant import Variant, default_scale
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -5,30 +5,26 @@ Launches on one stream follow each other and share theirs; those on other stream
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
 from fa4flex.kernels.plan.arguments import COUNTERS
+from fa4flex.torch_internals import current_stream, on_stream_of_graph_trees
 from ptxsim.active import simulating
 
 _counters: dict[tuple[int, int], Tensor] = {}
 """Counters by device index and stream handle. A new stream with the handle of a destroyed one finds zeros as
 well."""
 
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in builds for CPUs
-"""Device index -> handle; torch.cuda.current_stream makes an object first, at several times the cost."""
-
 
 def counters(device: int) -> Tensor:
     """The counters of a launch on the current stream of CUDA device number `device`."""
     if simulating():
         return torch.zeros(COUNTERS, dtype=torch.int32)
-    stream = _stream(device)
+    stream = current_stream(device)
     # The default stream, 0, cannot be captured. A captured launch has counters of its own, filled by the
     # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
-    if stream and (_capturing(device) or _of_graph_trees(device, stream)):
+    if stream and (_capturing(device) or on_stream_of_graph_trees(device, stream)):
         return _zeros(device)
     found = _counters.get((device, stream))
     if found is None:
@@ -38,7 +34,7 @@ def counters(device: int) -> Tensor:
 
 def being_captured(device: int) -> bool:
     """True if launches on the current stream of CUDA device number `device` become part of a graph."""
-    return _stream(device) != 0 and _capturing(device)
+    return current_stream(device) != 0 and _capturing(device)
 
 
 def capture_of(q: Tensor) -> tuple[int, int] | None:
@@ -48,8 +44,8 @@ def capture_of(q: Tensor) -> tuple[int, int] | None:
     if simulating() or not q.is_cuda:
         return 0, 0
     device = q.get_device()
-    stream = _stream(device)
-    if stream and _of_graph_trees(device, stream):
+    stream = current_stream(device)
+    if stream and on_stream_of_graph_trees(device, stream):
         return None
     if not stream or not _capturing(device):
         return stream, 0
@@ -60,24 +56,6 @@ def capture_of(q: Tensor) -> tuple[int, int] | None:
         return stream, int(number)
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
-
-
-def _of_graph_trees(device: int, stream: int) -> bool:
-    """True if torch.compile runs or captures code on this stream for CUDA graphs of its own, as with
-    mode="reduce-overhead". Memory that is made there is given back behind Python's back, but for outputs."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return False
-    try:
-        manager = trees.get_manager(device, create_if_none_exists=False)
-    except AssertionError:  # older versions of torch know of no graphs in other threads than the compiler's
-        return False
-    return manager is not None and manager.stream.cuda_stream == stream
-
-
-def _stream(device: int) -> int:
-    assert _current_stream is not None, "counters are for CUDA devices"
-    return int(_current_stream(device))
 
 
 def _zeros(device: int) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fa4flex.codegen.analyze.reach import Extents
 from fa4flex.codegen.trace.paths import Reader
@@ -24,6 +23,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call, Pages, SequenceLengths
 from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
+from fa4flex.torch_internals import forward_ad
 from fa4flex.variant import Variant, default_scale
 
 Beside = tuple[SequenceLengths, Pages, tuple[Tensor, ...]]

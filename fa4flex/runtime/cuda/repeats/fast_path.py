@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.trace.paths import Reader
@@ -23,6 +22,7 @@ from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.launches.ready import Ready, Results
+from fa4flex.torch_internals import TensorGuards, forward_ad
 from fa4flex.variant import Variant, default_scale
 
 PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counters", "workspace"
@@ -195,11 +195,11 @@ def guard_of(
     or where a tensor is given twice, which it does not allow."""
     shapes = [list(x.shape) for x in tensors] if shapes is None else shapes
     strides = [list(x.stride()) for x in tensors] if strides is None else strides
+    if TensorGuards is None:
+        return None
     try:
-        from torch._C._dynamo.guards import TensorGuards
-
         guard = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         looks: Callable[..., bool] = guard.check
         return looks if looks(*tensors) else None
-    except (ImportError, TypeError, RuntimeError):
+    except (TypeError, RuntimeError):
         return None
