@@ -54,7 +54,7 @@ def barrier_table(sizes: Sizes, handed: Handed, ctas: int = 1) -> BarrierTable:
     if handed == "answer":
         # The warp that asks reads the answer, too. Of a pair, both CTAs do, but only the first multiplies.
         readers = ctas * (readers + 1) - (ctas - 1)
-    both, by_all = ctas * WARPGROUP, "softmax correction multiply load store scheduler"
+    both, by_all = ctas * WARPGROUP, "softmax, correction, multiply, load, store, scheduler"
     rows = (
         Row("q_full", 1, "load", "queries have come", tile, "q", first=True),
         Row("q_empty", 1, "multiply", "their last scores are multiplied", tile, "q"),
@@ -62,7 +62,7 @@ def barrier_table(sizes: Sizes, handed: Handed, ctas: int = 1) -> BarrierTable:
         Row(
             "p_early",
             2 * both,
-            "softmax correction",
+            "softmax, correction",
             "the first probabilities are there and the output may be added to",
             tile,
             first=True,

@@ -176,6 +176,11 @@ class BarrierTable:
         """Number of mbarriers that there is room for."""
         return sum(row.per.count for row in self.rows)
 
+    @property
+    def used(self) -> int:
+        """Number of those that are used."""
+        return sum(row.per.count for row in self.rows if row.used)
+
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Number of mbarriers that lie before those of a row."""
