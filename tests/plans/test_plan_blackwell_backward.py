@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+from barrier_counts import counts_of
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 from checked_plans import plan_backward
 
@@ -17,6 +18,7 @@ from fa4flex.kernels.bwd_sm100.one_cta.plan import OneCtaPlan
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 
@@ -60,17 +62,14 @@ def test_products_are_issued_in_the_stated_order() -> None:
 
 def test_counts_are_the_kernels() -> None:
     plan = planned()
-    config, pipeline = plan.config(), plan.topology
-    counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
-    counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v")}
-    assert counts == roles.BARRIERS
-    for name in ("lse2", "delta"):
-        ring = pipeline.ring(name)
-        assert {"full": ring.full_arrivals, "empty": ring.empty_arrivals} == roles.STATISTICS
-    assert pipeline.mbarrier_count == roles.barrier_total(config.q_stages, config.do_stages)
-    for name, threads in (("allocated", roles.TOUCH_TENSOR_MEMORY), ("finished", roles.READ_TENSOR_MEMORY)):
-        here = [r for r in pipeline.roles if r.uses("sync", name) or r.uses("give", name)]
-        assert sum(32 * role.warps for role in here) == threads
+    pipeline = plan.topology
+    table = roles.barrier_table(plan.config())
+    counts = counts_of(table)
+    assert counts == arrivals_of(pipeline)
+    assert counts["p_full"] == counts["ds_full"] == 8 and counts["dq_empty"] == 4 and counts["k full"] == 1
+    for named in table.named:
+        here = [r for r in pipeline.roles if r.uses("sync", named.name) or r.uses("give", named.name)]
+        assert sum(32 * role.warps for role in here) == named.threads
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:

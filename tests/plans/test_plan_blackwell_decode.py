@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+from barrier_counts import counts_of
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, with_ring, wrong_counts
 from checked_plans import plan_forward
 
@@ -15,13 +16,14 @@ import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.decode_sm100.kernel import BARRIERS
 from fa4flex.kernels.decode_sm100.plan import DECODE_SM100, BlackwellDecodePlan
+from fa4flex.kernels.decode_sm100.roles import barrier_table
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
 from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.specialize import same_problem
 from fa4flex.kernels.plan.target import SM100A, SM103A
 from fa4flex.kernels.plan.topology import Event
@@ -159,8 +161,9 @@ def test_one_run_stands_for_all(seed: int) -> None:
 
 def test_counts_are_the_kernels() -> None:
     pipeline = planned().topology
-    counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
-    assert counts | {"q_full": pipeline.ring("Q").full_arrivals} == BARRIERS
+    counts = counts_of(barrier_table(planned().kv_stages))
+    assert counts == arrivals_of(pipeline)
+    assert [counts[name] for name in ("Q full", "s_full", "p_full", "o_full")] == [4, 1, 4, 1]
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:

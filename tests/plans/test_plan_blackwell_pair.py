@@ -10,19 +10,20 @@ from itertools import product
 
 import pytest
 import torch
+from barrier_counts import counts_of
 from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, refuses_columns, wrong_counts
 from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.bwd_sm100 import roles as alone
 from fa4flex.kernels.bwd_sm100.config import ROWS
 from fa4flex.kernels.bwd_sm100.two_cta import roles
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
-from fa4flex.kernels.bwd_sm100.two_cta.topology import THERE, arrivals
+from fa4flex.kernels.plan.barriers import THERE
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.topology import Event
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
@@ -68,19 +69,19 @@ def test_products_are_issued_in_the_stated_order() -> None:
 
 def test_counts_are_the_kernels() -> None:
     plan = planned()
-    config, pipeline = plan.config(), plan.of_one_cta
-    counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
-    counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v", "k_t")}
-    assert counts == roles.BARRIERS | {"ds_come": arrivals("ds_come")}
+    pipeline = plan.topology
+    table = roles.barrier_table(plan.config())
+    counts = counts_of(table) | counts_of(table, 1)
+    freed = {"freed": 32, "freed there": 32}  # tensor memory's own
+    assert counts | freed == arrivals_of(pipeline)
     # Here the other CTA's warps arrive; there, one arrival announces their bytes.
-    assert arrivals("ds_come") - alone.COMPUTING == alone.COMPUTING and roles.BARRIERS["ds_come"] == 9
-    for name in ("lse2", "delta"):
-        ring = pipeline.ring(name)
-        assert {"full": ring.full_arrivals, "empty": ring.empty_arrivals} == alone.STATISTICS
-    assert pipeline.mbarrier_count == roles.barrier_total(config.q_stages, config.do_stages)
-    for name, threads in (("allocated", alone.TOUCH_TENSOR_MEMORY), ("finished", alone.READ_TENSOR_MEMORY)):
-        here = [r for r in pipeline.roles if r.uses("sync", name) or r.uses("give", name)]
-        assert sum(32 * role.warps for role in here) == threads
+    come = next(barrier for barrier in pipeline.mbarriers if barrier.name == "ds_come")
+    assert come.arrivals == 16 and counts["ds_come"] == counts["ds_come there"] == 9
+    assert counts["p_full"] == 16 and counts["dq_empty"] == 8 and counts["lse2 there empty"] == 8
+    pipeline = plan.of_one_cta
+    for named in table.named:
+        here = [r for r in pipeline.roles if r.uses("sync", named.name) or r.uses("give", named.name)]
+        assert sum(32 * role.warps for role in here) == named.threads
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:

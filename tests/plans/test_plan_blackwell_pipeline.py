@@ -10,6 +10,7 @@ from typing import Any
 
 import networkx
 import pytest
+from barrier_counts import counts_of
 from blackwell_plans import (
     TILES,
     dropped,
@@ -32,6 +33,7 @@ from fa4flex.kernels.fwd_sm100.tiles import RINGS
 from fa4flex.kernels.fwd_sm100.topology import CORE, STEPS
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.topology import Barrier, Event, Product, Role, Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 
@@ -100,24 +102,15 @@ def test_products_are_issued_in_the_stated_order() -> None:
 
 def test_counts_are_the_kernels() -> None:
     for q_tiles, out_stages, dynamic in product((1, 2), (0, 2), (False, True)):
-        pipeline = sound(replace(TILES, q_tiles=q_tiles, out_stages=out_stages), dynamic)
-        counts = {b.name.split()[0]: (b.arrivals, b.per_warp) for b in pipeline.mbarriers}
-        for ring in pipeline.rings:
-            name = {"q": "q", "finals": "final", "out": "out", "next": "next"}.get(ring.region)
-            if name:
-                counts[f"{name}_full"] = ring.full_arrivals, ring.per_warp
-                counts[f"{name}_empty"] = ring.empty_arrivals, ring.per_warp
-        for name, (per, arrivals) in roles.BARRIERS.items():
-            if name in counts:
-                expected = roles.readers(q_tiles, out_stages) if name == "next_empty" else arrivals
-                assert counts.pop(name) == (expected, per == "warp"), name
-        assert not counts
-        unused = (not dynamic) + (out_stages == 0)
-        total = roles.barrier_total(q_tiles, out_stages) + 2 * sum(TILES.kv_stages)
-        assert pipeline.mbarrier_count == total - 2 * unused
+        tiles = replace(TILES, q_tiles=q_tiles, out_stages=out_stages)
+        pipeline = sound(tiles, dynamic)
+        table = roles.barrier_table(tiles, "number" if dynamic else "")
+        counts = counts_of(table)
+        assert counts == arrivals_of(pipeline)
+        assert counts["p_early 0"] == 8 and counts["p_late 0"] == 4 and counts["finals 0 full of warp 3"] == 1
         touching = sum(32 * role.warps for role in pipeline.roles if role.uses("sync", "allocated"))
-        assert touching == roles.TOUCH_TENSOR_MEMORY
-        assert [b.number for b in pipeline.barriers] == [roles.ALLOCATED, roles.FINISHED]
+        assert touching == roles.ALLOCATED.threads
+        assert [b.number for b in pipeline.barriers] == [1, 2]
         assert sum(role.warps for role in pipeline.roles) == (roles.WARPS - (not dynamic) - (out_stages == 0))
 
 
@@ -164,7 +157,7 @@ def test_an_answer_is_read_by_all_before_the_next_is_asked_for() -> None:
     run = trace(pipeline, [4, 1, 3], round_robin())
     assert sum(str(step).endswith("read next tile 0") for step in run.steps) == 16
     assert ordered(run, "read next tile 0", "load next tile 1")
-    assert pipeline.ring("next").empty_arrivals == roles.answer_readers(TILES.q_tiles, TILES.out_stages)
+    assert pipeline.ring("next").empty_arrivals == 16
     for short in (1, 15):
         assert "next" in fault_of(with_ring(pipeline, "next", empty_arrivals=short), [1, 1, 1, 1])
 

@@ -8,16 +8,17 @@ from functools import cache
 from itertools import product
 
 import pytest
+from barrier_counts import counts_of
 from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, refuses_columns, wrong_counts
 from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.kernels.bwd_sm100 import roles as alone
 from fa4flex.kernels.bwd_sm100.wide_heads import roles
 from fa4flex.kernels.bwd_sm100.wide_heads.config import SLOPED
 from fa4flex.kernels.bwd_sm100.wide_heads.plan import WideHeadsPlan
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
+from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.topology import Event
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
@@ -60,14 +61,15 @@ def test_products_are_issued_in_the_stated_order() -> None:
 
 def test_counts_are_the_kernels() -> None:
     plan = planned()
-    config, pipeline = plan.config(), plan.topology
-    counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
-    counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v")}
-    assert counts == roles.BARRIERS
-    assert pipeline.mbarrier_count == roles.barrier_total(config.q_stages, config.do_stages)
-    for name, threads in (("allocated", alone.TOUCH_TENSOR_MEMORY), ("finished", alone.READ_TENSOR_MEMORY)):
-        here = [r for r in pipeline.roles if r.uses("sync", name) or r.uses("give", name)]
-        assert sum(32 * role.warps for role in here) == threads
+    pipeline = plan.topology
+    table = roles.barrier_table(plan.config())
+    counts = counts_of(table)
+    assert counts == arrivals_of(pipeline)
+    assert counts["p_full"] == counts["ds_full"] == 8 and counts["dq_empty"] == 4 and counts["k full"] == 1
+    assert counts["s_read"] == 8 and counts["dq_begun"] == 4
+    for named in table.named:
+        here = [r for r in pipeline.roles if r.uses("sync", named.name) or r.uses("give", named.name)]
+        assert sum(32 * role.warps for role in here) == named.threads
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
 from fa4flex.kernels.bwd_sm100.operand_gradients import LaneCollector
-from fa4flex.kernels.bwd_sm100.resources import Pipes, Shared, in_columns, of_half
+from fa4flex.kernels.bwd_sm100.resources import Shared, in_columns, of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE, COMPUTING
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
@@ -27,6 +27,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     token_of,
 )
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import compute_before, computed_once, narrow, widened
 from fa4flex.kernels.common.hooks import Hooks

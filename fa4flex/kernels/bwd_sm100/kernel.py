@@ -19,21 +19,18 @@ from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.kernels.bwd_sm100.load import Load, Transfers
 from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.bwd_sm100.reduce import PIECE, Reduce
-from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.bwd_sm100.resources import Products, Shared
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
-    BARRIERS,
     COMPUTE,
     FINISHED,
     LOAD,
     MULTIPLY,
-    READ_TENSOR_MEMORY,
-    RINGS,
-    STATISTICS,
-    TOUCH_TENSOR_MEMORY,
     WARPS,
+    barrier_table,
 )
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid
+from fa4flex.kernels.common.barriers import Pipes, arrive, initialise, mbarriers, pipes_of, room, sync
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
@@ -49,12 +46,10 @@ class Backward:
     direction = "backward"
     """Schema of its arguments."""
 
-    # CTA pairs have others of these: bwd_sm100/two_cta/kernel.py.
+    # Pairs and wide heads have others of these.
     roles: Any = Load, Mma, Compute, Reduce
     transfers_kind: Any = Transfers
-    pipes_kind: Any = Pipes
-    rings: tuple[str, ...] = RINGS
-    barriers = BARRIERS
+    barrier_table: Any = staticmethod(barrier_table)
     operands: tuple[str, ...] = ("q", "k", "v", "dout", "ds")
     """Names of Shared's tensors with bytes of their own; other operands are these with rows and columns
     exchanged."""
@@ -62,6 +57,7 @@ class Backward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.barriers = self.barrier_table(config)
         cluster = self.cluster = Cluster(config.ctas)
         scheduler = self.scheduler = BackwardTileScheduler(config, hooks, config.ctas)
         load, multiply, compute, reduce = self.roles
@@ -114,13 +110,7 @@ class Backward:
         return self.config.q_stages if name in ("q", "q_t", "lse2") else self.config.do_stages
 
     def storage(self, products: Products) -> Any:
-        members: dict[str, Any] = dict.fromkeys(self.barriers, cute.struct.MemRange[Int64, 1])
-        members |= {f"{name}_bar": cute.struct.MemRange[Int64, 2 * self.stages(name)] for name in self.rings}
-        for name in NUMBERS:
-            members |= {
-                f"{name}_{side}": cute.struct.MemRange[Int64, self.stages(name)] for side in STATISTICS
-            }
-        members |= {"freed": Int64, "columns": Int32}
+        members: dict[str, Any] = {"barriers": room(self.barriers), "freed": Int64, "columns": Int32}
         for name in NUMBERS:
             members[name] = cute.struct.Align[cute.struct.MemRange[Float32, ROWS * self.stages(name)], 128]
         layouts = products.layouts()
@@ -140,13 +130,13 @@ class Backward:
         storage = SmemAllocator().allocate(self.storage(products))
         shared = self.shared(storage, products)
         pipes = self.pipes(storage, shared, products)
-        allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
+        allocated = pipeline.NamedBarrier(ALLOCATED.number, ALLOCATED.threads)
         memory = tensor_memory(storage, COMPUTE, allocated, self.config.ctas)
         if warp == LOAD:
             for transfer in transfers:
                 cpasync.prefetch_descriptor(transfer.atom)
         if warp == 0:
-            self.initialise(storage)
+            initialise(self.barriers, storage)
         ctas = self.cluster.layout(products.scores)
         pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
@@ -166,26 +156,15 @@ class Backward:
             base = memory.retrieve_ptr(Float32)
             self.compute.run(arguments, work, shared, pipes, base)
             memory.relinquish_alloc_permit()
-            cute.arch.barrier(barrier_id=FINISHED, number_of_threads=READ_TENSOR_MEMORY)
+            sync(FINISHED)
             memory.free(base)
         else:
             cute.arch.setmaxregister_decrease(registers.reduce)
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
             self.reduce.run(arguments, work, shared, pipes, base)
-            cute.arch.barrier_arrive(barrier_id=FINISHED, number_of_threads=READ_TENSOR_MEMORY)
+            arrive(FINISHED)
         self.cluster.depart()
-
-    def initialise(self, storage: Any) -> None:
-        with cute.arch.elect_one():
-            for name, arrivals in self.barriers.items():
-                cute.arch.mbarrier_init(getattr(storage, name).data_ptr(), arrivals)
-            for name in NUMBERS:
-                for side, arrivals in STATISTICS.items():
-                    for stage in range(self.stages(name)):
-                        barrier = getattr(storage, f"{name}_{side}").data_ptr() + stage
-                        cute.arch.mbarrier_init(barrier, arrivals)
-        cute.arch.mbarrier_init_fence()
 
     def shared(self, storage: Any, products: Products) -> Shared:
         # A key's queries lie next to each other, 64 of them in a row of the swizzle.
@@ -208,15 +187,14 @@ class Backward:
             "dq": storage.dq.get_tensor(cute.make_layout((PIECE, 4, config.dq_stages))),
         }
 
-    def pipes(self, storage: Any, shared: Shared, products: Products) -> Any:
+    def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:
         cluster = self.cluster.layout(products.scores)
-
-        def ring(name: str) -> pipeline.PipelineTmaUmma:
-            barriers = getattr(storage, f"{name}_bar").data_ptr()
-            return operand_ring(barriers, getattr(shared, name), self.config.ctas, cluster)
-
-        numbers = [f"{name}_{side}" for name in NUMBERS for side in STATISTICS]
-        return self.pipes_kind(
-            **{name: ring(name) for name in self.rings},
-            **{name: getattr(storage, name).data_ptr() for name in (*self.barriers, *numbers)},
+        at = mbarriers(self.barriers, storage)
+        rings = dict.fromkeys(row.ring for row in self.barriers.rows if row.library)
+        return pipes_of(
+            at,
+            **{
+                name: operand_ring(at[f"{name}_full"], getattr(shared, name), self.config.ctas, cluster)
+                for name in rings
+            },
         )

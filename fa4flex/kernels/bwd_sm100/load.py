@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.bwd_sm100.resources import Products, Shared
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -17,6 +17,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.transfer import Views, head_of, load_once, load_stage, partition
 

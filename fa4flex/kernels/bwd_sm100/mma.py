@@ -17,8 +17,9 @@ import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared, operand_columns
+from fa4flex.kernels.bwd_sm100.resources import Products, Shared, operand_columns
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyWork
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.plan.problem import MMA_K
 

@@ -13,7 +13,7 @@ from fa4flex.kernels.bwd_sm100.config import (
     Registers,
     TensorMemory,
 )
-from fa4flex.kernels.bwd_sm100.roles import barrier_total
+from fa4flex.kernels.bwd_sm100.roles import barrier_table
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pipeline import Checked
@@ -96,7 +96,7 @@ class BlackwellBackwardPlan(Checked):
 
     def barriers(self, config: Config) -> int:
         """Number of barriers of a CTA."""
-        return barrier_total(config.q_stages, config.do_stages)
+        return barrier_table(config).count
 
     @property
     def of_one_cta(self) -> Topology:

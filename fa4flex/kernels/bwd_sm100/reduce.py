@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS, Config
-from fa4flex.kernels.bwd_sm100.resources import Pipes, Shared, in_columns
+from fa4flex.kernels.bwd_sm100.resources import Shared, in_columns
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -20,6 +20,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tensor_core import Blocks
 from fa4flex.kernels.common.transfer import add_bulk, stage_by_fours

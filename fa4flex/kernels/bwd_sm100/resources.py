@@ -1,4 +1,4 @@
-"""Resources of the roles of the Blackwell backward kernel: tensors, barriers and products."""
+"""Resources of the roles of the Blackwell backward kernel: tensors and products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
@@ -36,37 +36,6 @@ class Shared:
     lse2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """q and dout rings, and barriers:
-
-    k_full, v_full          the block's keys and values have come
-    lse2_full, lse2_empty   by stage of q: rows' log-sum-exps have come; they are read
-    delta_full, delta_empty   by stage of dout: likewise rows' deltas
-    s_full, dp_full         scores, or dP, are there, and all earlier products are done
-    p_full, ds_full         probabilities, or dS, are there, and scores, or dP, read
-    dq_full, dq_empty       a step's dQ is there, and all earlier products are done; it is read
-    dv_full, dk_full        all steps have been added to dV, or dK
-    """
-
-    q: pipeline.PipelineTmaUmma
-    dout: pipeline.PipelineTmaUmma
-    k_full: cute.Pointer
-    v_full: cute.Pointer
-    lse2_full: cute.Pointer
-    lse2_empty: cute.Pointer
-    delta_full: cute.Pointer
-    delta_empty: cute.Pointer
-    s_full: cute.Pointer
-    p_full: cute.Pointer
-    dp_full: cute.Pointer
-    ds_full: cute.Pointer
-    dq_full: cute.Pointer
-    dq_empty: cute.Pointer
-    dv_full: cute.Pointer
-    dk_full: cute.Pointer
 
 
 class Products:

@@ -1,4 +1,4 @@
-"""The Blackwell backward pipeline, with the barriers and counts of the kernel (kernels/bwd_sm100/roles.py).
+"""The Blackwell backward pipeline, with the barriers of the kernel (kernels/bwd_sm100/roles.py).
 
 A block has one tile of keys; what plans call its key tiles are here its steps j, a tile of queries each. One
 warp issues all products and the tensor core executes them in that order (FlashAttention-4, arXiv 2603.05451):
@@ -17,32 +17,16 @@ no dp_empty       dP(j + 1) waits until dQ(j) is read, which came after all had 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.roles import (
-    ALLOCATED,
-    BARRIERS,
-    COMPUTE,
-    FINISHED,
-    LOAD,
-    MULTIPLY,
-    READ_TENSOR_MEMORY,
-    REDUCE,
-    RINGS,
-    STATISTICS,
-    TOUCH_TENSOR_MEMORY,
-)
+from fa4flex.kernels.bwd_sm100.roles import COMPUTE, LOAD, MULTIPLY, REDUCE, barrier_table
+from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import column_block, tile_bytes
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
 from fa4flex.kernels.plan.topology import (
     WARPGROUP,
     Action,
-    Barrier,
     Event,
     Events,
-    NamedBarrier,
     Product,
     Ring,
     Role,
@@ -52,78 +36,43 @@ from fa4flex.kernels.plan.topology import (
 CORE = "the tensor core"
 HALVES = (0, 1)
 STATISTIC_BYTES = 4 * ROWS
-ONCE = ("k_full", "v_full", "k_t_full")
-"""Barriers of what comes once."""
-
-MEANINGS = {
-    "s_full": "scores are there, and all earlier products are done",
-    "p_full": "probabilities are there, and scores read",
-    "dp_full": "dP is there, and all earlier products are done",
-    "ds_full": "dS is there, in both memories, and dP read",
-    "dq_full": "dQ is there, and all earlier products are done",
-    "dq_empty": "dQ is read",
-    "dv_full": "dV is complete",
-    "dk_full": "dK is complete",
-}
-
-NAMED_BARRIERS = (
-    NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
-    NamedBarrier("finished", FINISHED, READ_TENSOR_MEMORY),
-)
 
 
 def backward_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
+    table = barrier_table(config)
     return Topology(
         roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
-        rings=rings_of(config, itemsize),
-        barriers=NAMED_BARRIERS,
+        rings=rings_of(table, config, itemsize),
+        barriers=table.named_barriers(),
         staging="none",
-        mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in MEANINGS.items()),
+        mbarriers=table.barriers(),
         overlaps=columns.overlaps,
         by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
-        places=(places_of(config, BARRIERS, RINGS),),
+        places=(table.places(),),
     )
 
 
-def places_of(
-    config: Config, barriers: Iterable[str], rings: tuple[str, ...], there: str = ""
-) -> tuple[str, ...]:
-    """Mbarriers in the order of the kernel's storage. there: what names of a pair's second CTA end with."""
-    stages = {"q": config.q_stages, "q_t": config.q_stages, "lse2": config.q_stages}
-
-    def named(barrier: str) -> str:
-        return f"{barrier.removesuffix('_full')}{there} full" if barrier in ONCE else barrier + there
-
-    found = [named(barrier) for barrier in barriers]
-    for ring in (*rings, "lse2", "delta"):
-        found += stage_barriers(ring + there, stages.get(ring, config.do_stages))
-    return tuple(found)
-
-
-def rings_of(config: Config, itemsize: int) -> tuple[Ring, ...]:
+def rings_of(table: BarrierTable, config: Config, itemsize: int) -> tuple[Ring, ...]:
     return (
-        tiles("k", ROWS, config.head_dim, itemsize),
-        tiles("v", ROWS, config.head_dim_v, itemsize),
-        tiles("q", ROWS, config.head_dim, itemsize, config.q_stages),
-        tiles("dout", ROWS, config.head_dim_v, itemsize, config.do_stages),
-        numbers("lse2", config.q_stages),
-        numbers("delta", config.do_stages),
+        tiles(table, "k", ROWS, config.head_dim, itemsize),
+        tiles(table, "v", ROWS, config.head_dim_v, itemsize),
+        tiles(table, "q", ROWS, config.head_dim, itemsize),
+        tiles(table, "dout", ROWS, config.head_dim_v, itemsize),
+        numbers(table, "lse2"),
+        numbers(table, "delta"),
     )
 
 
-def tiles(name: str, rows: int, width: int, itemsize: int, stages: int = 0) -> Ring:
-    """Bytes, and the kernel's counts of arrivals; without stages, what comes once. A TMA box holds a block of
-    columns of all rows."""
+def tiles(table: BarrierTable, name: str, rows: int, width: int, itemsize: int) -> Ring:
+    """Ring of tiles. A TMA box holds a block of columns of all rows."""
     box = tile_bytes(rows, column_block(width), itemsize)
     boxes = (box,) * (width // column_block(width))
-    size, once = sum(boxes), not stages
-    return Ring(name, stages or 1, size, boxes, size, 0 if once else 1, once=once)
+    return table.ring(name, sum(boxes), boxes)
 
 
-def numbers(name: str, stages: int) -> Ring:
-    """Likewise of rows' numbers."""
-    size = STATISTIC_BYTES
-    return Ring(name, stages, size, (size,), size, STATISTICS["empty"], STATISTICS["full"])
+def numbers(table: BarrierTable, name: str) -> Ring:
+    """Ring of rows' numbers."""
+    return table.ring(name, STATISTIC_BYTES, (STATISTIC_BYTES,))
 
 
 def once(action: Action, target: str) -> Event:

@@ -14,6 +14,7 @@ import cutlass
 from cutlass import Boolean, Float16, Float32, Int32, const_expr, cute, pipeline, select_
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.fragment import packed, quad_reduce
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
@@ -38,7 +39,6 @@ from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_fp8_sm90.scales import Scale, scale_of
 from fa4flex.kernels.decode_fp8_sm90.tiles import KeyBytes, Place, ValueBytes
 from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Mine, clear
-from fa4flex.kernels.decode_sm90.resources import Pipes
 
 COLUMNS = KEYS // 4
 """Scores that a lane has of each of its two rows: of each 8 keys the two from 2 (lane % 4) on."""

@@ -11,12 +11,14 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import quad_reduce
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.softmax import alone, finish, running
 from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, WEIGHT, Config
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
-from fa4flex.kernels.decode_sm90.consumer import MEET, OFFSETS
+from fa4flex.kernels.decode_fp8_sm90.roles import MEET
+from fa4flex.kernels.decode_sm90.consumer import OFFSETS
 
 FOUR = 4
 """Numbers that a lane copies at once."""
@@ -47,7 +49,7 @@ class Epilogue:
             self.write(arguments, tile, shared, number, lane)
 
     def meet(self) -> None:
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=WARPS * 32)
+        sync(MEET)
 
     @cute.jit
     def leave(

@@ -12,13 +12,14 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int64, Uint8, cute, pipeline
+from cutlass import Float32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, room
 from fa4flex.kernels.common.gathering_rings import GatheringRing, tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
@@ -28,9 +29,9 @@ from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, Config, span
 from fa4flex.kernels.decode_fp8_sm90.consumer import Consumer
 from fa4flex.kernels.decode_fp8_sm90.producer import Producer
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
+from fa4flex.kernels.decode_fp8_sm90.roles import MEET
 from fa4flex.kernels.decode_sm90.kernel import ALL_SHARED
-from fa4flex.kernels.decode_sm90.resources import Pipes
-from fa4flex.kernels.plan.topology import WARPGROUP
+from fa4flex.kernels.decode_sm90.roles import barrier_table
 
 
 class Forward:
@@ -42,6 +43,7 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.barriers = barrier_table(config.kv_stages, config.gather_warps, MEET)
         self.producer = Producer(config, hooks)
         self.consumer = Consumer(config, hooks)
 
@@ -95,8 +97,7 @@ class Forward:
             return cute.struct.Align[cute.struct.MemRange[Uint8, size], 1024]  # TMA swizzles by 1024 bytes
 
         members = {
-            "k": cute.struct.MemRange[Int64, config.kv_stages * 2],
-            "v": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "barriers": room(self.barriers),
             "queries": tile(config.query_bytes),
             "keys": tile(cute.cosize(layouts[0])),
             "values": tile(cute.cosize(layouts[1])),
@@ -141,12 +142,11 @@ class Forward:
             self.consumer.run(arguments, part, shared, pipes)
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        warps = self.config.gather_warps
-        return Pipes(
-            *(
-                tile_ring(barriers.data_ptr(), tile, WARPGROUP, warps, GatheringRing)
-                for barriers, tile in ((storage.k, shared.k), (storage.v, shared.v))
-            )
+        at, table, warps = mbarriers(self.barriers, storage), self.barriers, self.config.gather_warps
+        return pipes_of(
+            at,
+            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps, GatheringRing),
+            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps, GatheringRing),
         )
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:

@@ -10,19 +10,15 @@ memory then.
 from __future__ import annotations
 
 from fa4flex.kernels.decode_fp8_sm90.config import span
+from fa4flex.kernels.decode_fp8_sm90.roles import MEET
+from fa4flex.kernels.decode_sm90.roles import barrier_table
 from fa4flex.kernels.plan.paging import TileCopies
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.topology import (
-    WARP,
     WARPGROUP,
     Event,
-    NamedBarrier,
     Role,
     Topology,
 )
-
-MEET = 1
-"""Named barrier of the consumer's warps: all keys are read, or all sums written."""
 
 
 def decode_topology(
@@ -30,16 +26,17 @@ def decode_topology(
 ) -> Topology:
     """The pipeline with these tiles. `several`: a warp takes its keys of a tile in several steps, and has
     keys and values of all of them when it begins."""
+    table = barrier_table(kv_stages, copies.gather_warps, MEET)
     rings = tuple(
-        copies.ring(name, (kv_stages, tile_n), (width, span(width)), WARPGROUP)
+        copies.ring(table, name, tile_n, (width, span(width)))
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
     return Topology(
         (copies.role("producer"), _consumer(several)),
         rings,
-        (NamedBarrier("warps", MEET, WARP * WARPGROUP),),
+        table.named_barriers(),
         "none",
-        places=((*stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages)),),
+        places=(table.places(),),
         may_end=True,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fa4flex.kernels.decode_sm100.roles import WARPS
 from fa4flex.kernels.plan.lengths import Lengths
 from fa4flex.kernels.plan.paging import Gathering
 
@@ -23,18 +24,6 @@ bank."""
 
 MERGED_STAGES = 2
 """Buffers of merged columns: while one is read, the other is written."""
-
-MULTIPLY, LOAD = 4, 5
-"""Warps that multiply and load; those before take the softmax."""
-
-WARPS = 6
-
-TOUCH_TENSOR_MEMORY = 32 * 5
-"""Threads of the warps that take the softmax, and of the one that multiplies."""
-
-ALLOCATED, MEET = 1, 2
-"""Named barriers: tensor memory is there, for all who touch it; the four warps of the softmax have written
-what the others read, or have read it."""
 
 
 @dataclass(frozen=True)

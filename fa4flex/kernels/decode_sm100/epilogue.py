@@ -14,11 +14,13 @@ from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, sync
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.softmax import Running, alone, finish, running
 from fa4flex.kernels.common.tensor_core import Blocks
-from fa4flex.kernels.decode_sm100.config import LANES, MEET, MERGED, MERGED_STAGES, Config
-from fa4flex.kernels.decode_sm100.resources import Pipes, Shared
+from fa4flex.kernels.decode_sm100.config import LANES, MERGED, MERGED_STAGES, Config
+from fa4flex.kernels.decode_sm100.resources import Shared
+from fa4flex.kernels.decode_sm100.roles import MEET
 from fa4flex.kernels.fwd_sm100.rows import multiply
 
 WIDE = 8
@@ -177,4 +179,4 @@ class Epilogue:
 
 def meet() -> None:
     """The four warps' barrier."""
-    cute.arch.barrier(barrier_id=MEET, number_of_threads=LANES)
+    sync(MEET)

@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
@@ -24,25 +25,19 @@ from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transf
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
 from fa4flex.kernels.decode_sm100.config import (
-    ALLOCATED,
     LANES,
-    LOAD,
     MERGED,
     MERGED_STAGES,
     MERGED_STRIDE,
-    MULTIPLY,
-    TOUCH_TENSOR_MEMORY,
     Config,
 )
 from fa4flex.kernels.decode_sm100.mma import Mma
-from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.decode_sm100.resources import Products, Shared
+from fa4flex.kernels.decode_sm100.roles import ALLOCATED, LOAD, MULTIPLY, barrier_table
 from fa4flex.kernels.decode_sm100.softmax import Softmax
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
-
-BARRIERS = {"q_full": 4, "s_full": 1, "p_full": 4, "o_full": 1}
-"""Arrivals that complete a phase: a warp's lanes arrive as one."""
 
 
 class Forward:
@@ -54,6 +49,7 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.barriers = barrier_table(config.kv_stages, config.gather_warps)
         self.load = Producer(config, hooks)
         self.mma = Mma(config, hooks)
         self.softmax = Softmax(config, hooks)
@@ -76,14 +72,11 @@ class Forward:
         )
 
     def storage(self, layouts: tuple[Any, Any], kind: Any) -> Any:
-        config = self.config
-
         def tile(size: int) -> Any:
             return cute.struct.Align[cute.struct.MemRange[kind, size], 1024]  # TMA swizzles by 1024 bytes
 
-        members: dict[str, Any] = dict.fromkeys("kv", cute.struct.MemRange[Int64, 2 * config.kv_stages])
-        members |= dict.fromkeys(BARRIERS, cute.struct.MemRange[Int64, 1])
-        members |= {
+        members = {
+            "barriers": room(self.barriers),
             "freed": Int64,
             "columns": Int32,
             "statistics": cute.struct.Align[cute.struct.MemRange[Float32, 2 * LANES], 16],
@@ -100,11 +93,11 @@ class Forward:
         storage = SmemAllocator().allocate(self.storage(layouts, kind))
         shared = self.shared(storage, layouts, products)
         pipes = self.pipes(storage, shared)
-        memory = tensor_memory(storage, 0, pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY))
+        memory = tensor_memory(storage, 0, pipeline.NamedBarrier(ALLOCATED.number, ALLOCATED.threads))
         if warp == LOAD:
             prefetch_descriptors(k, v)
         if warp == 0:
-            self.initialise(storage)
+            initialise(self.barriers, storage)
         part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -141,12 +134,6 @@ class Forward:
             self.softmax.run(arguments, part, shared, pipes, products, base)
             memory.free(base)
 
-    def initialise(self, storage: Any) -> None:
-        with cute.arch.elect_one():
-            for name, count in BARRIERS.items():
-                cute.arch.mbarrier_init(getattr(storage, name).data_ptr(), count)
-        cute.arch.mbarrier_init_fence()
-
     def shared(self, storage: Any, layouts: tuple[Any, Any], products: Products) -> Shared:
         (k, v), (k_operand, v_operand) = layouts, products.layouts()
         merged = cute.make_layout(
@@ -164,9 +151,9 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        warps = self.config.gather_warps
-        return Pipes(
-            operand_ring(storage.k.data_ptr(), shared.k_operand, gather_warps=warps),
-            operand_ring(storage.v.data_ptr(), shared.v_operand, gather_warps=warps),
-            **{name: getattr(storage, name).data_ptr() for name in BARRIERS},
+        at, warps = mbarriers(self.barriers, storage), self.config.gather_warps
+        return pipes_of(
+            at,
+            k=operand_ring(at["k_full"], shared.k_operand, gather_warps=warps),
+            v=operand_ring(at["v_full"], shared.v_operand, gather_warps=warps),
         )

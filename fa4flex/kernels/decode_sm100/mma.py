@@ -10,13 +10,14 @@ import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
 from fa4flex.kernels.common.tensor_core import elect
 from fa4flex.kernels.decode_sm100.config import Config
-from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.decode_sm100.resources import Products, Shared
 from fa4flex.kernels.plan.problem import MMA_K
 
 WIDE = 8

@@ -10,11 +10,11 @@ from fa4flex.kernels.decode_sm100.config import (
     LANES,
     MERGED_STAGES,
     MERGED_STRIDE,
-    WARPS,
     Config,
     TensorMemory,
     wider,
 )
+from fa4flex.kernels.decode_sm100.roles import WARPS, barrier_table
 from fa4flex.kernels.decode_sm100.topology import decode_topology
 from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
 from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
@@ -44,9 +44,6 @@ MOST_SCORES = 32
 """Scores of a thread: of 64, with the terms of a score mod beside them, some kernels spill."""
 
 STAGES = range(2, 17)
-
-SINGLE_BARRIERS = 4
-"""Barriers of no ring of tiles: queries, scores, probabilities and the output are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +152,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
     sizes["merged"] = MERGED_STAGES * LANES * MERGED_STRIDE * NUMBER
-    return lay_out(sizes, {"merged": wider(d, dv)}, 4 * kv_stages + SINGLE_BARRIERS, target)
+    return lay_out(sizes, {"merged": wider(d, dv)}, barrier_table(kv_stages).count, target)
 
 
 def _columns(problem: Problem, tile_n: int, target: Target) -> Columns:

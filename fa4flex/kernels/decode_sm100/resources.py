@@ -1,4 +1,4 @@
-"""Resources of the roles of the Blackwell kernel for few query rows: tensors, barriers and products."""
+"""Resources of the roles of the Blackwell kernel for few query rows: tensors and products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Float32, cute, pipeline
+from cutlass import Float32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from fa4flex.kernels.common.tensor_core import Product
@@ -25,24 +25,6 @@ class Shared:
     v_operand: cute.Tensor
     statistics: cute.Tensor
     merged: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """k and v rings, and barriers:
-
-    q_full    queries are in tensor memory
-    s_full    scores are there, and all earlier products are done
-    p_full    probabilities are there and the output may be added to
-    o_full    the output is complete
-    """
-
-    k: pipeline.PipelineTmaUmma
-    v: pipeline.PipelineTmaUmma
-    q_full: cute.Pointer
-    s_full: cute.Pointer
-    p_full: cute.Pointer
-    o_full: cute.Pointer
 
 
 class Products:

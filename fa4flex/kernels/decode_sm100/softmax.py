@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.bits import WORD, consecutive
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
@@ -24,7 +25,7 @@ from fa4flex.kernels.common.softmax import LOG2_E, Running, alone, raise_maxima,
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.decode_sm100.config import HELD, Config
 from fa4flex.kernels.decode_sm100.epilogue import Epilogue
-from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.decode_sm100.resources import Products, Shared
 from fa4flex.kernels.fwd_sm100 import rows as packed
 from fa4flex.kernels.fwd_sm100.config import Exponential
 

@@ -24,28 +24,19 @@ no finished       The four warps meet for the last time when all of the output i
 from __future__ import annotations
 
 from fa4flex.kernels.decode_sm100.config import (
-    ALLOCATED,
-    LOAD,
-    MEET,
     MERGED,
     MERGED_STAGES,
-    MULTIPLY,
-    TOUCH_TENSOR_MEMORY,
     wider,
 )
+from fa4flex.kernels.decode_sm100.roles import LOAD, MULTIPLY, barrier_table
 from fa4flex.kernels.plan.memory import block_bytes
 from fa4flex.kernels.plan.paging import TileCopies
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
 from fa4flex.kernels.plan.topology import (
-    WARP,
     WARPGROUP,
-    Barrier,
     Event,
     Events,
-    NamedBarrier,
     Product,
-    Ring,
     Role,
     Topology,
 )
@@ -61,34 +52,21 @@ def decode_topology(
 ) -> Topology:
     """The pipeline with tiles of K and V of these widths. `clears`: sequences may end before their tensor
     does."""
+    table = barrier_table(kv_stages, copies.gather_warps)
     rings = [
-        copies.ring(name, (kv_stages, tile_n), (2 * width, block_bytes(width)), 1)
+        copies.ring(table, name, tile_n, (2 * width, block_bytes(width)))
         for name, width in zip(("k", "v"), widths, strict=True)
     ]
-    queries = Ring("Q", 1, 0, (), 0, 0, WARPGROUP, once=True)
     return Topology(
         (copies.role("load", LOAD), _multiply(clears), _softmax(widths[1] // MERGED)),
-        (*rings, queries),
-        (
-            NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
-            NamedBarrier("meeting", MEET, WARP * WARPGROUP),
-        ),
+        (*rings, table.ring("Q", 0)),
+        table.named_barriers(),
         "none",
-        mbarriers=(
-            Barrier("s_full", 1, "scores are there, and all earlier products are done"),
-            Barrier("p_full", WARPGROUP, "probabilities are there and the output may be added to"),
-            Barrier("o_full", 1, "the output is complete"),
-        ),
+        mbarriers=table.barriers(),
         overlaps=(*columns.overlaps, ("merged", wider(*widths))),
         stages=(("merged", MERGED_STAGES),),
         by_warp=(*columns.names, "statistics", "merged"),
-        places=(
-            (
-                *stage_barriers("k", kv_stages),
-                *stage_barriers("v", kv_stages),
-                *("Q full", "s_full", "p_full", "o_full"),
-            ),
-        ),
+        places=(table.places(),),
         may_end=True,
     )
 

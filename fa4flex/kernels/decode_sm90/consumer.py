@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.ahead import Held
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, sync
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
@@ -36,10 +37,8 @@ from fa4flex.kernels.common.softmax import (
 )
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.epilogue import Epilogue
-from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
-
-MEET = 1
-"""Named barrier of the warpgroup."""
+from fa4flex.kernels.decode_sm90.resources import Shared
+from fa4flex.kernels.decode_sm90.roles import WRITTEN
 
 OFFSETS = (0, 8)
 """A thread's rows, from the first on."""
@@ -122,7 +121,7 @@ class Consumer:
         """All rows of the tile to shared memory."""
         queries = arguments.q[tile.b, None, None, None]
         copy_rows(queries, Int32(0), tile, shared.q[None, None, 0], lane)
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
+        sync(WRITTEN)
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32) -> Products:
         tiles = shared.q[None, None, 0], shared.k, shared.v
@@ -258,7 +257,7 @@ class Consumer:
         if const_expr(self.config.clears):
             end = mine.fragment.at.kv_len - kv_first
             if end < self.config.tile_n:
-                zero_past(products.v_shared[None, None, v_state.index], end, Int32(MEET))
+                zero_past(products.v_shared[None, None, v_state.index], end, Int32(WRITTEN.at()))
 
 
 def clear(state: Running) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Int64, cute, pipeline
+from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, room
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
@@ -28,8 +29,8 @@ from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transf
 from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
-from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
-from fa4flex.kernels.plan.topology import WARPGROUP
+from fa4flex.kernels.decode_sm90.resources import Shared
+from fa4flex.kernels.decode_sm90.roles import barrier_table
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
@@ -44,6 +45,7 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.barriers = barrier_table(config.kv_stages, config.gather_warps)
         self.producer = Producer(config, hooks)
         self.consumer = Consumer(config, hooks)
 
@@ -73,14 +75,11 @@ class Forward:
         return q, *stage_layouts(self.config, kind)
 
     def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
-        config = self.config
-
         def tile(size: int) -> Any:
             return cute.struct.Align[cute.struct.MemRange[kind, size], 1024]  # TMA swizzles by 1024 bytes
 
         members = {
-            "k": cute.struct.MemRange[Int64, config.kv_stages * 2],
-            "v": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "barriers": room(self.barriers),
             "queries": tile(cute.cosize(layouts[0])),
             "keys": tile(cute.cosize(layouts[1])),
             "values": tile(cute.cosize(layouts[2])),
@@ -144,10 +143,9 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        warps = self.config.gather_warps
-        return Pipes(
-            *(
-                tile_ring(barriers.data_ptr(), tile, WARPGROUP, warps)
-                for barriers, tile in ((storage.k, shared.k), (storage.v, shared.v))
-            )
+        at, table, warps = mbarriers(self.barriers, storage), self.barriers, self.config.gather_warps
+        return pipes_of(
+            at,
+            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps),
+            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps),
         )

@@ -1,10 +1,10 @@
-"""Resources of the roles of the Hopper kernel for few query rows: tensors and pipelines of one block."""
+"""Resources of the roles of the Hopper kernel for few query rows: tensors of one block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import cute, pipeline
+from cutlass import cute
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,3 @@ class Shared:
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """Rings of tiles of keys and of values."""
-
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync

@@ -9,37 +9,33 @@ sequence and a head of keys.
 
 from __future__ import annotations
 
+from fa4flex.kernels.decode_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import block_bytes
 from fa4flex.kernels.plan.paging import TileCopies
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.topology import (
-    WARP,
     WARPGROUP,
     Event,
-    NamedBarrier,
     Product,
     Role,
     Topology,
 )
-
-MEET = 1
-"""Named barrier of the consumer's warps: queries are written, or values past a sequence's end cleared."""
 
 
 def decode_topology(
     head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool, copies: TileCopies
 ) -> Topology:
     """The pipeline with these tiles. `clears`: sequences may end before their tensor does."""
+    table = barrier_table(kv_stages, copies.gather_warps)
     rings = tuple(
-        copies.ring(name, (kv_stages, tile_n), (2 * width, block_bytes(width)), WARPGROUP)
+        copies.ring(table, name, tile_n, (2 * width, block_bytes(width)))
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
     return Topology(
         (copies.role("producer"), _consumer(clears)),
         rings,
-        (NamedBarrier("rows", MEET, WARP * WARPGROUP),),
+        table.named_barriers(),
         "none",
-        places=((*stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages)),),
+        places=(table.places(),),
         may_end=True,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from fa4flex.kernels.fwd_sm100.roles import Handed
 from fa4flex.kernels.plan.lengths import Lengths
 
 ROWS = 128
@@ -122,9 +123,9 @@ class Config:
         return self.q_tiles * self.ctas * ROWS
 
     @property
-    def handed(self) -> bool:
-        """True if a warp finds out the next tile and hands it to the others."""
-        return self.dynamic or self.cancel
+    def handed(self) -> Handed:
+        """Source of the next tile."""
+        return "answer" if self.cancel else "number" if self.dynamic else ""
 
     @property
     def next_words(self) -> int:

@@ -12,18 +12,13 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
-from fa4flex.kernels.fwd_sm100.resources import (
-    Pipes,
-    Products,
-    Shared,
-    chunk_columns,
-    first_row,
-)
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared, chunk_columns, first_row
 from fa4flex.kernels.fwd_sm100.rows import multiply
 
 

@@ -8,12 +8,13 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config
-from fa4flex.kernels.fwd_sm100.resources import Pipes, Shared, chunk_columns, first_row
+from fa4flex.kernels.fwd_sm100.resources import Shared, chunk_columns, first_row
 
 
 class Epilogue:

@@ -19,6 +19,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room, sync
 from fa4flex.kernels.common.boxes import box_transfers
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
@@ -33,23 +34,17 @@ from fa4flex.kernels.fwd_sm100.epilogue import Epilogue, store_atom
 from fa4flex.kernels.fwd_sm100.launch_control import Cancelling
 from fa4flex.kernels.fwd_sm100.load import Load
 from fa4flex.kernels.fwd_sm100.mma import Mma
-from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared, chunk_columns
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared, chunk_columns
 from fa4flex.kernels.fwd_sm100.roles import (
     ALLOCATED,
-    BARRIERS,
     CORRECTION,
     FINISHED,
-    FROM_BOTH,
     LOAD,
     MULTIPLY,
     SCHEDULE,
     STORE,
-    TOUCH_TENSOR_MEMORY,
     WARPS,
-    Per,
-    answer_readers,
-    barrier_count,
-    readers,
+    barrier_table,
 )
 from fa4flex.kernels.fwd_sm100.schedule import Scheduler
 from fa4flex.kernels.fwd_sm100.softmax import Softmax
@@ -65,6 +60,7 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.barriers = barrier_table(config, config.handed, config.ctas)
         cluster = self.cluster = Cluster(config.ctas)
         tiles: TileScheduler = TileScheduler(config, hooks, config.ctas, looped=True)
         if config.cancel:
@@ -146,12 +142,7 @@ class Forward:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
         members: dict[str, Any] = {
-            name: cute.struct.MemRange[Int64, self.count(per)] for name, (per, _) in BARRIERS.items()
-        }
-        k_stages, v_stages = config.kv_stages
-        members |= {
-            "k": cute.struct.MemRange[Int64, 2 * k_stages],
-            "v": cute.struct.MemRange[Int64, 2 * v_stages],
+            "barriers": room(self.barriers),
             "next": cute.struct.Align[cute.struct.MemRange[Int32, config.next_words], 16],
             "freed": Int64,
             "columns": Int32,
@@ -182,13 +173,13 @@ class Forward:
         storage = SmemAllocator().allocate(self.storage(products, arguments.out.element_type))
         shared = self.shared(storage, products, arguments.out.element_type)
         pipes = self.pipes(storage, shared, products)
-        allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
+        allocated = pipeline.NamedBarrier(ALLOCATED.number, ALLOCATED.threads)
         memory = tensor_memory(storage, CORRECTION, allocated, self.config.ctas)
         if warp == LOAD:
             for transfer in (q, k, v):
                 cpasync.prefetch_descriptor(transfer.atom)
         if warp == 0:
-            self.initialise(storage)
+            initialise(self.barriers, storage)
         ctas = self.cluster.layout(products.scores)
         pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
@@ -214,7 +205,7 @@ class Forward:
             base = memory.retrieve_ptr(Float32)
             self.correction.run(arguments, grid, shared, pipes, products, base)
             memory.relinquish_alloc_permit()
-            cute.arch.barrier(barrier_id=FINISHED, number_of_threads=ROWS)
+            sync(FINISHED)
             memory.free(base)
         else:
             cute.arch.setmaxregister_increase(registers.softmax)
@@ -223,25 +214,6 @@ class Forward:
             if warp < 4 * self.config.q_tiles:
                 self.softmax.run(arguments, grid, shared, pipes, products, base)
         self.cluster.depart()
-
-    def count(self, per: Per) -> int:
-        return barrier_count(self.config.q_tiles, self.config.out_stages, per)
-
-    def next_readers(self) -> int:
-        config = self.config
-        if config.cancel:
-            return answer_readers(config.q_tiles, config.out_stages, config.ctas)
-        return readers(config.q_tiles, config.out_stages)
-
-    def initialise(self, storage: Any) -> None:
-        with cute.arch.elect_one():
-            for name, (per, arrivals) in BARRIERS.items():
-                count = arrivals * self.config.ctas if name in FROM_BOTH else arrivals
-                if name == "next_empty":
-                    count = self.next_readers()
-                for i in range(self.count(per)):
-                    cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, count)
-        cute.arch.mbarrier_init_fence()
 
     def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
         q, k, v = products.layouts()
@@ -264,12 +236,11 @@ class Forward:
 
     def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:
         ctas, cluster = self.config.ctas, self.cluster.layout(products.scores)
-        barriers = {name: getattr(storage, name).data_ptr() for name in BARRIERS}
         number = storage.next.get_tensor(cute.make_layout(self.config.next_words))
-        handed_over = NextTile(number, barriers.pop("next_full"), barriers.pop("next_empty"))
-        return Pipes(
-            operand_ring(storage.k.data_ptr(), shared.k, ctas, cluster),
-            operand_ring(storage.v.data_ptr(), shared.v, ctas, cluster),
-            next=handed_over,
-            **barriers,
+        at = mbarriers(self.barriers, storage)
+        return pipes_of(
+            at,
+            k=operand_ring(at["k_full"], shared.k, ctas, cluster),
+            v=operand_ring(at["v_full"], shared.v, ctas, cluster),
+            next=NextTile(number, at["next_full"], at["next_empty"]),
         )

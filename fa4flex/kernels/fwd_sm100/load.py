@@ -7,6 +7,7 @@ from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
@@ -18,7 +19,7 @@ from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, Views, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared
 from fa4flex.kernels.plan.paging import Boxes
 
 WRITTEN_OUT = {"packed": 1, "used": FEW}

@@ -18,13 +18,14 @@ import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.tensor_core import elect, zero_here
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared
 from fa4flex.kernels.plan.problem import MMA_K
 
 

@@ -1,4 +1,4 @@
-"""Resources of the roles of the Blackwell forward kernel: tensors, barriers and products of one block."""
+"""Resources of the roles of the Blackwell forward kernel: tensors and products of one block."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.tensor_core import Product
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config, staged_columns
@@ -32,40 +31,6 @@ class Shared:
     scales: cute.Tensor
     finals: cute.Tensor
     tiles: tuple[cute.Tensor, cute.Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """k and v rings, and barriers. By query tile:
-
-    q_full, q_empty     its queries have come; its last scores are multiplied
-    s_full              scores are there, and all earlier products of that tile are done
-    p_early             the first probabilities are there and the output may be added to
-    p_late              the other probabilities are there
-    o_full              the output is complete
-
-    By query tile and warp of the softmax warpgroup, for the correction warp with the same rows:
-
-    scale_full                what the output is to be multiplied by before the next product
-    final_full, final_empty   what it is to be multiplied by at last; that has been read
-
-    By stage: out_full, out_empty: a chunk of the output is staged; its store has read it.
-    """
-
-    k: pipeline.PipelineTmaUmma
-    v: pipeline.PipelineTmaUmma
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    s_full: cute.Pointer
-    p_early: cute.Pointer
-    p_late: cute.Pointer
-    o_full: cute.Pointer
-    scale_full: cute.Pointer
-    final_full: cute.Pointer
-    final_empty: cute.Pointer
-    out_full: cute.Pointer
-    out_empty: cute.Pointer
-    next: NextTile
 
 
 class Products:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
-Per = Literal["tile", "warp", "stage", "one"]
-"""Unit that has a barrier each: a query tile, a warp of its softmax warpgroup, a staged chunk of the output,
-or the block."""
+from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
+from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 
 CORRECTION = 8
 """First warp of the warpgroup that corrects outputs; the two before take the softmax of a query tile each."""
@@ -16,51 +15,74 @@ MULTIPLY, STORE, LOAD, SCHEDULE = 12, 13, 14, 15
 
 WARPS = 16
 
-ALLOCATED, FINISHED = 1, 2
-"""Named barriers: tensor memory is there, for all who touch it; the correction warpgroup has read the last of
-it."""
+ALLOCATED = NamedRow(
+    "allocated",
+    1,
+    WARP * (CORRECTION + WARPGROUP + 1),
+    "tensor memory is there, for softmax and correction warpgroups, and the warp that multiplies",
+)
+FINISHED = NamedRow(
+    "finished", 2, WARP * WARPGROUP, "the correction warpgroup has read the last of tensor memory"
+)
 
-TOUCH_TENSOR_MEMORY = 32 * (CORRECTION + 4 + 1)
-"""Threads: softmax and correction warpgroups, and the warp that multiplies."""
-
-BARRIERS: dict[str, tuple[Per, int]] = {
-    "q_full": ("tile", 1),
-    "q_empty": ("tile", 1),
-    "s_full": ("tile", 1),
-    "p_early": ("tile", 8),
-    "p_late": ("tile", 4),
-    "o_full": ("tile", 1),
-    "scale_full": ("warp", 1),
-    "final_full": ("warp", 1),
-    "final_empty": ("warp", 1),
-    "out_full": ("stage", 4),
-    "out_empty": ("stage", 1),
-    "next_full": ("one", 1),
-    "next_empty": ("one", 1),
-}
-"""Unit that has one each, and number of arrivals that complete a phase: a warp's lanes arrive as one. At
-next_empty, all `readers` arrive."""
-
-FROM_BOTH = ("p_early", "p_late")
-"""Barriers at which the warps of both CTAs of a pair arrive."""
+Handed = Literal["", "number", "answer"]
+"""Source of the next tile: none, where blocks take tiles in turn; a number that a warp takes from a counter;
+or the hardware's answer, for which a warp asks."""
 
 
-def barrier_count(q_tiles: int, out_stages: int, per: Per) -> int:
-    return {"tile": q_tiles, "warp": 4 * q_tiles, "stage": max(out_stages, 1), "one": 1}[per]
+class Sizes(Protocol):
+    """Numbers of query tiles of 128 rows, and of stages."""
+
+    @property
+    def q_tiles(self) -> int: ...
+    @property
+    def kv_stages(self) -> tuple[int, int]: ...
+    @property
+    def out_stages(self) -> int: ...
 
 
-def readers(q_tiles: int, out_stages: int) -> int:
-    """Warps that read the next tile's number: of softmax and correction, those that multiply and load, and
-    where outputs are staged, the one that stores."""
-    return 4 * (q_tiles + 1) + 2 + (out_stages > 0)
+def barrier_table(sizes: Sizes, handed: Handed, ctas: int = 1) -> BarrierTable:
+    """Barriers of a block, or of a CTA of a pair.
 
-
-def answer_readers(q_tiles: int, out_stages: int, ctas: int = 1) -> int:
-    """The same where the number is the hardware's answer: the warp that asks reads it, too. Of a pair, both
-    CTAs do, but only the first multiplies."""
-    return ctas * (readers(q_tiles, out_stages) + 1) - (ctas - 1)
-
-
-def barrier_total(q_tiles: int, out_stages: int) -> int:
-    """Barriers of a block, besides those of the K and V rings."""
-    return sum(barrier_count(q_tiles, out_stages, per) for per, _ in BARRIERS.values())
+    The warps of the softmax warpgroup hand over rows to the correction warps with the same rows.
+    """
+    n, (k_stages, v_stages) = sizes.q_tiles, sizes.kv_stages
+    tile, warp = Per(n), Per(n, by_warp=True)
+    staged, chunk = sizes.out_stages > 0, Per(stages=max(sizes.out_stages, 1))
+    # Of softmax and correction, those that multiply and load, and the one that stores.
+    readers = WARPGROUP * (n + 1) + 2 + staged
+    if handed == "answer":
+        # The warp that asks reads the answer, too. Of a pair, both CTAs do, but only the first multiplies.
+        readers = ctas * (readers + 1) - (ctas - 1)
+    both, by_all = ctas * WARPGROUP, "softmax, correction, multiply, load, store, scheduler"
+    rows = (
+        Row("q_full", 1, "load", "queries have come", tile, "q", first=True),
+        Row("q_empty", 1, "multiply", "their last scores are multiplied", tile, "q"),
+        Row("s_full", 1, "multiply", "scores are there, and all earlier products are done", tile),
+        Row(
+            "p_early",
+            2 * both,
+            "softmax, correction",
+            "the first probabilities are there and the output may be added to",
+            tile,
+            first=True,
+        ),
+        Row("p_late", both, "softmax", "the other probabilities are there", tile, first=True),
+        Row("o_full", 1, "multiply", "the output is complete", tile),
+        Row(
+            "scale_full",
+            1,
+            "softmax",
+            "what the output is to be multiplied by before the next product",
+            warp,
+        ),
+        Row("final_full", 1, "softmax", "what it is to be multiplied by at last", warp, "finals"),
+        Row("final_empty", 1, "correction", "that has been read", warp, "finals"),
+        Row("out_full", WARPGROUP, "correction", "a chunk of outputs is staged", chunk, "out", used=staged),
+        Row("out_empty", 1, "store", "its store has read it", chunk, "out", used=staged),
+        Row("next_full", 1, "scheduler", "the next tile is known", ring="next", used=bool(handed)),
+        Row("next_empty", readers, by_all, "all have read it", ring="next", first=True, used=bool(handed)),
+        *tile_ring("k", k_stages, 1, ("load", "multiply"), first=True),
+        *tile_ring("v", v_stages, 1, ("load", "multiply"), first=True),
+    )
+    return BarrierTable(rows, (ALLOCATED, FINISHED))

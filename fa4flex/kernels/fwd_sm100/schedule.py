@@ -6,9 +6,9 @@ import cutlass
 from cutlass import Int32, cute
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
-from fa4flex.kernels.fwd_sm100.resources import Pipes
 
 
 class Scheduler:

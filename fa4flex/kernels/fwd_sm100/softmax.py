@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.bits import consecutive, shifted
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import compute_before, computed_once, numbers
@@ -35,13 +36,7 @@ from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
-from fa4flex.kernels.fwd_sm100.resources import (
-    Pipes,
-    Products,
-    Shared,
-    column,
-    first_row,
-)
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row
 from fa4flex.kernels.fwd_sm100.rows import (
     Pair,
     Row,

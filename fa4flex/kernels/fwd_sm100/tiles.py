@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.config import ROWS, staged_columns
-from fa4flex.kernels.fwd_sm100.roles import barrier_total
+from fa4flex.kernels.fwd_sm100.roles import barrier_table
 from fa4flex.kernels.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import Target
@@ -73,8 +73,8 @@ class Tiles:
             "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) // self.ctas * v_stages,
             "out": tile_bytes(ROWS, self.out_columns, self.out_itemsize) * self.out_stages,
         }
-        barriers = barrier_total(self.q_tiles, self.out_stages) + 2 * (k_stages + v_stages)
-        return lay_out({name: size for name, size in sizes.items() if size}, {}, barriers, target)
+        barriers = barrier_table(self, "")
+        return lay_out({name: size for name, size in sizes.items() if size}, {}, barriers.count, target)
 
 
 def pad(width: int) -> int:

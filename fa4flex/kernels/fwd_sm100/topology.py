@@ -1,4 +1,4 @@
-"""The Blackwell forward pipeline, with the barriers and counts of the kernel (kernels/fwd_sm100/roles.py).
+"""The Blackwell forward pipeline, with the barriers of the kernel (kernels/fwd_sm100/roles.py).
 
 One warp issues all products and the tensor core executes them in that order (FlashAttention-4, arXiv
 2603.05451, section 3.1). By query tile i and key tile j:
@@ -20,34 +20,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.fwd_sm100.roles import (
-    ALLOCATED,
-    BARRIERS,
     CORRECTION,
-    FINISHED,
     LOAD,
     MULTIPLY,
     SCHEDULE,
     STORE,
-    TOUCH_TENSOR_MEMORY,
-    answer_readers,
-    readers,
+    Handed,
+    barrier_table,
 )
 from fa4flex.kernels.fwd_sm100.tiles import Tiles
+from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import ANSWER, NUMBER, column_block, tile_bytes
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
 from fa4flex.kernels.plan.topology import (
     RECEIVE,
-    WARP,
     WARPGROUP,
-    Barrier,
     Event,
     Events,
-    NamedBarrier,
     Product,
     Ring,
     Role,
@@ -59,26 +51,13 @@ STEPS = 3
 """Contents that an output has per key tile: rescaled, and after the product with either part of the
 probabilities."""
 
-MEANINGS = {
-    "s_full": "scores are there, and all earlier products are done",
-    "p_early": "the first probabilities are there and the output may be added to",
-    "p_late": "the other probabilities are there",
-    "o_full": "the output is complete",
-    "scale_full": "what the output is to be multiplied by before the next product",
-}
-
-
-Handed = Literal["", "number", "answer"]
-"""Source of the next tile: none, where blocks take tiles in turn; a number that a warp takes from a counter;
-or the hardware's answer, for which a warp asks."""
-
 
 def forward_topology(
     tiles: Tiles, columns: Columns, handed: Handed, ragged: bool, box_rows: int = 0
 ) -> Topology:
     """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
     follow their ends is cleared. Tiles of K and V are brought `box_rows` keys at a time, if given."""
-    n, staged = tiles.q_tiles, tiles.out_stages > 0
+    n, staged, table = tiles.q_tiles, tiles.out_stages > 0, barrier_table(tiles, handed)
     workers = [_load(n), _multiply(n, ragged), *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
         workers.append(_store(tiles))
@@ -91,78 +70,43 @@ def forward_topology(
         )
     return Topology(
         roles=tuple(workers),
-        rings=tuple(_rings(tiles, handed, box_rows)),
-        barriers=(
-            NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
-            NamedBarrier("finished", FINISHED, WARP * WARPGROUP),
-        ),
+        rings=tuple(_rings(table, tiles, handed, box_rows)),
+        barriers=table.named_barriers(),
         staging="own" if staged else "none",
-        mbarriers=tuple(
-            Barrier(f"{name} {i}", BARRIERS[name][1], meaning, BARRIERS[name][0] == "warp")
-            for name, meaning in MEANINGS.items()
-            for i in range(n)
-        ),
+        mbarriers=table.barriers(),
         overlaps=columns.overlaps,
         by_warp=(
             *columns.names,
             *(f"{name} {i}" for name in ("scales", "finals") for i in range(n)),
             "out",
         ),
-        places=(_places(tiles, handed),),
+        places=(table.places(),),
     )
 
 
-def _places(tiles: Tiles, handed: Handed) -> tuple[str, ...]:
-    """Mbarriers in the order of the kernel's storage."""
-    n = tiles.q_tiles
-    rings = {"q": "q", "final": "finals", "out": "out", "next": "next"}
-    found: list[str] = []
-    for barrier, (per, _) in BARRIERS.items():
-        name, _, side = barrier.rpartition("_")
-        name, side = (rings[name], f" {side}") if name in rings else (barrier, "")
-        if per == "tile":
-            found += [f"{name} {i}{side}" for i in range(n)]
-        elif per == "warp":
-            found += [f"{name} {i}{side} of warp {w}" for i in range(n) for w in range(WARPGROUP)]
-        elif per == "stage":
-            staged = stage_barriers(name, tiles.out_stages, (side.strip(),))
-            found += staged if tiles.out_stages else [""]
-        else:
-            found.append(f"{name}{side}" if handed else "")
-    for name, stages in zip(("k", "v"), tiles.kv_stages, strict=True):
-        found += stage_barriers(name, stages)
-    return tuple(found)
+def _rings(table: BarrierTable, tiles: Tiles, handed: Handed, box_rows: int) -> Iterator[Ring]:
+    """Rings with the bytes of their stages. A TMA box holds a block of columns of all rows, or of
+    `box_rows`."""
 
-
-def _rings(tiles: Tiles, handed: Handed, box_rows: int) -> Iterator[Ring]:
-    """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows, or
-    of `box_rows`."""
-    n = tiles.q_tiles
-
-    def ring(name: str, counts: str, stages: int, rows: int, width: int, together: int = 0) -> Ring:
+    def ring(name: str, rows: int, width: int, together: int = 0, unit: int | None = None) -> Ring:
         together = together or rows
         box = tile_bytes(together, column_block(width), tiles.itemsize)
         boxes = (box,) * (width // column_block(width) * (rows // together))
-        full, empty = (BARRIERS[f"{counts}_{side}"][1] if counts else 1 for side in ("full", "empty"))
-        return Ring(name, stages, sum(boxes), boxes, sum(boxes), empty, full)
+        return table.ring(name, sum(boxes), boxes, unit)
 
-    for i in range(n):
-        yield ring(f"q {i}", "q", 1, ROWS, tiles.head_dim)
+    for i in range(tiles.q_tiles):
+        yield ring("q", ROWS, tiles.head_dim, unit=i)
     # Of a pair of CTAs, each holds half of the keys of a tile of K, and half of the columns of V.
-    yield ring("k", "", tiles.kv_stages[0], tiles.tile_n // tiles.ctas, tiles.head_dim, box_rows)
-    yield ring("v", "", tiles.kv_stages[1], tiles.tile_n, tiles.head_dim_v // tiles.ctas, box_rows)
+    yield ring("k", tiles.tile_n // tiles.ctas, tiles.head_dim, box_rows)
+    yield ring("v", tiles.tile_n, tiles.head_dim_v // tiles.ctas, box_rows)
     if tiles.out_stages:
-        full, empty = (BARRIERS[f"out_{side}"][1] for side in ("full", "empty"))
-        chunk = tile_bytes(ROWS, tiles.out_columns, tiles.out_itemsize)
-        yield Ring("out", tiles.out_stages, chunk, (), 0, empty, full)
-    for i in range(n):
-        full, empty = (BARRIERS[f"final_{side}"][1] for side in ("full", "empty"))
-        yield Ring(f"finals {i}", 1, 4 * ROWS, (), 0, empty, full, per_warp=True)
+        yield table.ring("out", tile_bytes(ROWS, tiles.out_columns, tiles.out_itemsize))
+    for i in range(tiles.q_tiles):
+        yield table.ring("finals", NUMBER * ROWS, unit=i)
     if handed == "number":
-        yield Ring("next", 1, NUMBER, (), 0, readers(n, tiles.out_stages), BARRIERS["next_full"][1])
+        yield table.ring("next", NUMBER)
     if handed == "answer":
-        count = answer_readers(n, tiles.out_stages)
-        yield Ring("next", 1, ANSWER, (ANSWER,), ANSWER, count, BARRIERS["next_full"][1])
+        yield table.ring("next", ANSWER, (ANSWER,))
 
 
 def _work(action: str, target: str, tile: int = 0, **more: bool) -> Event:

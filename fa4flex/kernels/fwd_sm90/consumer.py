@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.fragment import (
     as_operand,
     compute_before,
@@ -43,12 +44,10 @@ from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
-from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared
+from fa4flex.kernels.fwd_sm90.epilogue import Epilogue
+from fa4flex.kernels.fwd_sm90.resources import QueryRing, Shared
+from fa4flex.kernels.fwd_sm90.roles import TURN, WRITTEN
 from fa4flex.kernels.fwd_sm90.rows import rows_of
-
-TURNS = 1
-"""Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +341,7 @@ class Consumer:
             end = tile.fragment.at.kv_len - key_tile * self.config.tile_n
             if end < self.config.tile_n:
                 pipes.v.consumer_wait(v_state)
-                zero_past(products.v_shared[None, None, v_state.index], end, STORES + group)
+                zero_past(products.v_shared[None, None, v_state.index], end, WRITTEN.at(group))
 
     def begin(self, products: Products, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
         """Scores to accumulate into, and what the variant computes without them."""
@@ -411,11 +410,11 @@ class Consumer:
 
     def take_turn(self, group: Int32) -> None:
         if self.config.pingpong:
-            cute.arch.barrier(barrier_id=TURNS + group, number_of_threads=256)
+            sync(TURN, group)
 
     def give_turn(self, group: Int32) -> None:
         if self.config.pingpong:
-            cute.arch.barrier_arrive(barrier_id=TURNS + group, number_of_threads=256)
+            arrive(TURN, group)
 
     def release_queries(self, pipes: Pipes, place: Int32) -> None:
         with cute.arch.elect_one():

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
@@ -18,10 +19,8 @@ from fa4flex.kernels.common.transfer import Transfers, partition
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import Shared
+from fa4flex.kernels.fwd_sm90.roles import WRITTEN
 from fa4flex.kernels.fwd_sm90.rows import rows_of
-
-STORES = 5
-"""Named barriers STORES + w: warpgroup w's output lies in shared memory."""
 
 
 class Epilogue:
@@ -91,7 +90,7 @@ class Epilogue:
         if const_expr(not self.config.alias_output):
             self.drain()
         # The last tile's store may still be reading; or, where the queries lie there, another warp's product.
-        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+        sync(WRITTEN, group)
         kind = shared.out.element_type
         narrow = cute.make_rmem_tensor_like(products.out, kind)
         narrow.store(products.out.load().to(kind))
@@ -100,7 +99,7 @@ class Epilogue:
         mine = shared.out[None, None, group]
         cute.copy(copy, copy.retile(narrow), copy.partition_D(mine))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+        sync(WRITTEN, group)
         if cute.arch.make_warp_uniform(lane // 32) == 0:
             tiles = self.rows.tiles(transfers.out, work, self.config.head_dim_v)
             from_shared, to_global = partition(transfers.out, shared.out, tiles)
@@ -111,7 +110,7 @@ class Epilogue:
                 self.drain()
         if const_expr(self.config.alias_output):
             # Queries must not overwrite the output before it has been read.
-            cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+            sync(WRITTEN, group)
 
     def drain(self) -> None:
         """Wait until this thread's TMA stores have read shared memory."""

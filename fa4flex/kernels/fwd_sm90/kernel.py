@@ -14,12 +14,13 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Int32, Int64, const_expr, cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
 from fa4flex.kernels.common.boxes import box_transfers, stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
@@ -31,9 +32,9 @@ from fa4flex.kernels.common.work import Grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import Follower, PartProducer, Producer
-from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import Shared
+from fa4flex.kernels.fwd_sm90.roles import barrier_table
 from fa4flex.kernels.fwd_sm90.rows import rows_of
-from fa4flex.kernels.plan.topology import WARPGROUP
 
 
 class Forward:
@@ -46,6 +47,9 @@ class Forward:
         self.config = config
         self.hooks = hooks
         self.rows = rows_of(config)
+        self.barriers = barrier_table(
+            config, config.kv_stages, config.dynamic, config.pingpong, config.producing
+        )
         scheduler = TileScheduler(config, hooks, group=config.group, hands=config.dynamic)
         self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
         if config.producing == "apart":
@@ -126,20 +130,12 @@ class Forward:
         config = self.config
         kind, out_kind = kinds
 
-        def barriers(count: int) -> Any:
-            return cute.struct.MemRange[Int64, count]
-
         def tile(element: Any, size: int) -> Any:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
         return {
-            "q_full": barriers(config.consumers * config.q_stages),
-            "q_empty": barriers(config.consumers * config.q_stages),
-            "k": barriers(config.kv_stages * 2),
-            "v": barriers(config.kv_stages * 2),
-            "next_full": barriers(1),
-            "next_empty": barriers(1),
-            "next": cute.struct.Align[cute.struct.MemRange[Int32, HANDED], 16],
+            "barriers": room(self.barriers),
+            "next": cute.struct.Align[cute.struct.MemRange[Int32, self.handed], 16],
             "queries": tile(kind, cute.cosize(layouts[0])),
             "keys": tile(kind, cute.cosize(layouts[1])),
             "values": tile(kind, cute.cosize(layouts[2])),
@@ -167,14 +163,7 @@ class Forward:
         shared = self.shared(storage, layouts, kinds)
         pipes = self.pipes(storage, shared)
         if warp == 0:
-            with cute.arch.elect_one():
-                for place in cutlass.range_constexpr(self.config.consumers * self.config.q_stages):
-                    cute.arch.mbarrier_init(pipes.q_full + place, 1)
-                    cute.arch.mbarrier_init(pipes.q_empty + place, 4)
-                cute.arch.mbarrier_init(pipes.next.full, 1)
-                readers = self.config.consumers * 4 + self.config.producers - 1
-                cute.arch.mbarrier_init(pipes.next.empty, readers)
-            cute.arch.mbarrier_init_fence()
+            initialise(self.barriers, storage)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         if const_expr(self.config.splits):
@@ -207,17 +196,17 @@ class Forward:
             out,
         )
 
+    @property
+    def handed(self) -> int:
+        """Numbers of 32 bits in which a tile is handed over."""
+        return HANDED
+
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        warps = self.config.gather_warps
-        readers = self.config.consumers * WARPGROUP
-        return Pipes(
-            tile_ring(storage.k.data_ptr(), shared.k, readers, warps),
-            tile_ring(storage.v.data_ptr(), shared.v, readers, warps),
-            storage.q_full.data_ptr(),
-            storage.q_empty.data_ptr(),
-            NextTile(
-                storage.next.get_tensor(cute.make_layout(HANDED)),
-                storage.next_full.data_ptr(),
-                storage.next_empty.data_ptr(),
-            ),
+        at, table, warps = mbarriers(self.barriers, storage), self.barriers, self.config.gather_warps
+        number = storage.next.get_tensor(cute.make_layout(self.handed))
+        return pipes_of(
+            at,
+            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps),
+            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps),
+            next=NextTile(number, at["next_full"], at["next_empty"]),
         )

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
@@ -20,7 +21,7 @@ from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared, Turn
+from fa4flex.kernels.fwd_sm90.resources import QueryRing, Shared, Turn
 from fa4flex.kernels.fwd_sm90.rows import rows_of
 from fa4flex.kernels.plan.memory import block_bytes
 

@@ -1,13 +1,11 @@
-"""Resources of the roles of the Hopper forward kernel: tensors, barriers and pipelines of one block."""
+"""Resources of the roles of the Hopper forward kernel: tensors of one block, and stages of queries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute, pipeline
-
-from fa4flex.kernels.common.next_tile import NextTile
+from cutlass import Int32, cute
 
 
 @dataclass(frozen=True)
@@ -19,18 +17,6 @@ class Shared:
     k: cute.Tensor
     v: cute.Tensor
     out: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """k and v rings, and two barriers per stage of a warpgroup's queries: they have come; they are no longer
-    needed. The producer hands the next tile to the consumers."""
-
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    next: NextTile
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
+from fa4flex.kernels.fwd_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import in_boxes, producing, readable, too_many_boxes
 from fa4flex.kernels.plan.problem import Problem
@@ -75,7 +76,7 @@ class Tiles:
         if not may_share(self.head_dim, self.head_dim_v):
             return False
         sizes = self._sizes(problem, kv_stages)
-        apart = lay_out(sizes, {}, barriers(self.query_tiles, kv_stages, problem.uneven), target)
+        apart = lay_out(sizes, {}, barrier_table(self, kv_stages, problem.uneven).used, target)
         return apart.total > target.shared_memory
 
     def memory(self, problem: Problem, kv_stages: int, target: Target, dynamic: bool | None = None) -> Memory:
@@ -85,7 +86,7 @@ class Tiles:
         sizes = ({"next": NUMBER * HANDED} if dynamic else {}) | self._sizes(problem, kv_stages)
         aliased = "out" in sizes and self.shares(problem, kv_stages, target)
         alias = {"out": "q"} if aliased else {}
-        return lay_out(sizes, alias, barriers(self.query_tiles, kv_stages, dynamic), target)
+        return lay_out(sizes, alias, barrier_table(self, kv_stages, dynamic).used, target)
 
     def _sizes(self, problem: Problem, kv_stages: int) -> dict[str, int]:
         size = problem.itemsize
@@ -118,12 +119,6 @@ the compiler takes less than half as long for, and reads are as many."""
 
 MOST_PAGED = 128
 """Queries per tile where keys lie in pages."""
-
-
-def barriers(query_tiles: int, kv_stages: int, dynamic: bool) -> int:
-    """mbarriers: a full and an empty one per 64 queries in flight, per stage of K and per stage of V, and for
-    the next tile's number where it is handed over (`dynamic`)."""
-    return 2 * (query_tiles + 2 * kv_stages + dynamic)
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm90.config import HANDED
+from fa4flex.kernels.fwd_sm90.roles import barrier_table
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
+from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import NUMBER, column_block
 from fa4flex.kernels.plan.paging import Boxes, Producing
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.topology import (
     RECEIVE,
-    WARP,
     WARPGROUP,
     Event,
     Events,
-    NamedBarrier,
     Per,
     Product,
     Ring,
@@ -40,10 +39,6 @@ from fa4flex.kernels.plan.topology import (
     Staging,
     Topology,
 )
-
-THREADS = WARP * WARPGROUP
-TURNS, STORES = 1, 5
-"""Named barriers TURNS + w and STORES + w: it is consumer w's turn; consumer w's output is written."""
 
 
 def forward_topology(
@@ -59,58 +54,50 @@ def forward_topology(
     the next tile is handed over. Tiles of K and V are brought in `boxes`, if given."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
+    table = barrier_table(tiles, kv_stages, dynamic, pingpong, producing)
     early = staging == "own" or boxes is not None
     consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging, early) for i in range(n))
     producer, *others = _PRODUCERS[producing](n)
     gathering = producing == "gathering"
-    arrivals = sum(role.warps for role in consumers)
     k_box, v_box = boxes.shapes((tiles.head_dim, tiles.head_dim_v)) if boxes else (None, None)
     rings = (
-        *(
-            _ring(f"q {i}", tiles.q_stages, tiles.tile_m // n, tiles.head_dim, role.warps)
-            for i, role in enumerate(consumers)
-        ),
-        _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals, k_box),
-        _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals, v_box),
+        *(_ring(table, "q", (tiles.tile_m // n, tiles.head_dim), unit=i) for i in range(n)),
+        _ring(table, "k", (tiles.tile_n, tiles.head_dim), k_box),
+        _ring(table, "v", (tiles.tile_n, tiles.head_dim_v), v_box),
     )
-    if gathering:
-        rings = tuple(_gathered(ring) if ring.name in ("k", "v") else ring for ring in rings)
     if dynamic:
-        rings = (*rings, Ring("next", 1, NUMBER * HANDED, (), 0, arrivals + sum(r.warps for r in others)))
+        rings = (*rings, table.ring("next", NUMBER * HANDED))
         publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
         producer = replace(producer, last=producer.last + publish)
         received = tuple(Event(action, "next", per="work") for action in RECEIVE)
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
         others = [replace(role, last=role.last + received) for role in others]
-    turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * THREADS) for i in range(n) if pingpong]
-    stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n)]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
     return Topology(
         (producer, *others, *consumers),
         rings,
-        (*turns, *stores),
+        table.named_barriers(),
         staging,
         overlaps=overlaps,
         by_warp=("k", "v") if gathering else (),
-        places=(_places(tiles, kv_stages, dynamic),),
+        places=(table.places(),),
     )
 
 
-def _places(tiles: Tiles, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
-    """Mbarriers in the order of the kernel's storage."""
-    sides, n = ("full", "empty"), range(tiles.consumers)
-    queries = (x for side in sides for i in n for x in stage_barriers(f"q {i}", tiles.q_stages, (side,)))
-    handed = (f"next {side}" if dynamic else "" for side in ("full", "empty"))
-    return (*queries, *stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages), *handed)
-
-
 def _ring(
-    name: str, stages: int, rows: int, width: int, arrivals: int, box: tuple[int, int] | None = None
+    table: BarrierTable,
+    name: str,
+    tile: tuple[int, int],
+    box: tuple[int, int] | None = None,
+    unit: int | None = None,
 ) -> Ring:
-    """16-bit elements. A TMA copy brings a block of columns of all rows, or a `box` of rows and columns."""
+    """16-bit elements. A TMA copy brings a block of columns of all rows, or a `box` of rows and columns; or
+    warps gather rows."""
+    rows, width = tile
     box_rows, columns = box or (rows, column_block(width))
     copies = (box_rows * columns * 2,) * (width // columns * (rows // box_rows))
-    return Ring(name, stages, rows * width * 2, copies, sum(copies), arrivals)
+    gathered = table[f"{name}_full"].lanes > 1
+    return table.ring(name, rows * width * 2, () if gathered else copies, unit)
 
 
 def _copy(name: str, tile: int = 0) -> Events:
@@ -145,11 +132,6 @@ def _gathering(consumers: int) -> tuple[Role, Role]:
         Role("producer", 1, (), keys + queries, keys + before, last, apart=True),
         Role("producer of rows", 3, (), keys, keys + before, last, apart=True, warp=1, part=1),
     )
-
-
-def _gathered(ring: Ring) -> Ring:
-    """No copy of the ring's is a TMA's."""
-    return replace(ring, copies=(), transaction_bytes=0, full_arrivals=WARPGROUP, lanes=WARP)
 
 
 _PRODUCERS: dict[Producing, Callable[[int], tuple[Role, ...]]] = {

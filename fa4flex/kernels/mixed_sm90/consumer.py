@@ -7,11 +7,11 @@ from typing import Any
 from cutlass import Int32, cute
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.transfer import States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import consumer as forward
-from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import Config
 from fa4flex.kernels.mixed_sm90.few_rows import FewRows
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, sync
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
@@ -36,15 +37,12 @@ from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
 from fa4flex.kernels.decode_sm90 import consumer, epilogue
 from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Keys, Mine, clear
-from fa4flex.kernels.fwd_sm90.epilogue import STORES
-from fa4flex.kernels.fwd_sm90.resources import Pipes
+from fa4flex.kernels.fwd_sm90.roles import WRITTEN
 from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
 from fa4flex.kernels.mixed_sm90.merging import Merging
 from fa4flex.kernels.mixed_sm90.resources import Shared
+from fa4flex.kernels.mixed_sm90.roles import BOTH
 from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
-from fa4flex.kernels.mixed_sm90.topology import MEET
-
-BOTH = 128 * GROUPS
 
 
 def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: Config) -> Tile:
@@ -244,7 +242,7 @@ class FewRows(consumer.Consumer):
         """All rows of the tile to the warpgroup's room."""
         lane, group = who
         copy_rows(arguments.q, work.q_offset, tile, shared.q[None, None, group], lane)
-        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+        sync(WRITTEN, group)
 
     @cute.jit
     def merge(
@@ -259,7 +257,7 @@ class FewRows(consumer.Consumer):
         lane, group = who
         first = lane // 32 * 16 + lane % 32 // 4
         out = products.out
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
+        sync(BOTH)
         used = rows[0].used  # of a warp's rows, the first ones are used if any is
         if group == 1 and used:
             cute.autovec_copy(_line(out), shared.sums[lane, None])
@@ -268,7 +266,7 @@ class FewRows(consumer.Consumer):
                 if lane % 4 == 0:
                     for i, x in enumerate((mine.state.largest[0], mine.state.shift[0], total)):
                         shared.kept[first + offset, i] = x
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
+        sync(BOTH)
         if group == 0 and used:
             weights = []
             for offset, mine in zip(OFFSETS, rows):
@@ -283,7 +281,7 @@ class FewRows(consumer.Consumer):
             for r, (own, other) in enumerate(weights):
                 both[r, None].store(both[r, None].load() * own + others[r, None].load() * other)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
+        sync(BOTH)
 
     @cute.jit
     def clear_half(
@@ -300,7 +298,7 @@ class FewRows(consumer.Consumer):
         if end < self.config.tile_n:
             pipes.v.consumer_wait(v_state)
             group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
-            zero_past(products.v_shared[None, None, v_state.index], end, STORES + group)
+            zero_past(products.v_shared[None, None, v_state.index], end, WRITTEN.at(group))
 
 
 def _line(registers: cute.Tensor) -> cute.Tensor:

@@ -7,7 +7,6 @@ producer warp --[q x warpgroups]--> consumer warpgroups --> out
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -18,7 +17,6 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.producer import Part
-from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.combine import Combine
 from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
@@ -50,17 +48,15 @@ class Forward(forward.Forward):
         return Combine(width, self.config), Arguments
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
-        tile = cute.struct.Align[cute.struct.MemRange[Int32, HANDED + NOTED], 16]
         kept = cute.struct.MemRange[Float32, KEPT * ROWS]
         found: dict[str, Any] = {}
         for name, member in super().members(layouts, kinds).items():
-            found |= {"next": tile, "kept": kept} if name == "next" else {name: member}
+            found |= {name: member} | ({"kept": kept} if name == "next" else {})
         return found
 
-    def pipes(self, storage: Any, shared: Any) -> Pipes:
-        one = super().pipes(storage, shared)
-        tile = storage.next.get_tensor(cute.make_layout(HANDED + NOTED))
-        return replace(one, next=replace(one.next, number=tile))
+    @property
+    def handed(self) -> int:
+        return HANDED + NOTED
 
     def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
         one = super().shared(storage, layouts, kinds)

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
-from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
+from fa4flex.kernels.fwd_sm90.roles import barrier_table
+from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
@@ -44,7 +45,8 @@ class MixedPlan(HopperPlan):
         sizes = {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * ROWS * NUMBER}
         own = "barriers", *sizes
         sizes |= {region.name: region.size for region in base.regions if region.name not in own}
-        return lay_out(sizes, {}, barriers(self.tiles.consumers, self.kv_stages, self.dynamic), self.target)
+        table = barrier_table(self.tiles, self.kv_stages, self.dynamic)
+        return lay_out(sizes, {}, table.used, self.target)
 
     @cached_property
     def topology(self) -> Topology:

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.keys import tile_at
@@ -17,7 +18,6 @@ from fa4flex.kernels.common.transfer import READ_ONCE, States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import producer as forward
 from fa4flex.kernels.fwd_sm90.producer import Block, Part
-from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import Config
 from fa4flex.kernels.mixed_sm90.few_rows import few_tile
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler

@@ -11,23 +11,19 @@ from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm90.topology import clearing, values
 from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, NOTED
+from fa4flex.kernels.mixed_sm90.roles import BOTH
 from fa4flex.kernels.plan.memory import NUMBER
 from fa4flex.kernels.plan.topology import (
     RECEIVE,
-    WARP,
     WARPGROUP,
     Action,
     Event,
     Events,
-    NamedBarrier,
     Product,
     Ring,
     Role,
     Topology,
 )
-
-MEET = 8
-"""Named barrier of both consumers."""
 
 
 def handing(topology: Topology) -> Topology:
@@ -53,7 +49,7 @@ def few_topology(forward: Topology) -> Topology:
     return Topology(
         (*_producers(forward), *(_consumer(i) for i in range(GROUPS))),
         tuple(_handed(ring) for ring in forward.rings),
-        (*rows, NamedBarrier("both", MEET, GROUPS * WARPGROUP * WARP)),
+        (*rows, *BOTH.barriers(0)),
         "none",
         overlaps=tuple((f"q {i}", "sums") for i in range(GROUPS)),
         by_warp=forward.by_warp,

@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.lengths import Lengths
 from fa4flex.kernels.plan.memory import column_block
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.topology import WARP, Action, Event, Ring, Role
+from fa4flex.kernels.plan.topology import Action, Event, Ring, Role
 
 LINE = 128
 """Bytes of shared memory: a TMA copy writes from a multiple of it on."""
@@ -62,14 +63,11 @@ class TileCopies:
         """Warps of the role that brings tiles."""
         return max(self.gather_warps, 1)
 
-    def ring(self, name: str, tiles: tuple[int, int], row: tuple[int, int], freed: int) -> Ring:
-        """The ring of tiles: stages and keys of a tile, bytes of a row and of its part in a block of columns,
-        warps that free a stage."""
-        (stages, rows), (size, span) = tiles, row
-        if self.gather_warps:
-            return Ring(name, stages, rows * size, (), 0, freed, self.gather_warps, lanes=WARP)
+    def ring(self, table: BarrierTable, name: str, rows: int, row: tuple[int, int]) -> Ring:
+        """The ring of tiles: keys of a tile, bytes of a row and of its part in a block of columns."""
+        size, span = row
         copies = (self.box_rows * span,) * (size // span * (rows // self.box_rows))
-        return Ring(name, stages, rows * size, copies, sum(copies), freed)
+        return table.ring(name, rows * size, () if self.gather_warps else copies)
 
     def role(self, name: str, warp: int = 0) -> Role:
         """The role that brings a tile of keys and one of values at a time."""

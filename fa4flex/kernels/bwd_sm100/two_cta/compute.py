@@ -20,7 +20,8 @@ from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.bwd_sm100.resources import of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT, PACKED
-from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 
 SENT, HELD = 0, 1

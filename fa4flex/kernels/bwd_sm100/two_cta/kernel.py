@@ -20,8 +20,8 @@ from fa4flex.kernels.bwd_sm100.two_cta.config import KEPT
 from fa4flex.kernels.bwd_sm100.two_cta.load import Load, Transfers
 from fa4flex.kernels.bwd_sm100.two_cta.mma import Mma
 from fa4flex.kernels.bwd_sm100.two_cta.reduce import Reduce
-from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
-from fa4flex.kernels.bwd_sm100.two_cta.roles import BARRIERS, RINGS
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
+from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
 from fa4flex.kernels.common.backward import BackwardArguments
 from fa4flex.kernels.common.transfer import reordered
 
@@ -30,8 +30,8 @@ class Backward(base.Backward):
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
     roles = Load, Mma, Compute, Reduce
-    transfers_kind, pipes_kind = Transfers, Pipes
-    rings, barriers = RINGS, BARRIERS
+    transfers_kind = Transfers
+    barrier_table = staticmethod(barrier_table)
     operands = (*base.Backward.operands, "q_t", "k_t", "dout_t")
 
     def whole(self, name: str, arguments: BackwardArguments) -> cute.Tensor:

@@ -13,13 +13,14 @@ from cutlass import Boolean, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import load as base
 from fa4flex.kernels.bwd_sm100.resources import Products
-from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     KeyWork,
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.transfer import Views, load_stage
 
 BY_COLUMNS = (0, None)

@@ -16,8 +16,9 @@ from fa4flex.kernels.bwd_sm100.config import ROWS
 from fa4flex.kernels.bwd_sm100.mma import STEPS, Given, moved
 from fa4flex.kernels.bwd_sm100.resources import Products, fragment_columns
 from fa4flex.kernels.bwd_sm100.two_cta.config import KEPT, PACKED
-from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
 from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tensor_core import arrive_once, zero_here
 
 SENT_BYTES = 2 * KEPT * ROWS

@@ -12,7 +12,7 @@ from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan, padded
 from fa4flex.kernels.bwd_sm100.topology import HALVES
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT, PACKED, SPLIT, Config, Registers
-from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_total
+from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
 from fa4flex.kernels.bwd_sm100.two_cta.topology import of_one_cta, pair_topology
 from fa4flex.kernels.plan.memory import tile_bytes
 from fa4flex.kernels.plan.pipeline import Pipeline
@@ -86,7 +86,7 @@ class TwoCtaPlan(BlackwellBackwardPlan):
         }
 
     def barriers(self, config: base.Config) -> int:
-        return barrier_total(config.q_stages, config.do_stages)
+        return barrier_table(config).count
 
     @cached_property
     def topology(self) -> Topology:

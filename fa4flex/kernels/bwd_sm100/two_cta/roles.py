@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from fa4flex.kernels.bwd_sm100.roles import COMPUTING, STATISTICS
-from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS
+from fa4flex.kernels.bwd_sm100.config import ROWS as QUERIES
+from fa4flex.kernels.bwd_sm100.roles import COMPUTING, Sizes, with_rings
+from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
+from fa4flex.kernels.plan.barriers import BarrierTable, Row
+from fa4flex.kernels.plan.topology import WARPGROUP
 
-RINGS = ("q", "q_t", "dout", "dout_t")
-"""Tile rings: one full and one empty barrier per stage."""
-
-BARRIERS: dict[str, int] = {
-    "k_full": 1,
-    "v_full": 1,
-    "k_t_full": 1,
-    "s_full": 1,
-    "p_full": COMPUTING * CTAS,
-    "dp_full": 1,
-    "ds_full": COMPUTING * CTAS,
-    "ds_come": COMPUTING + 1,
-    "ds_there": 1,
-    "dq_full": 1,
-    "dq_empty": 4 * CTAS,
-    "dv_full": 1,
-    "dk_full": 1,
-}
-"""Number of arrivals that complete a phase: a warp's lanes arrive as one."""
+SENT_BYTES = 2 * KEPT * QUERIES
+"""Bytes of dS that a CTA sends to the other one per step, of which each warp that computes sends a
+fragment."""
 
 
-def barrier_total(q_stages: int, do_stages: int) -> int:
-    """Barriers of a CTA: of each ring of tiles, and of rows' numbers, a full and an empty one per stage."""
-    return len(BARRIERS) + (2 * 2 + len(STATISTICS)) * (q_stages + do_stages)
+def barrier_table(sizes: Sizes) -> BarrierTable:
+    """Of barriers that the multiplying warp waits for, the first CTA's count; what it signals is signalled in
+    both CTAs."""
+    both, sent = CTAS * COMPUTING, SENT_BYTES // COMPUTING
+    rows = (
+        Row("k_full", 1, "load", "the CTA's keys have come", ring="k", first=True),
+        Row("v_full", 1, "load", "the CTA's values have come", ring="v", first=True),
+        Row("k_t_full", 1, "load", "the pair's keys have come, by columns", ring="k_t", first=True),
+        Row("s_full", 1, "multiply", "scores are there, and all earlier products are done"),
+        Row("p_full", both, "compute", "probabilities are there, and scores read", first=True),
+        Row("dp_full", 1, "multiply", "dP is there, and all earlier products are done"),
+        Row("ds_full", both, "compute", "dS is in tensor memory, and dP read", first=True),
+        Row("ds_come", both, "compute", "dS of both CTAs is in shared memory", sent=sent, senders=COMPUTING),
+        Row("ds_there", 1, "tell", "so it is in the second CTA", first=True),
+        Row("dq_full", 1, "multiply", "dQ is there, and all earlier products are done"),
+        Row("dq_empty", CTAS * WARPGROUP, "reduce", "dQ is read", first=True),
+        Row("dv_full", 1, "multiply", "dV is complete"),
+        Row("dk_full", 1, "multiply", "dK is complete"),
+    )
+    return with_rings(rows, sizes, ("q", "q_t", "dout", "dout_t"), first=True)

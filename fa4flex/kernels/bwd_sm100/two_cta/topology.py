@@ -1,4 +1,4 @@
-"""The Blackwell backward pipeline of a pair of CTAs, with the barriers and counts of the kernel
+"""The Blackwell backward pipeline of a pair of CTAs, with the barriers of the kernel
 (two_cta/roles.py). What each CTA has is named as it is in the first one, and in the second
 with THERE behind it. For step j, the first CTA's multiplying warp issues the products of both:
 
@@ -23,28 +23,18 @@ from dataclasses import replace
 from itertools import product
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.roles import (
-    ALLOCATED,
-    COMPUTE,
-    COMPUTING,
-    FINISHED,
-    LOAD,
-    MULTIPLY,
-    READ_TENSOR_MEMORY,
-    TOUCH_TENSOR_MEMORY,
-)
+from fa4flex.kernels.bwd_sm100.roles import COMPUTE, LOAD, MULTIPLY
 from fa4flex.kernels.bwd_sm100.topology import (
     CORE,
     HALVES,
-    MEANINGS,
     numbers,
     once,
-    places_of,
     reduce_role,
     tiles,
 )
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
-from fa4flex.kernels.bwd_sm100.two_cta.roles import BARRIERS, RINGS
+from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
+from fa4flex.kernels.plan.barriers import THERE, BarrierTable, at
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
 from fa4flex.kernels.plan.topology import (
     WARP,
@@ -53,39 +43,20 @@ from fa4flex.kernels.plan.topology import (
     Barrier,
     Event,
     Events,
-    NamedBarrier,
     Product,
     Ring,
     Role,
     Topology,
 )
 
-THERE = " there"
 BOTH = (0, 1)
 """CTAs."""
-
-SENT_BYTES = 2 * KEPT * ROWS
-"""Bytes of dS that a CTA sends to the other one per step."""
-
-APART = 16
-"""Numbers of named barriers: a CTA has so many, and the second one's follow."""
-
-OF_BOTH = ("p_full", "ds_full", "ds_there", "dq_empty")
-"""Barriers that only the first CTA's count."""
-
-
-def at(name: str, cta: int) -> str:
-    return name + THERE * cta
 
 
 def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
     """Topology of both CTAs of a pair."""
-    told = MEANINGS | {
-        "ds_full": "dS is in tensor memory, and dP read",
-        "ds_come": "dS of both CTAs is in shared memory",
-        "ds_there": "so it is in the second CTA",
-        "freed": "the other CTA has read its tensor memory",
-    }
+    table = barrier_table(config)
+    freed = Barrier("freed", 1, "the other CTA has read its tensor memory", lanes=WARP)
     return Topology(
         roles=(
             *(_load(c) for c in BOTH),
@@ -94,50 +65,19 @@ def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
             *(_compute(i, c) for c in BOTH for i in HALVES),
             *(reduce_role(THERE * c) for c in BOTH),
         ),
-        rings=tuple(ring for c in BOTH for ring in _rings(config, itemsize, c)),
-        barriers=tuple(
-            NamedBarrier(at(name, c), number + APART * c, threads)
-            for name, number, threads in (
-                ("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
-                ("finished", FINISHED, READ_TENSOR_MEMORY),
-            )
-            for c in BOTH
-        ),
+        rings=tuple(ring for c in BOTH for ring in _rings(table, config, itemsize, c)),
+        barriers=tuple(barrier for c in BOTH for barrier in table.named_barriers(c)),
         staging="none",
         mbarriers=tuple(
-            _barrier(name, meaning, c)
-            for name, meaning in told.items()
-            for c in BOTH[: 1 if name in OF_BOTH else CTAS]
+            barrier
+            for c in BOTH
+            for barrier in (*table.barriers(c), replace(freed, name=at("freed", c), cta=c))
         ),
         overlaps=tuple((at(a, c), at(b, c)) for c in BOTH for a, b in columns.overlaps),
         by_warp=tuple(at(name, c) for c in BOTH for name in (*columns.names, *_shared_ds())),
-        places=tuple(_places(config, c) for c in BOTH),
+        # Last comes the barrier by which CTAs tell each other that they may free tensor memory.
+        places=tuple((*table.places(c), at("freed", c)) for c in BOTH),
     )
-
-
-def _barrier(name: str, meaning: str, cta: int) -> Barrier:
-    """dS comes from the other CTA, too, of which each warp sends a fragment of all queries."""
-    barrier = Barrier(at(name, cta), arrivals(name), meaning, cta=cta)
-    if name == "ds_come":
-        return replace(barrier, sent=SENT_BYTES // COMPUTING, senders=COMPUTING)
-    return replace(barrier, lanes=WARP) if name == "freed" else barrier
-
-
-def _places(config: Config, cta: int) -> tuple[str, ...]:
-    """The second CTA has room for all, too. Last comes the one by which CTAs tell each other that they may
-    free tensor memory."""
-    shared = [f"{name}{THERE} full" for name in (*RINGS, "k", "v", "k_t")] + [
-        name + THERE for name in OF_BOTH
-    ]
-    names = (*places_of(config, BARRIERS, RINGS, THERE * cta), at("freed", cta))
-    return tuple("" if name.startswith(tuple(shared)) else name for name in names)
-
-
-def arrivals(name: str) -> int:
-    """Arrivals that complete a phase of a barrier. For what comes from the other CTA, warps stand for the
-    bytes, which one arrival announces."""
-    counts = BARRIERS | {"ds_come": CTAS * COMPUTING, "freed": 1}
-    return counts[name]
 
 
 def of_one_cta(topology: Topology) -> Topology:
@@ -161,18 +101,18 @@ def _shared_ds() -> tuple[str, ...]:
     return tuple(f"shared dS {i} of {c}" for i in HALVES for c in BOTH)
 
 
-def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
+def _rings(table: BarrierTable, config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
     d, dv = config.head_dim, config.head_dim_v
     rings = (
-        tiles("k", ROWS, d, itemsize),
-        tiles("v", ROWS, dv, itemsize),
-        tiles("k_t", CTAS * ROWS, d // CTAS, itemsize),
-        tiles("q", KEPT, d, itemsize, config.q_stages),
-        tiles("q_t", ROWS, d // CTAS, itemsize, config.q_stages),
-        tiles("dout", KEPT, dv, itemsize, config.do_stages),
-        tiles("dout_t", ROWS, dv // CTAS, itemsize, config.do_stages),
-        numbers("lse2", config.q_stages),
-        numbers("delta", config.do_stages),
+        tiles(table, "k", ROWS, d, itemsize),
+        tiles(table, "v", ROWS, dv, itemsize),
+        tiles(table, "k_t", CTAS * ROWS, d // CTAS, itemsize),
+        tiles(table, "q", KEPT, d, itemsize),
+        tiles(table, "q_t", ROWS, d // CTAS, itemsize),
+        tiles(table, "dout", KEPT, dv, itemsize),
+        tiles(table, "dout_t", ROWS, dv // CTAS, itemsize),
+        numbers(table, "lse2"),
+        numbers(table, "delta"),
     )
     shared = {ring.name: ring.name for ring in rings if cta and ring.name not in ("lse2", "delta")}
     return tuple(replace(ring, name=at(ring.name, cta), full_of=shared.get(ring.name, "")) for ring in rings)

@@ -16,7 +16,7 @@ from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS
 from fa4flex.kernels.bwd_sm100.resources import Shared, of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE
 from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS, PACKED
-from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 
 

@@ -8,13 +8,11 @@ from fa4flex.kernels.bwd_sm100.wide_heads.compute import Compute
 from fa4flex.kernels.bwd_sm100.wide_heads.load import Load
 from fa4flex.kernels.bwd_sm100.wide_heads.mma import Mma
 from fa4flex.kernels.bwd_sm100.wide_heads.reduce import Reduce
-from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
-from fa4flex.kernels.bwd_sm100.wide_heads.roles import BARRIERS
+from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_table
 
 
 class Backward(base.Backward):
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
     roles = Load, Mma, Compute, Reduce
-    pipes_kind = Pipes
-    barriers = BARRIERS
+    barrier_table = staticmethod(barrier_table)

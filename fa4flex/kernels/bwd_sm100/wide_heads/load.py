@@ -13,13 +13,13 @@ from cutlass import Boolean, cute, pipeline
 from fa4flex.kernels.bwd_sm100 import load as base
 from fa4flex.kernels.bwd_sm100.load import Transfers
 from fa4flex.kernels.bwd_sm100.resources import Products, Shared
-from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     KeyWork,
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.transfer import load_once, load_stage
 
 

@@ -18,8 +18,8 @@ from fa4flex.kernels.bwd_sm100.config import HALF
 from fa4flex.kernels.bwd_sm100.mma import STEPS, Given, moved
 from fa4flex.kernels.bwd_sm100.resources import Products, Shared, fragment_columns
 from fa4flex.kernels.bwd_sm100.wide_heads.config import PACKED
-from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
 from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tensor_core import zero_here
 
 

@@ -22,7 +22,7 @@ from fa4flex.kernels.bwd_sm100.wide_heads.config import (
     Config,
     Registers,
 )
-from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_total
+from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_table
 from fa4flex.kernels.bwd_sm100.wide_heads.topology import wide_topology
 from fa4flex.kernels.plan.pipeline import Pipeline
 from fa4flex.kernels.plan.problem import Problem
@@ -74,7 +74,7 @@ class WideHeadsPlan(BlackwellBackwardPlan):
         return Columns((*fragments, *sums), self.target.tensor_columns)
 
     def barriers(self, config: base.Config) -> int:
-        return barrier_total(config.q_stages, config.do_stages)
+        return barrier_table(config).count
 
     @cached_property
     def topology(self) -> Topology:

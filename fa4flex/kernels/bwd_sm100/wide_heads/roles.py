@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from fa4flex.kernels.bwd_sm100 import roles as base
+from dataclasses import replace
 
-BARRIERS: dict[str, int] = {**base.BARRIERS, "s_read": base.COMPUTING, "dq_begun": 4}
-"""Number of arrivals that complete a phase: a warp's lanes arrive as one."""
+from fa4flex.kernels.bwd_sm100.roles import COMPUTING, ROWS, Sizes, with_rings
+from fa4flex.kernels.plan.barriers import BarrierTable, Row
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 
-def barrier_total(q_stages: int, do_stages: int) -> int:
-    """Barriers of a block."""
-    more = len(BARRIERS) - len(base.BARRIERS)
-    return base.barrier_total(q_stages, do_stages) + more
+def barrier_table(sizes: Sizes) -> BarrierTable:
+    narrow = (
+        replace(row, meaning="probabilities are there") if row.name == "p_full" else row for row in ROWS
+    )
+    rows = (
+        *narrow,
+        Row("s_read", COMPUTING, "compute", "scores are in registers"),
+        Row("dq_begun", WARPGROUP, "reduce", "the columns of dQ that the next scores take are read"),
+    )
+    return with_rings(rows, sizes)

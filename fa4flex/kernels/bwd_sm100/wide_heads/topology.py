@@ -1,4 +1,4 @@
-"""The Blackwell backward pipeline of heads wider than 128, with the barriers and counts of the kernel
+"""The Blackwell backward pipeline of heads wider than 128, with the barriers of the kernel
 (wide_heads/roles.py). For step j, products are issued in this order:
 
     S(j) dP(j) dV(j) dK(j) dQ(j)
@@ -21,22 +21,19 @@ no s_empty     S(j + 1) comes after dV(j) and dK(j), which have read P(j) and dS
 from __future__ import annotations
 
 from fa4flex.kernels.bwd_sm100.config import Config
-from fa4flex.kernels.bwd_sm100.roles import LOAD, MULTIPLY, RINGS
+from fa4flex.kernels.bwd_sm100.roles import LOAD, MULTIPLY
 from fa4flex.kernels.bwd_sm100.topology import (
     HALVES,
-    MEANINGS,
-    NAMED_BARRIERS,
     compute_role,
     once,
-    places_of,
     products_of,
     reduce_role,
     rings_of,
 )
 from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS
-from fa4flex.kernels.bwd_sm100.wide_heads.roles import BARRIERS
+from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_table
 from fa4flex.kernels.plan.tensor_memory import Columns
-from fa4flex.kernels.plan.topology import Action, Barrier, Event, Events, Role, Topology
+from fa4flex.kernels.plan.topology import Action, Event, Events, Role, Topology
 
 PARTS = tuple(f"{half} {i}" for half in HALVES for i in range(FRAGMENTS))
 """Names of the fragments of what has the queries of a step as columns, by the warpgroup that has them."""
@@ -47,20 +44,16 @@ DQ = ("dQ", "dQ late")
 
 def wide_topology(config: Config, columns: Columns, itemsize: int, sloped: bool) -> Topology:
     """sloped: scores have slopes of their own, for which registers are kept."""
-    told = MEANINGS | {
-        "s_read": "scores are in registers",
-        "p_full": "probabilities are there",
-        "dq_begun": "the columns of dQ that the next scores take are read",
-    }
+    table = barrier_table(config)
     return Topology(
         roles=(_load(), _multiply(), *(_compute(i, sloped) for i in HALVES), _reduce()),
-        rings=rings_of(config, itemsize),
-        barriers=NAMED_BARRIERS,
+        rings=rings_of(table, config, itemsize),
+        barriers=table.named_barriers(),
         staging="none",
-        mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in told.items()),
+        mbarriers=table.barriers(),
         overlaps=columns.overlaps,
         by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
-        places=(places_of(config, BARRIERS, RINGS),),
+        places=(table.places(),),
     )
 
 
