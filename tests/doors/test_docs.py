@@ -94,7 +94,7 @@ def test_files_that_are_named_exist() -> None:
 
 
 def files_of_the_project() -> list[str]:
-    folders = ("fa4flex", "tests", "scripts", "benchmarks", "examples", "docs")
+    folders = ("fa4flex", "ptxsim", "tests", "scripts", "benchmarks", "examples", "docs")
     found = [x for folder in folders for x in (ROOT / folder).rglob("*") if x.suffix in (".py", ".md")]
     return [str(x.relative_to(ROOT)) for x in (*found, *ROOT.glob("*.md"))]
 

@@ -46,7 +46,7 @@ class Per:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What follows a name for each unit."""
+        """Endings of the names of units."""
         return tuple(f" {unit}" for unit in range(self.units)) or ("",)
 
     @property

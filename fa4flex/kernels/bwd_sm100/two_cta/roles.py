@@ -14,8 +14,8 @@ fragment."""
 
 
 def barrier_table(sizes: Sizes) -> BarrierTable:
-    """Of barriers that the multiplying warp waits for, the first CTA's count; what it signals is signalled in
-    both CTAs."""
+    """Barriers of both CTAs. The first CTA's count those that the multiplying warp waits for; what that warp
+    signals is signalled in both."""
     both, sent = CTAS * COMPUTING, SENT_BYTES // COMPUTING
     rows = (
         Row("k_full", 1, "load", "the CTA's keys have come", ring="k", first=True),
