@@ -1,12 +1,6 @@
 """The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate}`.
 
 Only bench needs a GPU.
-
-VARIANT names what to look at:
-  sliding_window                     a name in fa4flex.variants, with its defaults
-  "causal & sliding_window(256)"     names combined with & | ~ (masks) and >> (score mods), with parameters
-  "alibi, causal"                    a score mod and a mask
-  path/to/file.py:function           any FlexAttention score_mod or mask_mod
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fa4flex
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
-from fa4flex.selection import parameters_of, select
+from fa4flex.selection import NAMING, parameters_of, select
 from fa4flex.simulate import add_options as add_simulator_options
 
 if TYPE_CHECKING:
@@ -146,8 +140,9 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m fa4flex", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        "python -m fa4flex", description=f"{__doc__}\n{NAMING}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"fa4flex {fa4flex.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = functools.partial(_command, commands)

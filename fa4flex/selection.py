@@ -1,11 +1,4 @@
-"""Variants by name: from the text VARIANT to what fa4flex.compile takes.
-
-VARIANT names what to look at:
-  sliding_window                     a name in fa4flex.variants, with its defaults
-  "causal & sliding_window(256)"     names combined with & | ~ (masks) and >> (score mods), with parameters
-  "alibi, causal"                    a score mod and a mask
-  path/to/file.py:function           any FlexAttention score_mod or mask_mod
-"""
+"""Variants by name: from the text VARIANT to what fa4flex.compile takes."""
 
 from __future__ import annotations
 
@@ -20,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fa4flex.errors import InputError
+
+NAMING = """VARIANT names what to look at:
+  sliding_window                     a name in fa4flex.variants, with its defaults
+  "causal & sliding_window(256)"     names combined with & | ~ (masks) and >> (score mods), with parameters
+  "alibi, causal"                    a score mod and a mask
+  path/to/file.py:function           any FlexAttention score_mod or mask_mod
+"""
 
 Selection = dict[str, Any]
 """Keyword arguments of fa4flex.compile: `score_mod`, `mask`, or both."""

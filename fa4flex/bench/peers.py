@@ -203,65 +203,41 @@ class Sdpa:
 
 
 @dataclass(frozen=True)
-class FlashAttention4:
-    """flash-attn-4's flash_attn_func, with its own arguments for masks; its layout is [b, s, h, d]."""
+class FlashAttention:
+    """flash_attn_func of a wheel, with its own arguments for masks; its layout is [b, s, h, d]."""
 
-    name: str = "FA4"
+    name: str
+    package: str
+    module: Callable[[], Any]
+    forward_only: bool = False
+    """True if there is no backward pass, and no window."""
 
     def version(self) -> str:
-        return _version("flash-attn-4")
+        return _version(self.package)
 
     def prepare(self, problem: Problem) -> Run | Absent:
         native = problem.row.native
-        if native is None:
-            return Absent("needs its own device functions for mods")
-        if not problem.q.is_cuda:
-            return Absent("runs on CUDA only")
-        module = importlib.import_module("flash_attn.cute")
-        # A window of w keys is the query's own and w - 1 before it; none after.
-        window = (None, None) if native.window is None else (native.window - 1, 0)
-        options = {"causal": native.causal, "window_size": window, "softcap": native.softcap}
-        if problem.row.sequences:
-            lengths, tokens = _lengths(problem), _tokens(problem)
-            return lambda: _batched(module.flash_attn_varlen_func(*tokens, **lengths, **options)[0])
-        attend = module.flash_attn_func
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
-
-        def run() -> Tensor:
-            out: Tensor = attend(q, k, v, **options)[0]
-            return out.transpose(1, 2)
-
-        return run
-
-
-@dataclass(frozen=True)
-class FlashAttention3:
-    """FlashAttention-3's forward pass, from the wheel fa3-fwd; its layout is [b, s, h, d]."""
-
-    name: str = "FA3"
-
-    def version(self) -> str:
-        return _version("fa3-fwd")
-
-    def prepare(self, problem: Problem) -> Run | Absent:
-        native = problem.row.native
-        if native is None or native.window:
-            return Absent("its wheel has no mods and no windows")
-        if problem.dout is not None:
+        if native is None or (self.forward_only and native.window):
+            needs = "its wheel has no mods and no windows" if self.forward_only else ""
+            return Absent(needs or "needs its own device functions for mods")
+        if self.forward_only and problem.dout is not None:
             return Absent("its wheel has no backward pass")
         if not problem.q.is_cuda:
             return Absent("runs on CUDA only")
-        module = _fa3()
-        options = {"causal": native.causal, "softcap": native.softcap}
+        module = self.module()
+        options: dict[str, Any] = {"causal": native.causal, "softcap": native.softcap}
+        if not self.forward_only:
+            # A window of w keys is the query's own and w - 1 before it; none after.
+            options["window_size"] = (native.window - 1, 0) if native.window else (None, None)
         if problem.row.sequences:
             lengths, tokens = _lengths(problem), _tokens(problem)
             return lambda: _batched(_first(module.flash_attn_varlen_func(*tokens, **lengths, **options)))
         q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
+        return lambda: _first(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
 
-        def run() -> Tensor:
-            return _first(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
 
-        return run
+def _fa4() -> Any:
+    return importlib.import_module("flash_attn.cute")
 
 
 def _fa3() -> Any:
@@ -291,21 +267,12 @@ def _lengths(problem: Problem) -> dict[str, Any]:
     return {**found, **{f"max_seqlen_{x}": problem.longest for x in "qk"}}
 
 
+_FA4 = FlashAttention("FA4", "flash-attn-4", _fa4)
+_FA3 = FlashAttention("FA3", "fa3-fwd", _fa3, forward_only=True)
+_CUDNN, _SDPA = Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION), Sdpa("SDPA", None)
 PEERS: tuple[Peer, ...] = (
-    Fa4flex(),
-    Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
-    Sdpa("FA2", SDPBackend.FLASH_ATTENTION),
-    Flex(),
-    FlashAttention4(),
-    FlashAttention3(),
-)
-SMOKE_PEERS: tuple[Peer, ...] = (
-    Fa4flex(),
-    Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
-    Sdpa("SDPA", None),
-    Flex(compiled=False),
-    FlashAttention4(),
-    FlashAttention3(),
-)
-HOST_PEERS: tuple[Peer, ...] = (Fa4flex(), Sdpa("SDPA", None), Flex(), FlashAttention4())
+    Fa4flex(), _CUDNN, Sdpa("FA2", SDPBackend.FLASH_ATTENTION), Flex(), _FA4, _FA3,
+)  # fmt: skip
+SMOKE_PEERS: tuple[Peer, ...] = (Fa4flex(), _CUDNN, _SDPA, Flex(compiled=False), _FA4, _FA3)
+HOST_PEERS: tuple[Peer, ...] = (Fa4flex(), _SDPA, Flex(), _FA4)
 """Whose calls are timed on the host: switching SDPA's backend costs more than SDPA, so it chooses freely."""

@@ -40,7 +40,7 @@ def made(key: str | tuple[str, str], width: Width) -> tuple[Sizes, Composition]:
         fixed = on_device(x.fn, torch.device("cpu"))  # of learned tables, too, no gradients are asked
         return Sizes(x.B, x.H, x.H, x.q_len, x.kv_len).wide(*width), {key[0]: fixed}
     draw = DRAWS[key]
-    small = SMALL if draw.q_len is None else replace(SMALL, batch=1)
+    small = SMALL if draw.sizes(SMALL).q_len == SMALL.q_len else replace(SMALL, batch=1)
     with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
         sizes = draw.sizes(small.wide(*width))
         return sizes, draw.make(sizes)
