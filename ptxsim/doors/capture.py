@@ -11,14 +11,12 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from ptxsim.doors import kept, shim
-from ptxsim.doors.launch import MOST_SHARED_BYTES, Launch
+from ptxsim.doors.launch import Launch
 from ptxsim.doors.passes import to_ptx
+from ptxsim.doors.questions import Replacement, questions
 from ptxsim.doors.shim import Device, Receiver
 from ptxsim.doors.tensors import DeviceCheck, taking_cpu_tensors
 from ptxsim.errors import UnsupportedError
@@ -50,7 +48,7 @@ def capturing(arch: str, on_launch: Callable[[Launch], None], sms: int | None = 
     receiver = Receiver(device, on_launch)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ptxsim-"))
-        for owner, name, value in (*_settings(arch, folder), *_compiler(), *_questions(device)):
+        for owner, name, value in (*_settings(arch, folder), *_compiler(), *questions(device)):
             stack.enter_context(_replaced(owner, name, value))
         shim.receivers.append(receiver)
         stack.callback(shim.receivers.remove, receiver)
@@ -71,9 +69,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         else:
             delattr(owner, name)
 
-
-Replacement = tuple[Any, str, Any]
-"""Whose attribute, its name, its value."""
 
 # --- settings -----------------------------------------------------------------------------------------------
 
@@ -228,38 +223,3 @@ def _simulated(compiled: Any) -> Any:
     if compiled not in _classes:
         _classes[compiled] = type(f"Simulated{compiled.__name__}", (_Simulated, compiled), {})
     return _classes[compiled]
-
-
-# --- questions about the device -----------------------------------------------------------------------------
-
-
-def _questions(device: Device) -> Iterator[Replacement]:
-    from cutlass.utils import HardwareInfo
-
-    def ignore(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    def always(value: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: value
-
-    yield HardwareInfo, "__init__", ignore
-    yield HardwareInfo, "get_max_active_clusters", lambda _, cluster_size, *rest: device.sms // cluster_size
-    yield HardwareInfo, "get_device_multiprocessor_count", always(device.sms)
-    yield HardwareInfo, "get_l2_cache_size_in_bytes", always(50 << 20)
-    stream = SimpleNamespace(cuda_stream=0, synchronize=ignore)
-    major, minor = device.capability
-    properties = SimpleNamespace(
-        name=device.name,
-        major=major,
-        minor=minor,
-        multi_processor_count=device.sms,
-        shared_memory_per_block_optin=MOST_SHARED_BYTES,
-        warp_size=32,
-    )
-    yield torch.cuda, "get_device_capability", always(device.capability)
-    yield torch.cuda, "get_device_name", always(device.name)
-    yield torch.cuda, "get_device_properties", always(properties)
-    yield torch.cuda, "current_device", always(0)
-    yield torch.cuda, "current_stream", always(stream)
-    yield torch.cuda, "default_stream", always(stream)
-    yield torch.cuda, "synchronize", ignore

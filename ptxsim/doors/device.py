@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from ptxsim.active import simulated
 from ptxsim.doors import kept
 from ptxsim.doors.capture import capturing
-from ptxsim.doors.launch import Launch
+from ptxsim.doors.launch import EARLY, Launch
 from ptxsim.run import report
 from ptxsim.run.launch import Result, Shape, launch
 from ptxsim.run.timing import Timing
 from ptxsim.state.memory import HostMemory
 from ptxsim.watch.findings import Fault, Finding, Findings, Place
+from ptxsim.watch.launches import Launches
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Gpu:
     seed: int
     together: int = 1
     results: list[Result] = field(default_factory=list)
+    launches: Launches = field(default_factory=Launches, repr=False)
 
     @property
     def findings(self) -> list[Finding]:
@@ -51,9 +53,10 @@ class Gpu:
     def run(self, captured: Launch) -> None:
         """Prints what the kernel does. Raises Fault where the launch cannot be finished: a hang, an access
         outside memory."""
-        shape = Shape(captured.grid, captured.block, captured.cluster, captured.shared_bytes)
+        early = bool(captured.attributes.get(EARLY))
+        shape = Shape(captured.grid, captured.block, captured.cluster, captured.shared_bytes, early)
         timing = Timing(self.timing, self.seed)
-        memory, together = HostMemory(), self.together
+        memory, together = HostMemory(launches=self.launches), self.together
         result = launch(captured.ptx, captured.kernel, shape, captured.params, memory, timing, together)
         self.results.append(result)
         print(result.printed, end="")

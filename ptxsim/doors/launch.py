@@ -31,8 +31,8 @@ class Launch:
     shared_bytes  dynamic shared memory of a CTA
     params        the kernel's parameters in order, each at its declared alignment: the .param space.
                   Padding within structs is what lay on the host's stack
-    attributes    further launch attributes by name, as the int that they hold; all are hints or ordering
-                  between launches, which the simulator runs one after another
+    attributes    further launch attributes by name, as the int that they hold; all are hints, but for
+                  whether the launch may begin before the one before it is over (EARLY)
 
     Raises InputError for shapes that a GPU refuses to launch.
     """
@@ -162,7 +162,9 @@ class _Config(ctypes.Structure):
 CLUSTER = 4
 """cudaLaunchAttributeClusterDimension"""
 
-_HINTS = {2: "cooperative", 5: "cluster_scheduling", 6: "programmatic_stream_serialization"}
+EARLY = "programmatic_stream_serialization"
+"""Attribute of a launch that may begin before the one before it is over."""
+_HINTS = {2: "cooperative", 5: "cluster_scheduling", 6: EARLY}
 _HINTS |= {8: "priority", 10: "memory_sync_domain", 14: "preferred_shared_carveout"}
 """Attributes that change nothing for launches that run one after another, by cudaLaunchAttributeID."""
 

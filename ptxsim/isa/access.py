@@ -70,6 +70,7 @@ class Accessor:
     def __init__(self, instruction: Instruction, space: str) -> None:
         self.instruction, self.space = instruction, space
         self.strength = Strength.of(instruction.opcode)
+        self.constant = instruction.has("param") or instruction.has("const")
 
     def load(self, warp: Warp, addresses: Addresses, size: int, count: int) -> NDArray[Any]:
         """Unsigned [lanes, count] from `addresses` [lanes]."""
@@ -146,10 +147,11 @@ class Accessor:
                 return warp.local.load(offsets & (LOCAL_WINDOW - 1), size, count)
             launch = warp.cta.launch
             values = launch.memory.load(offsets, size, count)
-            if launch.written and launch.written.near(*extent(offsets, size * count)):
+            written = launch.written
+            if written and not self.constant and written.near(*extent(offsets, size * count)):
                 order, where = self._global(warp, offsets, size * count)
                 number = order.warp_access(warp.agent, self.instruction)
-                launch.written.read(order, number, where, order.clocks[warp.agent])
+                written.read(order, number, where, order.clocks[warp.agent])
             return values
         except BadAccess as bad:
             raise self._fault(warp, bad) from None

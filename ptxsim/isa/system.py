@@ -19,10 +19,8 @@ _HINTS = {
     "prefetchu": {"L1"},
     "applypriority": {"global", "L2::evict_normal"},
     "discard": {"global", "L2"},
-    "griddepcontrol": {"launch_dependents", "wait"},
 }
-"""Modifiers of instructions without effect: there are no caches, and a launch begins when those before it
-are over."""
+"""Modifiers of instructions without effect: there are no caches."""
 _BULK = {"async", "bulk", "prefetch", "tensor", "L2", "global", "L2::cache_hint", "tile", "tile::gather4"}
 _BULK |= {"im2col", "im2col::w", "im2col::w::128"} | {f"{rank}d" for rank in range(1, 6)}
 _HINTS["cp"] = _BULK
@@ -31,12 +29,30 @@ REGISTER_FILE = 1 << 16
 """Registers of 32 bits of a multiprocessor."""
 
 
-@translates("prefetch", "prefetchu", "applypriority", "discard", "griddepcontrol", "cp.async.bulk.prefetch")
+@translates("prefetch", "prefetchu", "applypriority", "discard", "cp.async.bulk.prefetch")
 def hint(instruction: Instruction) -> Step:
     extra = set(instruction.modifiers) - _HINTS[instruction.name]
     if extra or not instruction.modifiers:
         raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
     return _nothing
+
+
+@translates("griddepcontrol")
+def griddepcontrol(instruction: Instruction) -> Step:
+    """Launches run one after another; what that hides, watch/launches.py finds."""
+    (what,) = instruction.modifiers or ("",)
+    if what not in ("launch_dependents", "wait"):
+        raise Unmodelled(instruction)
+
+    def step(warp: Warp, mask: Mask) -> None:
+        cluster, dependence = warp.cta.cluster, warp.cta.launch.dependence
+        place = (cluster.number, warp.cta.rank)
+        if what == "wait":
+            dependence.wait(cluster.order, warp.agent, place, instruction.line)
+        else:
+            dependence.launch(cluster.order, warp.agent, place)
+
+    return step
 
 
 @translates("createpolicy")

@@ -22,16 +22,19 @@ from ptxsim.state.memory import HostMemory
 from ptxsim.state.waiting import Waiting
 from ptxsim.state.window import RESERVED_SHARED
 from ptxsim.watch.findings import REMARKS, Fault, Finding, Findings
+from ptxsim.watch.launches import Dependence
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch configuration: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory."""
+    """Launch configuration: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory; and
+    whether it may begin before the launch before it is over (programmatic stream serialization)."""
 
     grid: Triple
     block: Triple
     cluster: Triple = (1, 1, 1)
     shared_bytes: int = 0
+    early: bool = False
 
 
 @dataclass
@@ -114,6 +117,10 @@ def execute(
         except Fault as found:
             fault = found.finding
             findings.add(fault)
+    if memory.launches is not None:
+        written = grid.written
+        past = grid.dependence.past(program.kernel.name, written.marks, written.writes, memory.contents)
+        memory.launches.add(past)
     return Result(
         program.kernel.name,
         module.target,
@@ -170,9 +177,19 @@ def _grid(
         memory,
         findings,
         module.target,
+        _dependence(kernel, shape, memory, findings),
         explicit_cluster=prod(cluster) > 1,
         global_granule=_granule(kernel.body, "global"),
     )
+
+
+def _dependence(kernel: Kernel, shape: Shape, memory: HostMemory, findings: Findings) -> Dependence:
+    granule = _granule(kernel.body, "global")
+    if memory.launches is None:
+        return Dependence(findings, granule)
+    found = memory.launches.dependence(findings, granule, shape.early, memory.contents)
+    found.remembers = any(each.opcode == "griddepcontrol.launch_dependents" for each in kernel.body)
+    return found
 
 
 def _parameters(kernel: Kernel, content: bytes, memory: HostMemory) -> dict[str, int]:

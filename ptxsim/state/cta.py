@@ -19,6 +19,7 @@ from ptxsim.state.registers import LANES, Registers
 from ptxsim.state.window import RANK_SHIFT
 from ptxsim.watch.findings import Finding, Findings
 from ptxsim.watch.flags import Flags, Told
+from ptxsim.watch.launches import Dependence
 from ptxsim.watch.order import GENERIC, Access, Order
 from ptxsim.watch.shadow import Shadow
 from ptxsim.watch.written import Written
@@ -51,6 +52,8 @@ class Grid:
     memory: HostMemory
     findings: Findings
     arch: str
+    dependence: Dependence
+    """Order after earlier launches."""
     processors: int = 132
     explicit_cluster: bool = False
     time: int = 0
@@ -69,7 +72,7 @@ class Grid:
     """Text that threads have printed."""
 
     def __post_init__(self) -> None:
-        self.written = Written(self.global_granule, self.findings)
+        self.written = Written(self.global_granule, self.findings, self.dependence)
 
     def clock(self) -> int:
         return self.time
@@ -225,8 +228,9 @@ class Cluster:
     def __init__(self, launch: Grid, number: int, indices: list[Triple], agents_a_warp: int = 8) -> None:
         warps = -(-prod(launch.block) // LANES) * len(indices)
         self.launch, self.number, self.processor = launch, number, number * len(indices) % launch.processors
-        self.capacity = warps * agents_a_warp + len(indices) + 8
+        self.capacity = warps * agents_a_warp + len(indices) + len(launch.dependence.earlier) + 8
         self.order = Order(self.capacity, launch.findings, number)
+        launch.dependence.begin(self.order)
         self.units = Units()
         self.meeting = Meeting("cluster barrier", self.capacity)
         self.traffic: Counter[str] = Counter()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ptxsim.watch.launches import Launches
+
 Bytes = NDArray[np.uint8]
 Values = NDArray[Any]
 Addresses = NDArray[np.int64]
@@ -102,8 +104,9 @@ class HostMemory:
     at all, unless `strict`.
     """
 
-    def __init__(self, strict: bool = False) -> None:
-        self.strict = strict
+    def __init__(self, strict: bool = False, launches: Launches | None = None) -> None:
+        """`launches` are those before, if what they do to the memory is to be remembered."""
+        self.strict, self.launches = strict, launches
         self._starts: list[int] = []
         self._regions: list[Region] = []
         self._mapped: list[Mapping] = []
@@ -172,6 +175,17 @@ class HostMemory:
 
     def window(self, address: int, size: int) -> Bytes:
         return self.find(address).window(address, size)
+
+    def contents(self, granules: Addresses, size: int) -> Bytes | None:
+        """Bytes [granules, size] at multiples of `size`, which ascend; None where some cannot be read."""
+        starts = np.flatnonzero(np.diff(granules, prepend=-2) != 1)
+        found = [np.zeros(0, np.uint8)]
+        try:
+            runs = (run for run in np.split(granules, starts[1:]) if len(run))
+            found += [self.window(int(run[0]) * size, len(run) * size) for run in runs]
+        except BadAccess:
+            return None
+        return np.concatenate(found).reshape(-1, size)
 
 
 def _host_region(name: str, low: int, stop: int, writable: bool) -> Region:

@@ -14,6 +14,7 @@ from ptxsim.state.cta import Cluster, Grid, Warp
 from ptxsim.state.memory import HostMemory
 from ptxsim.state.registers import LANES, Mask
 from ptxsim.watch.findings import Findings
+from ptxsim.watch.launches import Dependence
 
 TRANSLATORS = (atomics, cpasync, matrices, memory, system, warpwide)
 """Imported because that is what registers them."""
@@ -28,6 +29,7 @@ def machine(
     granule: int = 4,
 ) -> Cluster:
     """One cluster of `ctas` CTAs of `threads`, each with `shared` bytes of poisoned shared memory."""
+    findings = Findings()
     launch = Grid(
         grid=(ctas, 1, 1),
         block=(threads, 1, 1),
@@ -41,8 +43,9 @@ def machine(
         registers=registers or REGISTERS,
         local_bytes=16,
         memory=HostMemory(),
-        findings=Findings(),
+        findings=findings,
         arch="sm_100a",
+        dependence=Dependence(findings, 4),
     )
     assert prod(launch.cluster) == ctas
     return Cluster(launch, 0, [(rank, 0, 0) for rank in range(ctas)])

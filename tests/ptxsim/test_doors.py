@@ -323,7 +323,7 @@ def attached() -> Iterator[Any]:
     from cutlass.utils import HardwareInfo
 
     owners = (Compiler, BaseDSL, ExternalBinaryModule, TVMFFIFunctionBuilder, _Tensor, HardwareInfo)
-    for owner in (*owners, TVMFFIJitCompiledFunctionBase, torch.cuda, torch.Tensor):
+    for owner in (*owners, TVMFFIJitCompiledFunctionBase, torch.cuda, torch.cuda.nvtx, torch.Tensor):
         yield owner, dict(vars(owner))
     yield [dict(vars(dsl._get_dsl().envar)) for dsl in (CuTeDSL, CuteExperimentalDSL)]
     yield dict(os.environ), list(shim.receivers)
@@ -373,6 +373,39 @@ def test_questions_about_the_device_are_answered() -> None:
         assert cutlass.utils.HardwareInfo().get_device_multiprocessor_count() == 3
     with capturing("sm_90a", refuse):
         assert torch.cuda.get_device_capability(torch.device("cpu")) == (9, 0)
+
+
+def test_attributes_of_the_device_are_answered() -> None:
+    from cutlass.base_dsl.runtime import cuda as runtime
+
+    attributes = cuda.CUdevice_attribute
+    with capturing("sm_90a", refuse, sms=3):
+        count = attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        assert runtime.get_device_attribute(count) == 3
+        with pytest.raises(UnsupportedError, match="attribute CLOCK_RATE"):
+            runtime.get_device_attribute(attributes.CU_DEVICE_ATTRIBUTE_CLOCK_RATE)
+
+
+def test_two_blocks_on_a_multiprocessor(tensors: Any) -> None:
+    """CuTe DSL then asks for the shared memory of one, to choose how much of it these take."""
+    seen: list[Launch] = []
+
+    @cute.jit
+    def twice(x: cute.Tensor, y: cute.Tensor) -> None:
+        scale_kernel(x, y, Float32(2)).launch(grid=[1, 1, 1], block=[32, 1, 1], min_blocks_per_mp=2)
+
+    with capturing("sm_90a", seen.append):
+        twice(*map(from_dlpack, tensors))
+    assert ".minnctapersm 2" in seen[0].ptx
+
+
+def test_ranges_for_profilers() -> None:
+    with capturing("sm_90a", refuse):
+        with torch.cuda.nvtx.range("outer"):
+            assert torch.cuda.nvtx.range_push("inner") == 1
+            assert torch.cuda.nvtx.range_pop() == 1
+        torch.cuda.nvtx.mark("here")
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("from here"))
 
 
 def test_tensors_meant_for_the_host_stay_there() -> None:
