@@ -5,7 +5,7 @@ implementations of attention, and whether the tokens are sdpa's.
                                              [--names fa4flex,sdpa]
     python benchmarks/continuous_batching.py --smoke          # tiny sizes, also on a CPU
 
-8 layers of 32 heads of 128 over 8 heads of keys, bf16; prompts of 16 tokens up to the longest, log-uniform;
+8 layers of 32 heads of 128 over 8 KV heads, bf16; prompts of 16 tokens up to the longest, log-uniform;
 medians of whole batches, from the prompts to the last token, capture of transformers' graphs included. Beside
 fa4flex and sdpa: FlashAttention-3, where fa3-fwd is installed, and flash-attn-4, where transformers takes it.
 

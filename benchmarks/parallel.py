@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py --rows "causal 64k" --ways keys --margins 0,4,16
     torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --scale 512    # tiny, over gloo
 
-Forward and backward, 32 heads of 128, bf16, 8 key heads, or 32 as torch's context parallelism has them
+Forward and backward, 32 heads of 128, bf16, 8 KV heads, or 32 as torch's context parallelism has them
 (elsewhere keys are repeated for it). "one GPU" is the whole problem on each rank by itself. Times are those
 of the slowest rank, medians of samples taken in turns, started together.
 

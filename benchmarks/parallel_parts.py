@@ -48,7 +48,7 @@ class Errors:
         return {name: mine / (2 * one) for name, (mine, one) in zip(NAMES, worst.tolist(), strict=True)}
 
     def _scores(self, q: Tensor, k: Tensor, at: Tensor, keys: Tensor) -> Tensor:
-        """float64 [key heads, group, queries, keys]."""
+        """float64 [KV heads, group, queries, keys]."""
         products = torch.einsum("kgqd,ksd->kgqs", self._grouped(q), k[0].double()) * self.scale
         logits: Tensor = self.row.logits(at, keys)
         return products + (logits if len(logits) == 1 else logits.unflatten(0, (-1, self.group)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.guests import Guests
 from fa4flex.parallel.links import Links
-from fa4flex.parallel.moves import ByHeads, ByTokens
+from fa4flex.parallel.moves import by_heads, by_tokens
 from fa4flex.parallel.pieces import SEQUENCE, Pieces, in_order, order_of, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
@@ -144,7 +144,7 @@ def attend_heads(
     held: queries and keys of each rank (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509)."""
     links, heads = job.links, qkv[0].shape[1] // job.links.size
     first = links.rank * heads
-    q, k, v = (ByHeads.apply(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
+    q, k, v = (by_heads(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
     whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
     there = q.shape[2] > 0 and k.shape[2] > 0
     rectangles = (((whole,) if there else (),),)
@@ -157,8 +157,8 @@ def attend_heads(
     )
     logits = None if sinks is None else sinks[first : first + heads]
     out, lse = Attend.apply(of_heads, q, k, v, logits, *operands)
-    out = ByTokens.apply(links, out, held[0])
-    lse = ByTokens.apply(links, lse.unsqueeze(-1), held[0]).squeeze(-1)
+    out = by_tokens(links, out, held[0])
+    lse = by_tokens(links, lse.unsqueeze(-1), held[0]).squeeze(-1)
     return out, lse
 
 

@@ -20,7 +20,7 @@ from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, whole
 from fa4flex.parallel.exchange import tokens
 from fa4flex.parallel.heads import ALL, Share, check_heads, parts_in_order, split, split_placement
 from fa4flex.parallel.links import Group, Links, Together, agree
-from fa4flex.parallel.moves import ByHeads, ByTokens, moved
+from fa4flex.parallel.moves import by_heads, by_tokens, moved
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
 from fa4flex.parallel.plan import SM_MARGIN, TILE, Extents, Guests, Layout, Moves, Plan, bases_read, plan_of
@@ -224,11 +224,11 @@ class ContextParallel:
             return self._here(now, qkv, extents, found, in_order, share)
         across, own = self.across, self.links.rank
         held = [_counted(x[own], across.size) for x in _held(found, extents, in_order)]
-        qkv = tuple(ByHeads.apply(across, x, at) for x, at in zip(qkv, (*held, held[1]), strict=True))
+        q, k, v = (by_heads(across, x, at) for x, at in zip(qkv, (*held, held[1]), strict=True))
         share = Share(across.rank, across.size, (across,))
-        out, lse = self._here(now, qkv, extents, found, in_order, share)
-        lse = ByTokens.apply(across, lse.unsqueeze(-1), held[0]).squeeze(-1)
-        return ByTokens.apply(across, out, held[0]), lse
+        out, lse = self._here(now, (q, k, v), extents, found, in_order, share)
+        lse = by_tokens(across, lse.unsqueeze(-1), held[0]).squeeze(-1)
+        return by_tokens(across, out, held[0]), lse
 
     def _here(
         self,

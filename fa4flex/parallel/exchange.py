@@ -67,19 +67,19 @@ class Exchange:
     @cached_property
     def received(self) -> tuple[int, ...]:
         """Keys that each rank receives, over all stages."""
-        counts = [0] * self.ranks
-        for sends in self.sends:
-            for _, to, keys in sends:
-                counts[to] += tokens(keys)
-        return tuple(counts)
+        return self._counts(1)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
         """Keys that each rank sends, over all stages; one that goes to two ranks counts twice."""
+        return self._counts(0)
+
+    def _counts(self, end: int) -> tuple[int, ...]:
+        """Keys by the rank at one end of each transfer: 0 for the sender, 1 for the receiver."""
         counts = [0] * self.ranks
         for sends in self.sends:
-            for source, _, keys in sends:
-                counts[source] += tokens(keys)
+            for source, to, keys in sends:
+                counts[(source, to)[end]] += tokens(keys)
         return tuple(counts)
 
     def outgoing(self, stage: int, rank: int) -> list[Ranges]:

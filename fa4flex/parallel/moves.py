@@ -3,6 +3,7 @@ the rank that has their heads. Both ways are exchanges of rows; each is the grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fa4flex.parallel.pieces import SEQUENCE, Pieces, rows_of, tensors_of
 from fa4flex.parallel.placement import Ranges, joined
 
 Held = tuple[Ranges, ...]
+Exchange = Callable[[Links, Tensor, Held], Tensor]
 """The tokens of each rank."""
 
 
@@ -62,30 +64,30 @@ def _in_order(x: Tensor, places: Ranges, wanted: Ranges) -> Tensor:
 # --- tokens for heads ---------------------------------------------------------------------------------------
 
 
-class ByHeads(torch.autograd.Function):
+def by_heads(links: Links, x: Tensor, held: Held) -> Tensor:
     """All tokens of this rank's heads, [B, H / ranks, S, D], from this rank's tokens of all heads."""
-
-    @staticmethod
-    def forward(ctx: Any, links: Links, x: Tensor, held: Held) -> Tensor:
-        ctx.links, ctx.held = links, held
-        return _by_heads(links, x, held)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _by_tokens(ctx.links, gradient, ctx.held), None
+    found: Tensor = _AllToAll.apply((_by_heads, _by_tokens), links, x, held)
+    return found
 
 
-class ByTokens(torch.autograd.Function):
+def by_tokens(links: Links, x: Tensor, held: Held) -> Tensor:
     """This rank's tokens of all heads, from all tokens of this rank's heads."""
+    found: Tensor = _AllToAll.apply((_by_tokens, _by_heads), links, x, held)
+    return found
+
+
+class _AllToAll(torch.autograd.Function):
+    """An exchange, whose gradient goes by the reverse one."""
 
     @staticmethod
-    def forward(ctx: Any, links: Links, x: Tensor, held: Held) -> Tensor:
+    def forward(ctx: Any, both: tuple[Exchange, Exchange], links: Links, x: Tensor, held: Held) -> Tensor:
+        there, ctx.back = both
         ctx.links, ctx.held = links, held
-        return _by_tokens(links, x, held)
+        return there(links, x, held)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _by_heads(ctx.links, gradient, ctx.held), None
+        return None, None, ctx.back(ctx.links, gradient, ctx.held), None
 
 
 def _by_heads(links: Links, x: Tensor, held: Held) -> Tensor:

@@ -134,6 +134,16 @@ def kind_of(value: Any) -> str:
     return name if module == "builtins" else f"{module}.{name}"
 
 
+def check_integers(name: str, tensor: Any) -> None:
+    """Raise InputError unless `tensor` is a tensor of int32 or int64, as lengths, pages and blocks are."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"{name} of {kind_of(tensor)}",
+            "an int32 or int64 tensor",
+            f"convert: torch.as_tensor({name}, dtype=torch.int32)",
+        )
+
+
 # --- mods as objects ------------------------------------------------------------------------------------
 
 

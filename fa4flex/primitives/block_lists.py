@@ -9,10 +9,9 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import kind_of
+from fa4flex.primitives.base import check_integers
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def block_classes(
@@ -130,12 +129,7 @@ def _check_list(counts: Tensor, indices: Tensor, name: str) -> None:
 
 
 def check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
-        raise InputError(
-            f"{name} of {kind_of(tensor)}",
-            "an int32 or int64 tensor",
-            f"convert with {name}.to(torch.int32)",
-        )
+    check_integers(name, tensor)
     if tensor.ndim != rank:
         raise InputError(
             f"{name} of rank {tensor.ndim}, shape {list(tensor.shape)}",

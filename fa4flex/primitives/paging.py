@@ -9,10 +9,8 @@ from torch import Tensor
 
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import check_integers, show
 from fa4flex.torch_internals import assert_async
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,12 +28,7 @@ class Paging:
 
     def __post_init__(self) -> None:
         for name, tensor, rank in (("page_table", self.page_table, 2), ("seqused_k", self.seqused_k, 1)):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
-                raise InputError(
-                    f"{name} of {kind_of(tensor)}",
-                    "an int32 or int64 tensor",
-                    f"convert: torch.as_tensor({name}, dtype=torch.int32)",
-                )
+            check_integers(name, tensor)
             if tensor.ndim != rank or 0 in tensor.shape:
                 raise InputError(
                     f"{name} of shape {list(tensor.shape)}",

@@ -54,7 +54,7 @@ class Sinks:
         if logits.shape[0] != q_heads:
             raise InputError(
                 f"{logits.shape[0]} sinks for {q_heads} query heads",
-                "one logit per query head (not per key/value head)",
+                "one logit per query head (not per KV head)",
                 f"sinks.repeat_interleave({q_heads // logits.shape[0]}) gives each query head its KV head's"
                 if q_heads % logits.shape[0] == 0
                 else f"pass {q_heads} of them",

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fa4flex.contents import Alike, checked_here, on_host
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import check_integers, show
 
 Side = Literal["q", "k"]
 Bounds = tuple[int, int, int, int]
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -199,12 +198,7 @@ _right: Alike[None] = Alike(64, 4)
 
 
 def _check_vector(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
-        raise InputError(
-            f"{name} of {kind_of(tensor)}",
-            "an int32 or int64 tensor",
-            f"convert: torch.as_tensor({name}, dtype=torch.int32)",
-        )
+    check_integers(name, tensor)
     least = 2 if name.startswith("cu_") else 1
     if tensor.ndim != 1 or tensor.numel() < least:
         raise InputError(

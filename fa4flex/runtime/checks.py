@@ -230,7 +230,7 @@ def _check_tables(variant: Variant, q_heads: int) -> None:
         if part.query_heads not in (None, q_heads):
             raise InputError(
                 f"{part!r} holds a table of {part.query_heads} heads, q has {q_heads} query heads",
-                "one entry per query head (not per key/value head)",
+                "one entry per query head (not per KV head)",
                 f"give it a table of {q_heads} heads",
             )
 

@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "head ratio": (
         lambda: plain(rand(1, 6, 4, 8), rand(1, 4, 4, 8), rand(1, 4, 4, 8)),
         InputError,
-        "6 query heads with 4 key/value heads.*multiple",
+        "6 query heads with 4 KV heads.*multiple",
     ),
     "k and v heads": (
         lambda: plain(rand(1, 4, 4, 8), rand(1, 4, 4, 8), rand(1, 2, 4, 8)),

@@ -156,7 +156,7 @@ IMPLS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"q_lora_rank": 512}, "q_lora_rank"),
     "wide heads": ({"head_size": 512}, "heads of 512\n"),
     "odd heads": ({"head_size": 100}, "heads of 100\n"),
-    "groups": ({"num_kv_heads": 3}, "4 query heads over 3 heads of keys"),
+    "groups": ({"num_kv_heads": 3}, "4 query heads over 3 KV heads"),
     "slopes": ({"alibi_slopes": [0.5, 0.25]}, r"ALiBi slopes of shape \[2\] for 4 heads"),
     "sinks": ({"sinks": torch.zeros(8)}, r"sinks of shape \[8\] for 4 heads"),
     "sinks per query": ({"sinks": torch.zeros(4, 2)}, r"sinks of shape \[4, 2\]"),

@@ -26,7 +26,7 @@ pytestmark = [
 def drawn(
     batch: int, group: int, q_len: int, kv_len: int, d: int, per: str = "head"
 ) -> tuple[Tensor, Tensor, Tensor, KVScales]:
-    """4 heads of keys."""
+    """4 KV heads."""
     q = torch.randn(batch, 4 * group, q_len, d, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(batch, 4, kv_len, d, device="cuda").to(E4M3) for _ in range(2))
     shape = {"all": (4,), "head": (batch, 4), "token": (batch, 4, kv_len)}[per]

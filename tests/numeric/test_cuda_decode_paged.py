@@ -26,7 +26,7 @@ LONGEST = 3000
 
 
 class Pool:
-    """Pages of a few sequences, all of whose keys are finite; 4 query heads share each of 2 heads of keys."""
+    """Pages of a few sequences, all of whose keys are finite; 4 query heads share each of 2 KV heads."""
 
     def __init__(self, page_size: int, d: int = 128, batch: int = 5, q_len: int = 2) -> None:
         columns = -(-LONGEST // page_size)

@@ -24,7 +24,7 @@ LONGEST = 700
 
 
 class Chunks:
-    """Chunks of queries of a few sequences over pages of a pool; 4 query heads share each of 2 heads of keys.
+    """Chunks of queries of a few sequences over pages of a pool; 4 query heads share each of 2 KV heads.
     Keys of no sequence are NaN."""
 
     def __init__(

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 HEADS = ((16, 8), (16, 4), (8, 1), (16, 1), (64, 1), (6, 2))
-"""Query heads, and heads of keys; of groups of 3 and of 64, each head has tiles of its own."""
+"""Query heads, and KV heads; of groups of 3 and of 64, each head has tiles of its own."""
 
 DIMS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 LENGTHS = ((1, 300), (31, 129), (33, 1), (65, 64), (127, 128), (129, 257), (1537, 333))
@@ -56,7 +56,7 @@ def among_others(sizes: Sizes) -> list[Tensor]:
 
 
 def one_projection(sizes: Sizes) -> list[Tensor]:
-    """q, k and v as slices of one tensor [b, s, q heads and both kinds of keys' heads, d]."""
+    """q, k and v as slices of one tensor [b, s, q heads and both kinds of KV heads, d]."""
     heads = sizes.heads, sizes.kv_heads, sizes.kv_heads
     fused = torch.randn(sizes.batch, sizes.q_len, sum(heads), sizes.dim, dtype=sizes.dtype)
     return [x.transpose(1, 2) for x in fused.split(heads, 2)]

@@ -58,7 +58,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: ratio(6, 4),
         InputError,
-        "6 query heads with 4 key/value heads\n.*multiple.*\n.*check the layout",
+        "6 query heads with 4 KV heads\n.*multiple.*\n.*check the layout",
     ),
     (lambda: ratio(2, 4), InputError, "2 query heads with 4 .*\n.*\n.*not swapped"),
     (lambda: ratio(0, 4), InputError, "0 query heads"),

@@ -21,7 +21,7 @@ SIMULATED = {"chip": "sm_90a"}
 
 @dataclass(frozen=True)
 class Size:
-    """Query heads, key heads, queries, keys, width."""
+    """Query heads, KV heads, queries, keys, width."""
 
     heads: int = 4
     kv_heads: int = 1

@@ -46,7 +46,7 @@ def cleared(name: str, lengths: tuple[int, int], width: Width, kv_heads: int) ->
     wide, wide_v = widths(width)
     shapes = ((1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
     timing, seed = random.choice((("eager", 0), ("late", 1), ("random", random.randrange(99))))
-    where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {timing} {seed}"
+    where = f"{name}, {lengths}, width {width}, {kv_heads} KV heads, {timing} {seed}"
     given: list[tuple[Any, ...]] = []
     device = ptxsim.device("sm_90a", seed, timing, sms=BLOCKS, together=BLOCKS)
     with kept_arguments(given):

@@ -37,7 +37,7 @@ def close(
 ) -> None:
     q_len, kv_len = lengths
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {options}, {timing} {seed}"
+    where = f"{name}, {lengths}, width {width}, {kv_heads} KV heads, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
     device = ptxsim.device("sm_90a", seed, timing, sms=sms)

@@ -25,7 +25,7 @@ from fa4flex.kernels.fwd_sm90.rows import Rows, rows_of
 TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
 
 Heads = tuple[int, int]
-"""Query heads, and heads of keys."""
+"""Query heads, and KV heads."""
 
 CASES: dict[str, tuple[Heads, tuple[int, int], Width]] = {
     "2 heads": ((8, 4), (127, 130), 64),
@@ -95,7 +95,7 @@ def test_rows_of_a_group(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
 def test_there_are_as_many_tiles_as_rows_of_a_group_fill(layout: Any) -> None:
-    """772 rows of each of 2 heads of keys are 7 tiles of 128; 193 rows of each of 8 heads would be 2. In a
+    """772 rows of each of 2 KV heads are 7 tiles of 128; 193 rows of each of 8 heads would be 2. In a
     dtype of its own: launches keep the number of multiprocessors that they were made for."""
     q, k, v = (x.contiguous() for x in drawn((8, 2), (193, 70), 128, torch.float16))
     qkv = q, k, v
@@ -143,7 +143,7 @@ def test_sections_have_as_many_heads_of_keys(
 
 @pytest.mark.slow
 def test_tiles_in_another_order_and_from_a_counter() -> None:
-    """Sections of the order have heads of keys for pairs."""
+    """Sections of the order have KV heads for pairs."""
     for schedule in (Schedule(order="longest_first"), Schedule(next_tile="counter", tile=(64, 64))):
         qkv = drawn((8, 2), (97, 70), 64)
         out, lse, _ = run(fa4flex.compile(schedule=schedule), qkv, "random", random.randrange(99))

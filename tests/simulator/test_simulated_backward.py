@@ -108,7 +108,7 @@ def close(
 ) -> None:
     """Asserts that gradients are as good as PyTorch's, and that the simulator finds nothing."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
+    where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} KV heads, {arch}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((1, 4, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
     device = ptxsim.device(arch, seed, timing, sms=SMS)

@@ -133,7 +133,7 @@ def put_packed(found: cute.Tensor, q: cute.Tensor, k: cute.Tensor, ends: cute.Te
 def test_heads_of_packed_sequences_go_in_sections(
     sequences: int, tokens: int, heads: int, kv_heads: int, dim: int, width: int
 ) -> None:
-    """Sections have as many heads of keys as 32 MiB hold queries of, at the average length: one tile of
+    """Sections have as many KV heads as 32 MiB hold queries of, at the average length: one tile of
     keys of all of them after the other."""
     q, k = (torch.empty(1, 1, dim).bfloat16().expand(tokens, n, dim) for n in (heads, kv_heads))
     found, ends = torch.zeros(2, dtype=torch.int32), torch.zeros(sequences + 1, dtype=torch.int32)
