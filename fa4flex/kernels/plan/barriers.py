@@ -33,7 +33,7 @@ class Per:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What follows a name for each unit."""
+        """Ends of a name, one for each unit."""
         return tuple(f" {unit}" for unit in range(self.units)) or ("",)
 
     @property

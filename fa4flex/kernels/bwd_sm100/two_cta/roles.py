@@ -14,8 +14,7 @@ fragment."""
 
 
 def barrier_table(sizes: Sizes) -> BarrierTable:
-    """Of barriers that the multiplying warp waits for, the first CTA's count; what it signals is signalled in
-    both CTAs."""
+    """Barriers of either CTA. The multiplying warp waits for those of the first one, and signals both."""
     both, sent = CTAS * COMPUTING, SENT_BYTES // COMPUTING
     rows = (
         Row("k_full", 1, "load", "the CTA's keys have come", ring="k", first=True),
