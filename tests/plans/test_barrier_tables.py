@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from barrier_counts import counts_of
+from checked_plans import plan_backward, plan_forward
 
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.kernels.bwd_sm90 import plan as hopper_backward
+from fa4flex.kernels.bwd_sm100.two_cta.plan import plan_two_cta
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.kernels.plan.topology import Barrier, NamedBarrier, Ring
 
 TABLE = BarrierTable(
@@ -78,3 +88,74 @@ def test_named_barriers_are_numbered_by_units_and_stages() -> None:
     assert TABLE.named[0].at(1, 1) == 8
     assert [b.name for b in TABLE.named_barriers(1)] == ["turn 0 there", "turn 1 there"]
     assert TABLE.named_barriers(1)[0].number == 19
+
+
+# --- tables of pipelines -------------------------------------------------------------------------------
+
+PACKED = Problem(128, 128, lengths="packed", mask_form="spans")
+FEW = Problem(128, 128, few_rows=True)
+FORWARD = {
+    "fwd_sm90": (Problem(128, 128), SM90A),
+    "fwd_sm90, next tile": (PACKED, SM90A),
+    "fwd_sm90, pages": (replace(PACKED, lengths="used", page_rows=16), SM90A),
+    "fwd_sm90, small pages": (replace(PACKED, lengths="used", page_rows=1), SM90A),
+    "decode_sm90": (FEW, SM90A),
+    "decode_sm90, small pages": (replace(FEW, lengths="used", page_rows=1), SM90A),
+    "fwd_sm100": (Problem(128, 128), SM100A),
+    "fwd_sm100, next tile": (PACKED, SM100A),
+    "decode_sm100": (FEW, SM100A),
+}
+BACKWARD = {
+    "bwd_sm90, persistent": (Problem(64, 64, mask_form="queries"), SM90A),
+    "bwd_sm90": (Problem(64, 64, deterministic=True), SM90A),
+    "bwd_sm100": (Problem(128, 128), SM100A),
+    "bwd_sm100.wide_heads": (Problem(192, 128), SM100A),
+}
+KINDS = (*FORWARD, *BACKWARD, "bwd_sm90, pairs", "bwd_sm100.two_cta")
+
+
+def planned(kind: str) -> Any:
+    if kind in FORWARD:
+        return plan_forward(Facts(), *FORWARD[kind])
+    if kind == "bwd_sm100.two_cta":
+        return plan_two_cta(Request(Facts(), Problem(128, 128), SM100A))
+    if kind == "bwd_sm90, pairs":
+        with patch.object(hopper_backward, "PAIRED", 192):
+            return plan_backward(Facts(), Problem(192, 192), SM90A)
+    return plan_backward(Facts(), *BACKWARD[kind])
+
+
+def table_of(plan: Any) -> BarrierTable:
+    roles, config = import_module(f"{plan.module}.roles"), plan.config()
+    if plan.module.endswith(".fwd_sm90"):
+        return roles.barrier_table(
+            config, config.kv_stages, config.dynamic, config.pingpong, config.producing
+        )
+    if plan.module.endswith(".fwd_sm100"):
+        return roles.barrier_table(config, config.handed)
+    if ".decode" in plan.module:
+        return roles.barrier_table(config.kv_stages, config.gather_warps)
+    return roles.barrier_table(config)
+
+
+ARRIVING = {"": ("arrive", "commit"), "full": ("load", "fill", "announce"), "empty": ("release", "commit")}
+"""Actions that arrive at a barrier, by its side of a ring."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_those_who_arrive_are_named(kind: str) -> None:
+    plan = planned(kind)
+    assert plan.module.endswith(kind.split(",")[0])
+    pipeline = getattr(plan, "of_one_cta", plan.topology)
+    for row in table_of(plan).rows:
+        targets = {(row.ring or row.name) + unit for unit in row.per.names}
+        found = {
+            role.kind
+            for role in pipeline.roles
+            for event in role.events
+            if event.target in targets and event.action in ARRIVING[row.side]
+        }
+        named = set(row.by.split(", "))
+        assert found <= named and bool(found) == row.used, row.name
+        # Which warps read the next tile's number depends on which there are.
+        assert not row.used or row.name == "next_empty" or found == named, row.name

@@ -19,7 +19,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100.config import ROWS
 from fa4flex.kernels.bwd_sm100.two_cta import roles
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
-from fa4flex.kernels.plan.barriers import THERE
+from fa4flex.kernels.plan.pairs import THERE
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.sharing import lifetimes

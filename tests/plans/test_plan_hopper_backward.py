@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from barrier_counts import counts_of
 from blackwell_plans import broken, dropped, edges, fault_of, find, moved, ordered, with_role, wrong_counts
 from checked_plans import plan_backward
 from helpers import Width, widths
@@ -38,6 +39,7 @@ from fa4flex.kernels.bwd_sm90.plan import (
 )
 from fa4flex.kernels.plan.groups import groups_of
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.kernels.plan.topology import Event, Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
@@ -412,15 +414,17 @@ def test_products_are_issued_in_the_stated_order(kind: str, role: str, order: st
 def test_counts_are_the_kernels(kind: str) -> None:
     plan = planned(KINDS[kind], 192 * (kind == PAIRS))
     config, pipeline = plan.config(), plan.of_one_cta
-    unused = 0 if plan.persistent else roles.UNUSED
-    total = roles.barrier_total(config.q_stages, config.do_stages, config.ctas)
-    assert pipeline.mbarrier_count + unused == total
+    table = roles.barrier_table(config)
+    counts = counts_of(table) | (counts_of(table, 1) if config.ctas > 1 else {})
+    assert counts == arrivals_of(plan.topology)
+    unused = 0 if plan.persistent else 3  # of K and V, and of the next tile's number
+    assert pipeline.mbarrier_count + unused == table.count
     numbers = {n: b.name for b in pipeline.barriers for n in b.numbers}
     for w, stage in product(range(config.dq_parts), range(config.dq_stages)):
         part = f" {w}" if config.ctas == 1 else ""
-        assert numbers[roles.dq_full(w, stage)] == f"dq_full{part}"
-        assert numbers[roles.dq_empty(w, stage)] == f"dq_empty{part}"
-    assert all(numbers[roles.stored(w)] == f"stored {w}" for w in range(config.consumers))
+        assert numbers[roles.DQ_FULL.at(w, stage)] == f"dq_full{part}"
+        assert numbers[roles.DQ_EMPTY.at(w, stage)] == f"dq_empty{part}"
+    assert all(numbers[roles.STORED.at(w)] == f"stored {w}" for w in range(config.consumers))
     assert max(numbers) < SM90A.named_barriers and len(numbers) == sum(b.stages for b in pipeline.barriers)
     assert plan.memory["dq"].size == 4 * config.dq_room * config.dq_parts * config.dq_stages
     for ring, statistic in (("q", "lse2"), ("dout", "delta")):

@@ -12,7 +12,7 @@ from checked_plans import plan_backward, plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
-from fa4flex.kernels.plan.barriers import THERE
+from fa4flex.kernels.plan.pairs import THERE
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.signals import Signal, difference, expected, rows_of
 from fa4flex.kernels.plan.target import SM90A, SM100A

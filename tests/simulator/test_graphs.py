@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from blackwell import planned
-from cutlass import cute
 from executed import Compared, Executed, Trace, comparing, differences, noting
 from pairs import few_tiles, hopper_pairs, in_pairs
 
@@ -25,9 +24,9 @@ import fa4flex
 import ptxsim
 from fa4flex import Varlen
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
-from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
+from fa4flex.kernels.bwd_sm90.roles import DQ_EMPTY, DQ_FULL
 from fa4flex.kernels.bwd_sm100.mma import Mma
+from fa4flex.kernels.common.barriers import arrive, sync
 from fa4flex.kernels.common.transfer import stage_by_fours
 from fa4flex.kernels.plan.signals import expected
 from fa4flex.kernels.plan.topology import Role, Topology
@@ -268,8 +267,8 @@ def hand_over_early(self: Any, given: Any, parts: Any, shared: Any, where: Any) 
     """Says that dQ is there, and then waits until there is room for it."""
     lane, w, count = where
     stage = count % self.config.dq_stages
-    cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
-    cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+    arrive(DQ_FULL, w, stage)
+    sync(DQ_EMPTY, w, stage)
     stage_by_fours(parts, shared.dq[None, w, stage], lane, 128)
 
 

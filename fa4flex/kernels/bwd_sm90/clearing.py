@@ -12,8 +12,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from fa4flex.kernels.bwd_sm90.resources import Pipes
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
+from fa4flex.kernels.common.barriers import Pipes
 
 LANES = 32
 FOUR = 4

@@ -14,8 +14,9 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Tiles
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, transposed
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, transposed
 from fa4flex.kernels.common.backward import KeyWork
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.fragment import multiply
 from fa4flex.kernels.common.transfer import release
 

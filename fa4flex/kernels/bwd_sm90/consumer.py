@@ -20,9 +20,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
-from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, dq_rows, transposed
-from fa4flex.kernels.bwd_sm90.roles import SCORES, dq_empty, dq_full, stored
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, dq_rows, transposed
+from fa4flex.kernels.bwd_sm90.roles import DQ_EMPTY, DQ_FULL, SCORES, STORED, of_all
 from fa4flex.kernels.bwd_sm90.steps import like_steps, mixed_steps
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
@@ -32,6 +31,7 @@ from fa4flex.kernels.common.backward import (
     QueryTiles,
     written,
 )
+from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.fragment import (
     as_operand,
     computed_once,
@@ -384,7 +384,7 @@ class Consumer:
         self.meet_others()
 
     def meet_others(self) -> None:
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+        sync(of_all(SCORES, self.config.consumers))
 
     def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
         """Numbers of the queries of a thread's columns `first` to `first` + `count`, both even."""
@@ -523,20 +523,20 @@ class Consumer:
         (dq,), stage, kind = parts, count % config.dq_stages, shared.q.element_type
         dq.store(dq.load() * collector.slab.at.scale)
         narrowed = self.narrowed(dq, kind)
-        cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+        sync(DQ_EMPTY, w, stage)
         rows = dq_rows(config, shared.dq[None, w, stage], kind)
         put(mmas.dq[0], narrowed, rows, lane, config.transposes_dq)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+        arrive(DQ_FULL, w, stage)
 
     def hand_sums(self, parts: list[cute.Tensor], shared: Shared, where: tuple[Int32, Int32, Int32]) -> None:
         """A warpgroup's parts of dQ, to be added up."""
         lane, w, count = where
         stage = count % self.config.dq_stages
         memory = shared.dq[None, w, stage]
-        cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+        sync(DQ_EMPTY, w, stage)
         stage_by_fours(parts, memory, lane, 128)
-        cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+        arrive(DQ_FULL, w, stage)
 
     @cute.jit
     def deliver(
@@ -564,20 +564,20 @@ class Consumer:
                 self.meet_others()
             else:
                 # The writer has read all of dQ.
-                cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+                sync(DQ_EMPTY, w, 1 - last)
         elif const_expr(not self.config.dk_by_ds):
             # What the tile of keys before left there has been stored.
-            cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+            sync(STORED, w)
         first_key = self.first_key(work, w, Int32(0))
         for batch in self.batches:
             if const_expr(batch != self.batches[0] and self.config.dk_by_ds):
                 if steps[0] > 0:
                     # The writer has read all of dQ.
-                    cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+                    sync(DQ_EMPTY, w, 1 - last)
             elif const_expr(batch != self.batches[0]):
                 # What left before has been read.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+                sync(STORED, w)
             for i in batch:
                 put(products[i], self.narrowed(sums[i], staged[i].element_type), staged[i], lane)
             rows = tuple(staged[i] for i in batch)

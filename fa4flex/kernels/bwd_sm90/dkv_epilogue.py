@@ -12,8 +12,9 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.resources import Shared, keys_of, swizzled_rows, transposed
-from fa4flex.kernels.bwd_sm90.roles import stored
+from fa4flex.kernels.bwd_sm90.roles import STORED
 from fa4flex.kernels.common.backward import KeyWork, token_of
+from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.transfer import partition
 
 WIDE = 8
@@ -75,7 +76,7 @@ def store_by_copies(
     not wait for it."""
     lane, w = where
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+    sync(STORED, w)
     if cute.arch.make_warp_uniform(lane // 32) == 0:
         for store, rows in zip(stores, staged, strict=True):
             width = cute.size(rows, mode=[1])
@@ -98,7 +99,7 @@ def store_by_threads(
     """Stores what a warpgroup staged of dK and dV, 16 bytes at a time. first: key, and the column of each."""
     lane, w = where
     first_key, columns = first
-    cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+    sync(STORED, w)
     # Read, and addressed, before the first branch: behind it, each piece would take that long by itself.
     found = []
     for target, rows, start in zip(targets, staged, columns, strict=True):

@@ -11,8 +11,8 @@ from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing
 from fa4flex.kernels.bwd_sm90.config import EIGHT, Config
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_rows
-from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
+from fa4flex.kernels.bwd_sm90.resources import Shared, dq_rows
+from fa4flex.kernels.bwd_sm90.roles import DQ_EMPTY, DQ_FULL
 from fa4flex.kernels.bwd_sm90.zero_fill import clear_queries
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
@@ -27,12 +27,10 @@ from fa4flex.kernels.common.backward import (
     seen,
     turn_at,
 )
+from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Share
 from fa4flex.kernels.common.transfer import Views, add_bulk, partition, sequence
-
-THREADS = 128 + 32
-"""A warpgroup and this warp."""
 
 UNSEEN = -1
 """Number of tiles of keys that have added, where nobody has looked."""
@@ -73,7 +71,7 @@ class DqStore:
     ) -> None:
         config = self.config
         for w in cutlass.range_constexpr(config.dq_parts):
-            cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
+            arrive(DQ_EMPTY, w, 0)
 
         @cute.jit
         def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
@@ -85,7 +83,7 @@ class DqStore:
                     # The other stage is free too, for dK and dV.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     for w in cutlass.range_constexpr(config.consumers):
-                        cute.arch.barrier_arrive(barrier_id=dq_empty(w, 1 - stage), number_of_threads=THREADS)
+                        arrive(DQ_EMPTY, w, 1 - stage)
             else:
                 # Shared memory must last until all was read. The grid's end waits for what is under way then.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -126,7 +124,7 @@ class DqStore:
                 else:
                     tile = query_tile_at(queries, i)
                 for w in cutlass.range_constexpr(config.dq_parts):
-                    cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+                    sync(DQ_FULL, w, stage)
                     if const_expr(w == 0 and len(copies) > 0):
                         # There is dQ, so all warpgroups have met: all of dS is there.
                         self.copy(copies, views, parity, (tile, work.tile))
@@ -149,7 +147,7 @@ class DqStore:
                 for w in cutlass.range_constexpr(config.dq_parts):
                     pending = config.dq_parts if config.dq_stages == 2 else config.dq_parts - 1 - w
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
-                    cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+                    arrive(DQ_EMPTY, w, stage)
                 if const_expr(self.takes_turns):
                     # The next turn is looked for while sums are on their way, and not waited for before this
                     # one is passed on: a trip to memory less between two turns.

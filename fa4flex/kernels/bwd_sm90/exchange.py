@@ -9,10 +9,10 @@ import cutlass
 from cutlass import Int32, cute
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, keys_of
+from fa4flex.kernels.bwd_sm90.resources import Shared, keys_of
 from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
+from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.transfer import Views, copy_to_peer, load_once, partition
 
@@ -35,8 +35,8 @@ class Exchange:
         """transfer: descriptor of keys, by the columns that dQ takes here."""
         work = self.scheduler.work(self.scheduler.first(), grid, arguments)
         views = self.keys(transfer, shared, work)
-        cute.arch.mbarrier_wait(pipes.pair.v_kept, 0)
-        load_once(transfer, views, pipes.pair.k_peer)
+        cute.arch.mbarrier_wait(pipes.v_kept, 0)
+        load_once(transfer, views, pipes.k_peer_full)
         count = self.scheduler.steps(work, arguments)
         for step in cutlass.range(count, unroll=1):
             self.send(shared, pipes, Int32(step))
@@ -55,13 +55,12 @@ class Exchange:
     def send(self, shared: Shared, pipes: Pipes, step: Int32) -> None:
         """Sends dS' of a step, once it is there, to the other CTA, whose own of that step is expected here.
         Another may be written where it is when the one before has been copied, and read there."""
-        pair, stage, rank = pipes.pair, step % SHARES, self.cluster.rank()
-        assert pair is not None
-        cute.arch.mbarrier_wait(pair.ds_empty + stage, step // SHARES % 2 ^ 1)
-        cute.arch.barrier_arrive(barrier_id=DS_FREE, number_of_threads=THREADS)
-        cute.arch.barrier(barrier_id=DS_SHARED, number_of_threads=THREADS)
+        stage, rank = step % SHARES, self.cluster.rank()
+        cute.arch.mbarrier_wait(pipes.ds_empty + stage, step // SHARES % 2 ^ 1)
+        arrive(DS_FREE)
+        sync(DS_SHARED)
         own, there = shared.ds[None, None, stage], shared.ds[None, None, SHARES + stage]
-        full, size = pair.ds_full + stage, cute.size_in_bytes(own.element_type, own.layout)
+        full, size = pipes.ds_full + stage, cute.size_in_bytes(own.element_type, own.layout)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
             copy_to_peer(own.iterator, there.iterator, size, full, 1 - rank)

@@ -14,7 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -28,15 +28,15 @@ from fa4flex.kernels.bwd_sm90.exchange import Exchange
 from fa4flex.kernels.bwd_sm90.pair_split import PairedKeyGradient, PairedValueGradient
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
-from fa4flex.kernels.bwd_sm90.resources import Mmas, PairPipes, Pipes, Shared, swizzled_rows
-from fa4flex.kernels.bwd_sm90.roles import CLEARER, EXCHANGE, PAIR_BARRIERS, SHARES
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.roles import CLEARER, EXCHANGE, barrier_table
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered, tokens_first
-from fa4flex.kernels.plan.topology import WARPGROUP
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
@@ -57,6 +57,7 @@ class Backward:
         self.scheduler = BackwardTileScheduler(config, hooks, config.ctas, packed_sections=True)
         self.producer = Producer(config, self.scheduler)
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
+        self.barriers = barrier_table(config)
         self.clearer = Clearer(self.scheduler)
         self.writer = DqStore(config, self.copied, self.scheduler, self.clearer)
         self.exchange = Exchange(config, self.scheduler)
@@ -223,14 +224,7 @@ class Backward:
 
         q, dout, k, v, ds, p = (cute.cosize(x) for x in self.layouts(kind))
         members = {
-            "q_bar": cute.struct.MemRange[Int64, 2 * config.q_stages],
-            "do_bar": cute.struct.MemRange[Int64, 2 * config.do_stages],
-            "k_full": cute.struct.MemRange[Int64, 1],
-            "v_full": cute.struct.MemRange[Int64, 1],
-            "keys_empty": cute.struct.MemRange[Int64, 1],
-            "next_full": cute.struct.MemRange[Int64, 1],
-            "next_empty": cute.struct.MemRange[Int64, 1],
-            "pair_bar": cute.struct.MemRange[Int64, PAIR_BARRIERS * (config.ctas - 1)],
+            "barriers": room(self.barriers),
             "next": cute.struct.MemRange[Int32, 1],
             "lse2": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.q_stages], 128],
             "delta": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.do_stages], 128],
@@ -276,17 +270,7 @@ class Backward:
         shared = self.shared(storage, kind)
         pipes = self.pipes(storage, shared)
         if warp == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(pipes.k_full, 1)
-                cute.arch.mbarrier_init(pipes.v_full, 1)
-                if const_expr(self.config.persistent):
-                    warps = 4 * self.config.consumers
-                    cute.arch.mbarrier_init(pipes.keys_empty, warps)
-                    cute.arch.mbarrier_init(pipes.next.full, 1)
-                    cute.arch.mbarrier_init(pipes.next.empty, warps + self.config.told)
-                if const_expr(self.config.ctas > 1):
-                    self.begin_pair(pipes)
-            cute.arch.mbarrier_init_fence()
+            initialise(self.barriers, storage)
         ctas = cute.make_layout((self.config.ctas, 1, 1)) if const_expr(self.config.ctas > 1) else None
         pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
@@ -318,17 +302,6 @@ class Backward:
                     self.last_consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
         self.cluster.depart()
 
-    def begin_pair(self, pipes: Pipes) -> None:
-        """Barriers of a pair: one thread expects dS', and a warp of the other CTA each says that it has read
-        its own."""
-        pair = pipes.pair
-        assert pair is not None
-        for stage in range(SHARES):
-            cute.arch.mbarrier_init(pair.ds_full + stage, 1)
-            cute.arch.mbarrier_init(pair.ds_empty + stage, WARPGROUP)
-        cute.arch.mbarrier_init(pair.v_kept, WARPGROUP)
-        cute.arch.mbarrier_init(pair.k_peer, 1)
-
     def shared(self, storage: Any, kind: Any) -> Shared:
         config = self.config
         q, dout, k, v, ds, p = self.layouts(kind)
@@ -358,38 +331,26 @@ class Backward:
             peer,
         )
 
-    def pair_pipes(self, storage: Any) -> PairPipes | None:
-        if self.config.ctas == 1:
-            return None
-        return PairPipes(*(storage.pair_bar.data_ptr() + i for i in (0, 2, 4, 5)))
-
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        thread = pipeline.Agent.Thread
+        thread, at = pipeline.Agent.Thread, mbarriers(self.barriers, storage)
 
-        def ring(barriers: Any, tensor: cute.Tensor, stages: int) -> pipeline.PipelineTmaAsync:
+        def ring(name: str, tensor: cute.Tensor) -> pipeline.PipelineTmaAsync:
             stage = cute.select(tensor.layout, mode=[0, 1])
-            rows = 4 * self.config.tile_m
+            rows, freed = 4 * self.config.tile_m, self.barriers[f"{name}_empty"].arrivals
             return pipeline.PipelineTmaAsync.create(
-                num_stages=stages,
+                num_stages=cute.size(tensor, mode=[2]),
                 producer_group=pipeline.CooperativeGroup(thread),
-                consumer_group=pipeline.CooperativeGroup(thread, self.config.consumers * 4),
+                consumer_group=pipeline.CooperativeGroup(thread, freed),
                 tx_count=cute.size_in_bytes(tensor.element_type, stage) + rows,
-                barrier_storage=barriers.data_ptr(),
+                barrier_storage=at[f"{name}_full"],
                 defer_sync=True,
             )
 
-        return Pipes(
-            ring(storage.q_bar, shared.q, self.config.q_stages),
-            ring(storage.do_bar, shared.dout, self.config.do_stages),
-            storage.k_full.data_ptr(),
-            storage.v_full.data_ptr(),
-            storage.keys_empty.data_ptr(),
-            NextTile(
-                storage.next.get_tensor(cute.make_layout(1)),
-                storage.next_full.data_ptr(),
-                storage.next_empty.data_ptr(),
-            ),
-            self.pair_pipes(storage),
+        return pipes_of(
+            at,
+            q=ring("q", shared.q),
+            dout=ring("dout", shared.dout),
+            next=NextTile(storage.next.get_tensor(cute.make_layout(1)), at["next_full"], at["next_empty"]),
         )
 
 

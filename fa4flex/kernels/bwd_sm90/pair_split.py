@@ -13,11 +13,11 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.bwd_sm90.config import KEYS
-from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.product_split import LANES, Given, KeyGradient, ValueGradient
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, PairPipes, Pipes, Shared, transposed
-from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES, WEIGHTS_READ
+from fa4flex.kernels.bwd_sm90.product_split import Given, KeyGradient, ValueGradient
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, transposed
+from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES, WEIGHTS_READ, of_all
 from fa4flex.kernels.common.backward import KeyWork
+from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import multiply
 from fa4flex.kernels.common.transfer import States, release
@@ -45,7 +45,7 @@ class PairedValueGradient(ValueGradient):
         mmas, operands, _ = given
         p = self.made(given, shared, pipes, states, places, masked)
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, states[1].index], True)
-        cute.arch.barrier(barrier_id=WEIGHTS_READ, number_of_threads=LANES * self.config.consumers)
+        sync(of_all(WEIGHTS_READ, self.config.consumers))
         warpgroup.wait_group(0)
         release(pipes.dout, states[1])
 
@@ -57,14 +57,9 @@ class PairedKeyGradient(KeyGradient):
         return super().first_key(work, w, lane) + PAIR.rank() * KEYS
 
     def kept(self, pipes: Pipes) -> None:
-        pair = self.pair(pipes)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pair.v_kept)
-
-    def pair(self, pipes: Pipes) -> PairPipes:
-        assert pipes.pair is not None
-        return pipes.pair
+            cute.arch.mbarrier_arrive(pipes.v_kept)
 
     def for_dq(
         self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32
@@ -94,7 +89,7 @@ class PairedKeyGradient(KeyGradient):
         q_t = operands.q_t[None, None, None, states[0].index]
         dprob = self.made(given, shared, pipes, states, lane)
         ds = self.weighed(dprob, shared, lane)
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READ, number_of_threads=LANES * self.config.consumers)
+        arrive(of_all(WEIGHTS_READ, self.config.consumers))
         self.put(shared, mmas, ds, places)
         if count > 0:
             before = count - 1
@@ -107,7 +102,7 @@ class PairedKeyGradient(KeyGradient):
         else:
             multiply(mmas.dk, operands.dk, ds, q_t, True)
             # Once, under a product.
-            cute.arch.mbarrier_wait(pipes.pair.k_peer, 0)
+            cute.arch.mbarrier_wait(pipes.k_peer_full, 0)
             warpgroup.wait_group(0)
         release(pipes.q, states[0])
 
@@ -122,7 +117,7 @@ class PairedKeyGradient(KeyGradient):
         """dQ of the last tile of queries. Where there is none, keys are waited for that dV is not to meet."""
         lane, count = where
         if count == 0:
-            cute.arch.mbarrier_wait(pipes.pair.k_peer, 0)
+            cute.arch.mbarrier_wait(pipes.k_peer_full, 0)
         else:
             dq = self.pair_gradient(given, pipes, count - 1)
             warpgroup.wait_group(0)
@@ -134,14 +129,14 @@ class PairedKeyGradient(KeyGradient):
     ) -> None:
         """dS' to shared memory, from where it is sent to the other CTA."""
         _, lane, w, count = places
-        cute.arch.barrier(barrier_id=DS_FREE, number_of_threads=THREADS)
+        sync(DS_FREE)
         self.share(shared.ds[None, None, count % SHARES], mmas.dprob, ds, (lane, w), False)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=DS_SHARED, number_of_threads=THREADS)
+        arrive(DS_SHARED)
 
     def free(self, pipes: Pipes, step: Int32) -> None:
         """Tells the other CTA that its dS' of a step has been read."""
-        barrier, other = self.pair(pipes).ds_empty + step % SHARES, 1 - PAIR.rank()
+        barrier, other = pipes.ds_empty + step % SHARES, 1 - PAIR.rank()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier, other)
@@ -149,10 +144,10 @@ class PairedKeyGradient(KeyGradient):
     def pair_gradient(self, given: tuple[Mmas, Operands], pipes: Pipes, step: Int32) -> cute.Tensor:
         """Half of the columns of dQ of a step, once its products are waited for. When dS' of the other CTA
         has come, this one's own is there too: who expects it has seen it."""
-        (mmas, operands), pair = given, self.pair(pipes)
+        mmas, operands = given
         mma, (shape,), stage = mmas.dq[0], self.config.dq_shapes, step % SHARES
         (ds, own), (_, others) = operands.for_dq
-        cute.arch.mbarrier_wait(pair.ds_full + stage, step // SHARES % 2)
+        cute.arch.mbarrier_wait(pipes.ds_full + stage, step // SHARES % 2)
         dq = cute.make_rmem_tensor(mma.partition_shape_C(shape), cutlass.Float32)
         multiply(mma, dq, ds[None, None, None, stage], own, False)
         multiply(mma, dq, ds[None, None, None, SHARES + stage], others, True)

@@ -1,4 +1,4 @@
-"""The Hopper backward pipeline of a pair of CTAs, with the barriers and counts of the kernel (roles.py). What
+"""The Hopper backward pipeline of a pair of CTAs, with the barriers of the kernel (roles.py). What
 each CTA has is named as it is in the first one, and in the second with THERE behind it. As in topology.py,
 steps are tiles of queries; each CTA's consumer warpgroups issue
 
@@ -20,46 +20,34 @@ from dataclasses import replace
 
 from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.bwd_sm90.topology import THREADS, once, queries_rings, tiles
+from fa4flex.kernels.bwd_sm90.topology import once, queries_rings, tiles
+from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import tile_bytes
-from fa4flex.kernels.plan.signals import stage_barriers
+from fa4flex.kernels.plan.pairs import BOTH, at
 from fa4flex.kernels.plan.topology import (
-    WARP,
     WARPGROUP,
     Action,
-    Barrier,
     Event,
-    NamedBarrier,
     Product,
     Ring,
     Role,
     Topology,
 )
 
-THERE = " there"
-BOTH = (0, 1)
-"""CTAs."""
-APART = 16
-"""Numbers of named barriers: a CTA has so many, and the second one's follow."""
-
-
-def at(name: str, cta: int) -> str:
-    return name + THERE * cta
-
 
 def pair_topology(config: Config, itemsize: int) -> Topology:
     """Topology of both CTAs of a pair."""
-    kept = "V is in registers, and other keys may take its place"
+    table = roles.barrier_table(config)
     return Topology(
         roles=tuple(
             role
             for c in BOTH
             for role in (_producer(c), _writer(config, c), _exchange(c), _values(config, c), _keys(config, c))
         ),
-        rings=tuple(ring for c in BOTH for ring in _rings(config, itemsize, c)),
-        barriers=tuple(barrier for c in BOTH for barrier in _named(config, c)),
+        rings=tuple(ring for c in BOTH for ring in _rings(table, config, itemsize, c)),
+        barriers=tuple(barrier for c in BOTH for barrier in table.named_barriers(c)),
         staging="none",
-        mbarriers=tuple(Barrier(at("v_kept", c), WARPGROUP, kept, cta=c) for c in BOTH),
+        mbarriers=tuple(barrier for c in BOTH for barrier in table.barriers(c)),
         overlaps=tuple(
             (at(a, c), at(b, c))
             for c in BOTH
@@ -70,45 +58,20 @@ def pair_topology(config: Config, itemsize: int) -> Topology:
             for c in BOTH
             for name, stages in (("dq", config.dq_stages), ("shared dS", roles.SHARES), ("shared P", 1))
         ),
-        places=tuple(_places(config, c) for c in BOTH),
+        places=tuple(table.places(c) for c in BOTH),
     )
 
 
-def of_one_cta(topology: Topology) -> Topology:
-    """Topology of the first CTA: for sums, and for people."""
-
-    def here(name: str) -> bool:
-        return not name.endswith(THERE)
-
-    return replace(
-        topology,
-        roles=tuple(r for r in topology.roles if here(r.name)),
-        rings=tuple(r for r in topology.rings if here(r.name)),
-        barriers=tuple(b for b in topology.barriers if here(b.name)),
-        mbarriers=tuple(b for b in topology.mbarriers if here(b.name)),
-    )
-
-
-def _places(config: Config, cta: int) -> tuple[str, ...]:
-    """Mbarriers in the order of the kernel's storage."""
-    rings = (("q", config.q_stages), ("dout", config.do_stages))
-    q, dout = (stage_barriers(at(name, cta), stages) for name, stages in rings)
-    full = stage_barriers(at("ds_peer", cta), roles.SHARES, ("full",))
-    empty = stage_barriers(at("ds_peer", 1 - cta), roles.SHARES, ("empty",))
-    keys = tuple(f"{at(name, cta)} full" for name in ("k", "v"))
-    return *q, *dout, *keys, "", "", "", *full, *empty, at("v_kept", cta), f"{at('k_peer', cta)} full"
-
-
-def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
+def _rings(table: BarrierTable, config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
     d, dv = config.head_dim, config.head_dim_v
     _, _, k, v = config.swizzles
     size = tile_bytes(config.tile_m, KEYS, itemsize)
     rings = (
-        *queries_rings(config, itemsize),
-        once(tiles("k", KEYS, d, k, itemsize), config),
-        once(tiles("v", KEYS, dv, v, itemsize), config),
-        once(tiles("k_peer", KEYS, d // config.ctas, k, itemsize), config),
-        Ring("ds_peer", roles.SHARES, size, (size,), size, WARPGROUP),
+        *queries_rings(table, config, itemsize),
+        once(tiles(table, "k", (KEYS, d), k, itemsize), config),
+        once(tiles(table, "v", (KEYS, dv), v, itemsize), config),
+        once(tiles(table, "k_peer", (KEYS, d // config.ctas), k, itemsize), config),
+        table.ring("ds_peer", size, (size,)),
     )
     return tuple(
         replace(
@@ -118,21 +81,6 @@ def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
         )
         for ring in rings
     )
-
-
-def _named(config: Config, cta: int) -> list[NamedBarrier]:
-    both, handed = config.consumers * THREADS, THREADS + WARP
-    found = [
-        NamedBarrier("scores", roles.SCORES, both),
-        NamedBarrier("weighed", roles.WEIGHED, both),
-        NamedBarrier("weights_read", roles.WEIGHTS_READ, both),
-        NamedBarrier("ds_free", roles.DS_FREE, handed),
-        NamedBarrier("ds_shared", roles.DS_SHARED, handed),
-        NamedBarrier("dq_full", roles.dq_full(0, 0), handed, config.dq_stages, roles.APART),
-        NamedBarrier("dq_empty", roles.dq_empty(0, 0), handed, config.dq_stages, roles.APART),
-        *(NamedBarrier(f"stored {w}", roles.stored(w), THREADS) for w in range(config.consumers)),
-    ]
-    return [replace(b, name=at(b.name, cta), number=b.number + APART * cta) for b in found]
 
 
 # --- roles ---------------------------------------------------------------------------------------------

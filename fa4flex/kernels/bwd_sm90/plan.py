@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.kernels.bwd_sm90.config import Config, Split
-from fa4flex.kernels.bwd_sm90.pair_topology import of_one_cta, pair_topology
-from fa4flex.kernels.bwd_sm90.roles import SHARES, UNUSED, barrier_total
+from fa4flex.kernels.bwd_sm90.pair_topology import pair_topology
+from fa4flex.kernels.bwd_sm90.roles import SHARES, barrier_table
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import BLOCKS, Request
@@ -164,7 +165,7 @@ class HopperBackwardPlan(Checked):
             "p": {"keys": 0, "columns": scores, "products": NUMBER * m * n}[self.split],
             "dq": NUMBER * config.dq_room * config.dq_parts * dq_stages,
         }
-        return lay_out(sizes, {"k_peer": "v"}, barrier_total(q_stages, do_stages, self.ctas), self.target)
+        return lay_out(sizes, {"k_peer": "v"}, barrier_table(config).count, self.target)
 
     @cached_property
     def topology(self) -> Topology:
@@ -209,7 +210,7 @@ class HopperBackwardPlan(Checked):
         """PlanError or UnsupportedError unless sums of bytes and barriers, and regions fit."""
         self.memory.check()
         # The kernel has room for what only persistent blocks use.
-        self.of_one_cta.check_fits(self.memory, self.target, 0 if self.persistent else UNUSED)
+        self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.places[0].count(""))
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words. How long a launch of a `size` takes at least is not known."""

@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, keys_of, queries_of
+from fa4flex.kernels.bwd_sm90.resources import Shared, keys_of, queries_of
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -19,6 +19,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.transfer import States, Views, announce, load_once, load_stage, partition
 

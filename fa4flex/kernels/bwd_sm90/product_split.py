@@ -16,9 +16,10 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Tiles
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, transposed
-from fa4flex.kernels.bwd_sm90.roles import SCORES, WEIGHED
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, transposed
+from fa4flex.kernels.bwd_sm90.roles import SCORES, WEIGHED, of_all
 from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyWork
+from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.fragment import as_operand, multiply, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.transfer import States, release
@@ -109,7 +110,7 @@ class ValueGradient(ProductConsumer):
         p = self.made(given, shared, pipes, states, places, masked)
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         # Without a fence: what this warpgroup has written, no product reads.
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=LANES * self.config.consumers)
+        sync(of_all(SCORES, self.config.consumers))
         dq = [self.query_gradient(0, mmas, operands, count % 2)]
         warpgroup.wait_group(1)
         release(pipes.dout, do_state)
@@ -139,7 +140,7 @@ class ValueGradient(ProductConsumer):
         q_first, rows = self.first_query(tile, w, lane), (lse2s, lse2, lane)
         p = self.shown(scores, shared, collector, rows, (q_first, masked))
         release(pipes.q, q_state)
-        cute.arch.barrier_arrive(barrier_id=WEIGHED, number_of_threads=LANES * self.config.consumers)
+        arrive(of_all(WEIGHED, self.config.consumers))
         return p
 
     def shown(
@@ -232,7 +233,7 @@ class KeyGradient(ProductConsumer):
     def weighed(self, dprob: cute.Tensor, shared: Shared, lane: Int32) -> cute.Tensor:
         """dS' as an operand: dP', less its rows' sums, times what the other warpgroup shows."""
         assert shared.p is not None
-        cute.arch.barrier(barrier_id=WEIGHED, number_of_threads=LANES * self.config.consumers)
+        sync(of_all(WEIGHED, self.config.consumers))
         for registers, place in self.fours(dprob, shared.p, lane):
             weights = cute.make_rmem_tensor((4,), cutlass.Float32)
             cute.autovec_copy(place, weights)

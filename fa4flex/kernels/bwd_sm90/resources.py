@@ -1,5 +1,5 @@
-"""Resources of the roles of the Hopper backward kernel: tensors, barriers and pipelines of one block,
-products of one warpgroup and their operands."""
+"""Resources of the roles of the Hopper backward kernel: tensors of one block, products of one warpgroup and
+their operands."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, cute
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import Config, swizzle
 from fa4flex.kernels.common.backward import KeyWork
-from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import head_of, reordered
 
 
@@ -33,31 +32,6 @@ class Shared:
     delta: cute.Tensor
     dq: cute.Tensor
     k_peer: cute.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PairPipes:
-    """Barriers of a pair of CTAs. ds_full, ds_empty by stage: dS' of the other one has come; what this one
-    sent there has been read. v_kept: V is in registers. k_peer: columns of the other's keys have come."""
-
-    ds_full: cute.Pointer
-    ds_empty: cute.Pointer
-    v_kept: cute.Pointer
-    k_peer: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """q ring (with lse2) and dout ring (with delta); k and v have come. Of persistent blocks: k and v may be
-    overwritten; and the next tile of keys."""
-
-    q: pipeline.PipelineTmaAsync
-    dout: pipeline.PipelineTmaAsync
-    k_full: cute.Pointer
-    v_full: cute.Pointer
-    keys_empty: cute.Pointer
-    next: NextTile
-    pair: PairPipes | None = None
 
 
 @dataclass(frozen=True)

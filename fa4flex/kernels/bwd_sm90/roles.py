@@ -1,8 +1,12 @@
-"""Warps of a block, and the named barriers between them, as data."""
+"""Warps of a block, and the barriers between them, as data."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+
+from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
+from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 
 PRODUCER, WRITER, EXCHANGE, CONSUMER = 0, 1, 2, 4
 """First warps: one that brings tiles, one that adds up dQ, one that exchanges with the other CTA of a pair,
@@ -11,47 +15,71 @@ and consumer warpgroups."""
 CLEARER = EXCHANGE
 """Warp that clears sums of dQ, where blocks are persistent: those of pairs are not."""
 
-SCORES = 1
-"""Named barrier: dS of all warpgroups is in shared memory."""
-
-WEIGHED = 13
-"""Named barrier: P' of all queries is in shared memory, for the warpgroup that has dS'."""
-
-DS_FREE, WEIGHTS_READ, DS_SHARED = 3, 14, 15
-"""Named barriers of a pair of CTAs, in which one warpgroup alone has dQ: dS' may be overwritten; so may P';
-all of this CTA's dS' is in shared memory."""
-
 SHARES = 2
 """Stages of dS, of each CTA of a pair, and of P where it is in shared memory in 16 bits."""
 
-APART = 2
-"""Numbers from a stage's named barriers to those of the next: each warpgroup has its own."""
+ALONE = WARP * WARPGROUP
+HANDED = ALONE + WARP
+"""Threads of a consumer warpgroup, and of a warp that takes or gives what it has."""
+
+SCORES = NamedRow("scores", 1, ALONE, "dS of all warpgroups is in shared memory")
+WEIGHED = NamedRow(
+    "weighed", 13, ALONE, "P' of all queries is in shared memory, for the warpgroup that has dS'"
+)
+WEIGHTS_READ = NamedRow("weights_read", 14, ALONE, "P' of a pair's CTA may be overwritten")
+"""These are of all warpgroups: `of_all`."""
+
+DQ_FULL = NamedRow("dq_full", 2, HANDED, "a warpgroup's part of dQ is in a stage of shared memory", apart=2)
+DQ_EMPTY = NamedRow(
+    "dq_empty", 6, HANDED, "that stage has been read; of one that there is not: all of dQ", apart=2
+)
+STORED = NamedRow("stored", 11, ALONE, "what a warpgroup stages for global memory is there")
+DS_FREE = NamedRow("ds_free", 3, HANDED, "dS' of a pair's CTA may be overwritten")
+DS_SHARED = NamedRow("ds_shared", 15, HANDED, "all of this CTA's dS' is in shared memory")
 
 
-def dq_full(w: Any, stage: Any) -> Any:
-    """Named barrier: warpgroup w's part of dQ is in stage `stage` of shared memory."""
-    return 2 + APART * stage + w
+def of_all(row: NamedRow, consumers: int) -> NamedRow:
+    """The named barrier of so many warpgroups."""
+    return replace(row, threads=consumers * row.threads)
 
 
-def dq_empty(w: Any, stage: Any) -> Any:
-    """Named barrier: that stage has been read. Of a stage that there is not: all of dQ has been read."""
-    return 6 + APART * stage + w
+def barrier_table(config: Config) -> BarrierTable:
+    """Barriers of a block, or of a CTA of a pair. Only persistent blocks, of which there are no pairs, take
+    other tiles of keys."""
+    more, warps = config.persistent, config.consumers * WARPGROUP
+    by, told = ("producer", "consumer"), "consumer, writer, clearer"
+    rows = (
+        *tile_ring("q", config.q_stages, warps, by),
+        *tile_ring("dout", config.do_stages, warps, by),
+        Row("k_full", 1, "producer", "keys have come", ring="k"),
+        Row("v_full", 1, "producer", "values have come", ring="v"),
+        Row("keys_empty", warps * more, "consumer", "K and V may be overwritten", used=more),
+        Row("next_full", int(more), "producer", "the next tile is known", ring="next", used=more),
+        Row("next_empty", (warps + config.told) * more, told, "all have read it", ring="next", used=more),
+    )
+    return BarrierTable((*rows, *_PAIR * (config.ctas - 1)), _named(config), paired=True)
 
 
-def stored(w: Any) -> Any:
-    """Named barrier: what warpgroup w stages for global memory is there."""
-    return 11 + w
+_SHARE = Per(stages=SHARES)
+_PAIR = (
+    Row("ds_full", 1, "exchange", "dS' of the other CTA has come", _SHARE, "ds_peer"),
+    Row("ds_empty", WARPGROUP, "consumer", "what was sent there is read", _SHARE, "ds_peer", exchanged=True),
+    Row("v_kept", WARPGROUP, "consumer", "V is in registers, and other keys may take its place"),
+    Row("k_peer_full", 1, "exchange", "columns of the other CTA's keys have come", ring="k_peer"),
+)
 
 
-PAIR_BARRIERS = 6
-"""Barriers of a pair of CTAs: dS' of the other one has come, and may be overwritten there, by stage; V is in
-registers, and columns of the other's keys have come where it was."""
-
-UNUSED = 3
-"""Barriers that only persistent blocks use: of K and V, and of the next tile's number."""
-
-
-def barrier_total(q_stages: int, do_stages: int, ctas: int = 1) -> int:
-    """Barriers of a block: of each stage of Q and dO, full and empty; of K and V, full and both empty; of the
-    next tile's number, full and empty."""
-    return 2 * (q_stages + do_stages) + 5 + PAIR_BARRIERS * (ctas - 1)
+def _named(config: Config) -> tuple[NamedRow, ...]:
+    n, pair = config.consumers, config.ctas > 1
+    units = 0 if pair else n
+    found = [of_all(SCORES, n)]
+    if config.split == "products":
+        found.append(of_all(WEIGHED, n))
+    if pair:
+        found += [of_all(WEIGHTS_READ, n), DS_FREE, DS_SHARED]
+    found += [replace(row, units=units, stages=config.dq_stages) for row in (DQ_FULL, DQ_EMPTY)]
+    found.append(replace(STORED, units=n))
+    if config.persistent and config.dq_stages == 1:
+        # Beside the barrier of the only stage, which is for the next step.
+        found.append(NamedRow("dq_read", DQ_EMPTY.at(0, 1), HANDED, "all of dQ has been read", n))
+    return tuple(found)

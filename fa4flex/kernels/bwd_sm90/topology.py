@@ -28,33 +28,27 @@ from dataclasses import replace
 
 from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import NUMBER, tile_bytes
-from fa4flex.kernels.plan.signals import stage_barriers
 from fa4flex.kernels.plan.topology import (
     RECEIVE,
-    WARP,
     WARPGROUP,
     Action,
-    Barrier,
     Event,
     Events,
-    NamedBarrier,
     Product,
     Ring,
     Role,
     Topology,
 )
 
-THREADS = WARP * WARPGROUP
-
 
 def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
     """The pipeline of a block. `copies`: the writer copies dS to gradients of captured tensors."""
     n = config.consumers
     names = range(n)
-    warps = n * WARPGROUP
-    next_tile = Ring("next", 1, NUMBER, (), 0, warps + config.told)
-    keys_empty = Barrier("keys_empty", warps, "K and V may be overwritten")
+    table = roles.barrier_table(config)
+    next_tile = table.ring("next", NUMBER)
     return Topology(
         roles=(
             _producer(config),
@@ -62,13 +56,13 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
             *(_clearer(config),) * config.clears,
             *(_consumer(config, w) for w in names),
         ),
-        rings=(*_rings(config, itemsize), *[next_tile] * config.persistent),
-        barriers=tuple(_named(config)),
+        rings=(*_rings(table, config, itemsize), *[next_tile] * config.persistent),
+        barriers=table.named_barriers(),
         staging="own" if config.persistent else "none",
-        mbarriers=(keys_empty,) if config.persistent else (),
+        mbarriers=table.barriers(),
         overlaps=tuple(_overlaps(config)),
         stages=tuple((f"{name} {w}", stages) for name, stages in _stages(config) for w in names),
-        places=(_places(config),),
+        places=(table.places(),),
     )
 
 
@@ -78,66 +72,42 @@ def _stages(config: Config) -> tuple[tuple[str, int], ...]:
     return ("dq", config.dq_stages), ("shared dS", roles.SHARES), ("shared P", shown)
 
 
-def _places(config: Config) -> tuple[str, ...]:
-    """Mbarriers in the order of the kernel's storage."""
-    q, dout = (
-        stage_barriers(name, stages) for name, stages in (("q", config.q_stages), ("dout", config.do_stages))
-    )
-    only = ("keys_empty", "next full", "next empty")
-    return (*q, *dout, "k full", "v full", *(name if config.persistent else "" for name in only))
-
-
-def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
+def _rings(table: BarrierTable, config: Config, itemsize: int) -> tuple[Ring, ...]:
     """K and V of persistent blocks share an empty barrier."""
     n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
     _, _, k, v = config.swizzles
     return (
-        *queries_rings(config, itemsize),
-        once(tiles("k", n, d, k, itemsize), config),
-        once(tiles("v", n, dv, v, itemsize), config),
+        *queries_rings(table, config, itemsize),
+        once(tiles(table, "k", (n, d), k, itemsize), config),
+        once(tiles(table, "v", (n, dv), v, itemsize), config),
     )
 
 
-def queries_rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
+def queries_rings(table: BarrierTable, config: Config, itemsize: int) -> tuple[Ring, ...]:
     """Rings of Q and dO; rows' numbers come with the tiles that need them."""
     m, d, dv = config.tile_m, config.head_dim, config.head_dim_v
     q, dout, *_ = config.swizzles
-    warps, numbers = config.consumers * WARPGROUP, NUMBER * m
+    numbers = NUMBER * m
 
-    def ring(name: str, beside: str, width: int, block: int, stages: int) -> Ring:
-        found = replace(tiles(name, m, width, block, itemsize), stages=stages, empty_arrivals=warps)
+    def ring(name: str, beside: str, width: int, block: int) -> Ring:
+        found = tiles(table, name, (m, width), block, itemsize)
         copies = (*found.copies, numbers)
         return replace(found, copies=copies, transaction_bytes=sum(copies), beside=((beside, numbers),))
 
-    return ring("q", "lse2", d, q, config.q_stages), ring("dout", "delta", dv, dout, config.do_stages)
+    return ring("q", "lse2", d, q), ring("dout", "delta", dv, dout)
 
 
-def tiles(name: str, rows: int, width: int, block: int, itemsize: int) -> Ring:
-    """Ring of one tile. A TMA box holds the columns of all rows that a swizzle spans."""
+def tiles(table: BarrierTable, name: str, tile: tuple[int, int], block: int, itemsize: int) -> Ring:
+    """Ring of tiles of so many rows and columns. A TMA box holds the columns of all rows that a swizzle
+    spans."""
+    rows, width = tile
     copies = (tile_bytes(rows, block, itemsize),) * (width // block)
-    return Ring(name, 1, sum(copies), copies, sum(copies), 0)
+    return table.ring(name, sum(copies), copies)
 
 
 def once(ring: Ring, config: Config) -> Ring:
     """Ring of what comes once per tile of keys."""
-    return replace(ring, freed_by="keys_empty") if config.persistent else replace(ring, once=True)
-
-
-def _named(config: Config) -> list[NamedBarrier]:
-    both = config.consumers * THREADS
-    found = [NamedBarrier("scores", roles.SCORES, both)]
-    if config.split == "products":
-        found.append(NamedBarrier("weighed", roles.WEIGHED, both))
-    for w in range(config.consumers):
-        stages, handed = (config.dq_stages, roles.APART), THREADS + WARP
-        found += [
-            NamedBarrier(f"dq_full {w}", roles.dq_full(w, 0), handed, *stages),
-            NamedBarrier(f"dq_empty {w}", roles.dq_empty(w, 0), handed, *stages),
-            NamedBarrier(f"stored {w}", roles.stored(w), THREADS),
-        ]
-        if _all_read(config, w).target == f"dq_read {w}":
-            found.append(NamedBarrier(f"dq_read {w}", roles.dq_empty(w, 1), handed))
-    return found
+    return replace(ring, once=False, freed_by="keys_empty") if config.persistent else ring
 
 
 def _overlaps(config: Config) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ come between the first scores of its next one: the softmax does not wait for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, pipeline
@@ -27,6 +28,13 @@ from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared
 from fa4flex.kernels.plan.problem import MMA_K
+
+
+class Staged(NamedTuple):
+    """Operand in a ring: its stage, and the 0 that is added to its address (`zero_here`)."""
+
+    stage: Int32
+    zero: Int32
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Mma:
             pipes.k.consumer_wait(k_state)
             for tile in cutlass.range_constexpr(config.q_tiles):
                 cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
-                self.scores(products, operands, pipes, (k_state.index, Int32(0)), tile, count == 1)
+                self.scores(products, operands, pipes, Staged(k_state.index, Int32(0)), tile, count == 1)
             pipes.k.consumer_release(k_state)
             k_state.advance()
         while work.valid:
@@ -89,7 +97,8 @@ class Mma:
                     keys = self.keys(work, grid, arguments)
                     self.clear_past_end(shared, v_state.index, work, tile_at(keys, j - 1))
                 for tile in cutlass.range_constexpr(config.q_tiles):
-                    self.values(products, operands, pipes, (v_state.index, p_phase, zero), tile, j > 1)
+                    staged = Staged(v_state.index, zero)
+                    self.values(products, operands, pipes, staged, p_phase, tile, j > 1)
                     if ends:
                         self.cluster.commit(pipes.o_full + tile)
                     if const_expr(tile == config.q_tiles - 1):
@@ -99,7 +108,8 @@ class Mma:
                             pipes.k.consumer_wait(k_state)
                         if ends:
                             cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
-                        self.scores(products, operands, pipes, (k_state.index, zero), tile, last_scores)
+                        staged = Staged(k_state.index, zero)
+                        self.scores(products, operands, pipes, staged, tile, last_scores)
                 v_state.advance()
                 if more:
                     pipes.k.consumer_release(k_state)
@@ -127,14 +137,13 @@ class Mma:
         products: cutlass.Constexpr[Products],
         operands: cutlass.Constexpr[Operands],
         pipes: cutlass.Constexpr[Pipes],
-        stage_and_zero: tuple[Int32, Int32],
+        staged: Staged,
         tile: cutlass.Constexpr[int],
         last: Boolean,
     ) -> None:
-        stage, zero = stage_and_zero
-        q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
+        q, k = operands.q[None, None, None, tile], operands.k[None, None, None, staged.stage]
         steps = range(self.config.depth)
-        products.scores_product.issue(operands.scores[tile].iterator, q, k, steps, False, zero)
+        products.scores_product.issue(operands.scores[tile].iterator, q, k, steps, False, staged.zero)
         self.cluster.commit(pipes.s_full + tile)
         if last:
             self.cluster.commit(pipes.q_empty + tile)
@@ -145,15 +154,15 @@ class Mma:
         products: cutlass.Constexpr[Products],
         operands: cutlass.Constexpr[Operands],
         pipes: cutlass.Constexpr[Pipes],
-        stage_phase_zero: tuple[Int32, Int32, Int32],
+        staged: Staged,
+        phase: Int32,
         tile: cutlass.Constexpr[int],
         accumulate: Boolean,
     ) -> None:
         """O += p v, in two parts: the first begins while the last probabilities are computed."""
-        stage, phase, zero = stage_phase_zero
-        p, v = operands.p[tile], operands.v[None, None, None, stage]
+        p, v = operands.p[tile], operands.v[None, None, None, staged.stage]
         product = products.values_product
-        words = product.prepared(operands.out[tile].iterator, p, v, zero)
+        words = product.prepared(operands.out[tile].iterator, p, v, staged.zero)
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
         # The lane that issues is elected before all wait: nothing is to be done between wait and product.
         elected = elect()

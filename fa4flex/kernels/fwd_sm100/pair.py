@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm100.roles import barrier_table
 from fa4flex.kernels.fwd_sm100.tiles import Tiles
-from fa4flex.kernels.plan.barriers import CTAS, BarrierTable, at
+from fa4flex.kernels.plan.barriers import BarrierTable
+from fa4flex.kernels.plan.pairs import BOTH, at, freed
 from fa4flex.kernels.plan.tensor_memory import WHOLE
 from fa4flex.kernels.plan.topology import (
-    WARP,
     Barrier,
     Event,
     Events,
@@ -33,25 +33,21 @@ NEXT_EMPTY = "next empty"
 def pair_topology(one: Topology, tiles: Tiles) -> Topology:
     """The pipeline of a pair whose CTAs each have what `one` has."""
     asks = any(ring.name == "next" for ring in one.rings)
-    table = barrier_table(tiles, "answer" if asks else "", len(CTAS))
+    table = barrier_table(tiles, "answer" if asks else "", len(BOTH))
     shared = table.shared
-    barriers = [b for c in CTAS for b in table.barriers(c)]
-    barriers += [
-        Barrier(at("freed", c), 1, "the other CTA has read its tensor memory", lanes=WARP, cta=c)
-        for c in CTAS
-    ]
+    barriers = [b for c in BOTH for b in (*table.barriers(c), freed(c))]
     if asks:
         last = table["next_empty"]
         barriers.append(Barrier(NEXT_EMPTY, last.arrivals, last.meaning))
     return replace(
         one,
-        roles=tuple(_role(role, c, shared) for c in CTAS for role in one.roles),
-        rings=tuple(_ring(ring, c) for c in CTAS for ring in one.rings),
-        barriers=tuple(barrier for c in CTAS for barrier in table.named_barriers(c)),
+        roles=tuple(_role(role, c, shared) for c in BOTH for role in one.roles),
+        rings=tuple(_ring(ring, c) for c in BOTH for ring in one.rings),
+        barriers=tuple(barrier for c in BOTH for barrier in table.named_barriers(c)),
         mbarriers=tuple(barriers),
-        overlaps=tuple((at(a, c), at(b, c)) for c in CTAS for a, b in one.overlaps),
-        by_warp=tuple(at(name, c) for c in CTAS for name in one.by_warp),
-        places=tuple(_places(table, asks, c) for c in CTAS),
+        overlaps=tuple((at(a, c), at(b, c)) for c in BOTH for a, b in one.overlaps),
+        by_warp=tuple(at(name, c) for c in BOTH for name in one.by_warp),
+        places=tuple(_places(table, asks, c) for c in BOTH),
     )
 
 
@@ -59,7 +55,7 @@ def _places(table: BarrierTable, asks: bool, cta: int) -> tuple[str, ...]:
     """The last one, `freed`, lies behind the next tile's number, or an answer, of 16 bytes at a multiple of
     them."""
     between = table.count % 2 + 2 if asks else 1 + table.count % 2
-    return *table.places(cta), *[""] * between, at("freed", cta)
+    return *table.places(cta), *[""] * between, freed(cta).name
 
 
 def _ring(ring: Ring, cta: int) -> Ring:
@@ -80,7 +76,7 @@ def _role(role: Role, cta: int, shared: set[str]) -> Role:
         return tuple(e for event in part for e in _events(event, role, cta, shared, multiplies))
 
     parts = {when: events(part) for when, part in role.parts.items()}
-    products = tuple(_product(p, c) for c in CTAS for p in role.products)
+    products = tuple(_product(p, c) for c in BOTH for p in role.products)
     return replace(role, name=at(role.name, cta), cta=cta, products=products, **parts)  # type: ignore[arg-type]
 
 
@@ -91,13 +87,13 @@ def _events(event: Event, role: Role, cta: int, shared: set[str], multiplies: bo
     elif event.target in shared:
         yield event
     elif multiplies and event.action in ("issue", "commit", "wait"):
-        yield from (replace(event, target=at(event.target, c)) for c in CTAS)
+        yield from (replace(event, target=at(event.target, c)) for c in BOTH)
     elif event.action == "allocate":
-        yield from (replace(event, target=at(WHOLE, c)) for c in CTAS if not cta)
+        yield from (replace(event, target=at(WHOLE, c)) for c in BOTH if not cta)
     elif event.action == "free":
         yield Event("arrive", at("freed", 1 - cta), per="block", leads=True)
-        yield Event("await", at("freed", cta), per="block", leads=True)
-        yield from (replace(event, target=at(WHOLE, c)) for c in CTAS if not cta)
+        yield Event("await", freed(cta).name, per="block", leads=True)
+        yield from (replace(event, target=at(WHOLE, c)) for c in BOTH if not cta)
     else:
         yield here
 
@@ -110,7 +106,7 @@ def _next(event: Event, cta: int) -> Iterator[Event]:
     elif event.action == "load" and cta:
         yield replace(here, action="announce")
     elif event.action == "load":
-        yield from (replace(event, target=at("next", c)) for c in CTAS)
+        yield from (replace(event, target=at("next", c)) for c in BOTH)
     elif event.action == "release":
         yield Event("arrive", NEXT_EMPTY, per="work")
     else:
@@ -122,7 +118,7 @@ def _product(product: Product, cta: int) -> Product:
     first, second = product.reads
     reads = (
         replace(first, target=at(first.target, cta)),
-        *(replace(second, target=at(second.target, c)) for c in CTAS),
+        *(replace(second, target=at(second.target, c)) for c in BOTH),
     )
     result = replace(product.result, target=at(product.result.target, cta))
     return replace(product, name=at(product.name, cta), reads=reads, result=result)

@@ -146,13 +146,7 @@ class BlackwellPlan(Checked):
         check_threshold(self.rescale_threshold, self.problem)
         check_exponential(self.exponential, self.tiles.tile_n)
         check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
-        self.of_one_cta.check_fits(self.memory, self.target, self._unused_barriers)
-
-    @property
-    def _unused_barriers(self) -> int:
-        """The kernel has room for a full and an empty one, whether they are used or not."""
-        rings = {ring.region for ring in self.of_one_cta.rings}
-        return 2 * sum(name not in rings for name in ("next", "out"))
+        self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.places[0].count(""))
 
     @property
     def _blocks(self) -> str:

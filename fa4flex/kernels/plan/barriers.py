@@ -14,21 +14,8 @@ from functools import cached_property
 from itertools import accumulate, chain, groupby
 from typing import Any
 
+from fa4flex.kernels.plan.pairs import NAMED_APART, at
 from fa4flex.kernels.plan.topology import WARP, WARPGROUP, Barrier, NamedBarrier, Ring
-
-THERE = " there"
-"""End of the names of what the second CTA of a pair has."""
-
-CTAS = (0, 1)
-"""CTAs of a pair."""
-
-NAMED_APART = 16
-"""Numbers of named barriers: a CTA has as many, and in graphs the second one's follow."""
-
-
-def at(name: str, cta: int) -> str:
-    """Name of what a CTA of a pair has."""
-    return name + THERE * cta
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class Per:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Endings of the names of units."""
+        """Ends of a name, one for each unit."""
         return tuple(f" {unit}" for unit in range(self.units)) or ("",)
 
     @property

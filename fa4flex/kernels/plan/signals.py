@@ -87,12 +87,6 @@ def ring_barrier(ring: Ring, side: str, stage: int, warp: int = 0) -> str:
     return _own(f"{name} {side}" + (f" {stage}" if ring.stages > 1 else ""), ring.per_warp, warp)
 
 
-def stage_barriers(ring: str, stages: int, sides: Sequence[str] = ("full", "empty")) -> tuple[str, ...]:
-    """Names of a ring's barriers as they lie in memory: all full ones, then all empty ones."""
-    numbers = [f" {stage}" for stage in range(stages)] if stages > 1 else [""]
-    return tuple(f"{ring} {side}{number}" for side in sides for number in numbers)
-
-
 def _own(name: str, per_warp: bool, warp: int) -> str:
     return f"{name} of warp {warp}" if per_warp else name
 

@@ -13,8 +13,9 @@ from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan, padded
 from fa4flex.kernels.bwd_sm100.topology import HALVES
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT, PACKED, SPLIT, Config, Registers
 from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
-from fa4flex.kernels.bwd_sm100.two_cta.topology import of_one_cta, pair_topology
+from fa4flex.kernels.bwd_sm100.two_cta.topology import pair_topology
 from fa4flex.kernels.plan.memory import tile_bytes
+from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request

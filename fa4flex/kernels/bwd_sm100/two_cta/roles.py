@@ -14,8 +14,7 @@ fragment."""
 
 
 def barrier_table(sizes: Sizes) -> BarrierTable:
-    """Barriers of both CTAs. The first CTA's count those that the multiplying warp waits for; what that warp
-    signals is signalled in both."""
+    """Barriers of either CTA. The multiplying warp waits for those of the first one, and signals both."""
     both, sent = CTAS * COMPUTING, SENT_BYTES // COMPUTING
     rows = (
         Row("k_full", 1, "load", "the CTA's keys have come", ring="k", first=True),

@@ -34,13 +34,12 @@ from fa4flex.kernels.bwd_sm100.topology import (
 )
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
 from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
-from fa4flex.kernels.plan.barriers import THERE, BarrierTable, at
+from fa4flex.kernels.plan.barriers import BarrierTable
+from fa4flex.kernels.plan.pairs import BOTH, THERE, at, freed
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
 from fa4flex.kernels.plan.topology import (
-    WARP,
     WARPGROUP,
     Action,
-    Barrier,
     Event,
     Events,
     Product,
@@ -49,14 +48,10 @@ from fa4flex.kernels.plan.topology import (
     Topology,
 )
 
-BOTH = (0, 1)
-"""CTAs."""
-
 
 def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
     """Topology of both CTAs of a pair."""
     table = barrier_table(config)
-    freed = Barrier("freed", 1, "the other CTA has read its tensor memory", lanes=WARP)
     return Topology(
         roles=(
             *(_load(c) for c in BOTH),
@@ -68,30 +63,10 @@ def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
         rings=tuple(ring for c in BOTH for ring in _rings(table, config, itemsize, c)),
         barriers=tuple(barrier for c in BOTH for barrier in table.named_barriers(c)),
         staging="none",
-        mbarriers=tuple(
-            barrier
-            for c in BOTH
-            for barrier in (*table.barriers(c), replace(freed, name=at("freed", c), cta=c))
-        ),
+        mbarriers=tuple(barrier for c in BOTH for barrier in (*table.barriers(c), freed(c))),
         overlaps=tuple((at(a, c), at(b, c)) for c in BOTH for a, b in columns.overlaps),
         by_warp=tuple(at(name, c) for c in BOTH for name in (*columns.names, *_shared_ds())),
-        # Last comes the barrier by which CTAs tell each other that they may free tensor memory.
-        places=tuple((*table.places(c), at("freed", c)) for c in BOTH),
-    )
-
-
-def of_one_cta(topology: Topology) -> Topology:
-    """Topology of the first CTA, with the second CTA's multiplying warp: for sums, and for people."""
-
-    def here(name: str) -> bool:
-        return not name.endswith(THERE)
-
-    return replace(
-        topology,
-        roles=tuple(r for r in topology.roles if here(r.name)),
-        rings=tuple(r for r in topology.rings if here(r.name)),
-        barriers=tuple(b for b in topology.barriers if here(b.name)),
-        mbarriers=tuple(b for b in topology.mbarriers if here(b.name) and b.name != "freed"),
+        places=tuple((*table.places(c), freed(c).name) for c in BOTH),
     )
 
 
