@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.operators import NAMESPACE, OPERATORS, called
-from fa4flex.runtime.cuda.calls.call import SequenceLengths
+from fa4flex.runtime.call import SequenceLengths
 from fa4flex.variants import causal
 
 SAVED = Path(__file__).parent / "saved"
