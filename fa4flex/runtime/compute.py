@@ -22,21 +22,26 @@ Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
 """([dout, dlse], what the forward pass returned); without dlse where nothing depends on the lse."""
 
 
+def on_gpu(q: Tensor) -> bool:
+    """True if such queries are on a GPU, or a simulated one."""
+    return q.is_cuda or simulating()
+
+
 def forward(program: Published, call: Call, differentiable: bool = True) -> Forward:
     """Results of a call with heads first, of contiguous keys. What only a backward pass reads may be empty
     where the result is not `differentiable`."""
-    on_gpu = call.q.is_cuda or simulating()
+    there = on_gpu(call.q)
     if "lse" not in call.statistics:
         call = call._replace(statistics=("lse", *call.statistics))
     if by_flex(program.backend, call.q) and not call.empty:
         return _by_flex(program, call)
-    if on_gpu and not call.empty:
+    if there and not call.empty:
         out, lse, largest = program.engine.run(call)
         assert lse is not None
         return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
     from fa4flex.runtime import blockwise
 
-    if on_gpu:
+    if there:
         return blockwise.without_keys_on_gpu(program, call)
     return blockwise.forward(program, call, differentiable)
 
@@ -45,7 +50,7 @@ def backward(program: Published, call: Call, gradients: Gradients, needs: Sequen
     """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`]."""
     if by_flex(program.backend, call.q) and not call.empty:
         return _backward_by_flex(program, call, gradients[0], needs)
-    if call.q.is_cuda or simulating():
+    if on_gpu(call.q):
         return _backward_on_gpu(program, call, gradients, needs)
     from fa4flex.runtime import blockwise
 

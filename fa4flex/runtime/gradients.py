@@ -82,9 +82,8 @@ class Attend(torch.autograd.Function):
         results = outline.compute(outline.call(tensors))
         ctx.outline = outline
         ctx.save_for_backward(*tensors, *results)
-        constant = [x for x in results[2:] if x is not None]
-        if constant:
-            ctx.mark_non_differentiable(*constant)
+        if len(results) > 3 or results[2] is not None:
+            ctx.mark_non_differentiable(*results[2:])
         # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
         ctx.set_materialize_grads(False)
         return results

@@ -13,10 +13,9 @@ from torch.nn import Parameter
 
 from fa4flex.codegen import blame
 from fa4flex.codegen.build import Bound, Trace, bind
-from fa4flex.compiler.simulated import simulating
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import autocast, ops
+from fa4flex.runtime import autocast, compute, ops
 from fa4flex.runtime.call import Call, Results, Statistics, lengths_of
 from fa4flex.runtime.checks import (
     check_dense,
@@ -315,14 +314,9 @@ def _own(*tensors: Tensor | None) -> bool:
     return not tensors or all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
-def on_gpu(q: Tensor) -> bool:
-    """True if such queries are on a GPU, or a simulated one."""
-    return q.is_cuda or simulating()
-
-
 def by_kernels(variant: Variant, q: Tensor) -> bool:
     """True if kernels compute for such queries, or a simulated GPU does."""
-    return on_gpu(q) and not by_flex(variant.backend, q)
+    return compute.on_gpu(q) and not by_flex(variant.backend, q)
 
 
 def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:

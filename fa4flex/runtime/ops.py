@@ -18,7 +18,7 @@ from fa4flex.primitives.paging import Paging, conditions_of
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, flops, packing, sharding
 from fa4flex.runtime.call import Call, lengths_of
-from fa4flex.runtime.compute import backward, forward
+from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
@@ -139,7 +139,7 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not on_device or validating():
         paging.check_contents(pool)
     with autocast.off(call.q):
-        if (call.q.is_cuda or simulating()) and not by_flex(program.backend, call.q) and not call.empty:
+        if on_gpu(call.q) and not by_flex(program.backend, call.q) and not call.empty:
             found = _by_kernel(program, call, kv.heads_first() if call.heads_first else kv)
             if found is not None:
                 return found

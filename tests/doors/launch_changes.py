@@ -14,7 +14,7 @@ from torch import Tensor
 from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.kernels.plan.target import SM90A
-from fa4flex.runtime import launch, programs
+from fa4flex.runtime import compute, launch, programs
 from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import in_place
@@ -44,9 +44,8 @@ def calls_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(launch, "publish", programs.Published)
     monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
     monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(launch, "on_gpu", lambda q: True)
+    monkeypatch.setattr(compute, "on_gpu", lambda q: True)
     monkeypatch.setattr(in_place, "target_of", lambda device: SM90A)
-    monkeypatch.setattr("fa4flex.runtime.compute.simulating", lambda: True)
     return recording(monkeypatch)
 
 

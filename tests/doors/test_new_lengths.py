@@ -257,7 +257,7 @@ def test_what_serves_a_call_is_what_it_would_get_alone(
         extents = draw.choice((1, 2, 3)), *(draw.choice(side) for side in sides)
         other = resized(call, *extents)
         if layout == "bshd":
-            q, k, v = (x.transpose(1, 2) for x in other[:3])
+            q, k, v = (x.transpose(1, 2) for x in (other.q, *other.kv))
             other = other._replace(q=q, kv=Contiguous(k, v), heads_first=False)
         if draw.random() < 0.3:
             other = other._replace(
