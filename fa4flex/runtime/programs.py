@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
@@ -92,11 +92,13 @@ class Published:
         """Caller of torch's flex_attention for this program; equal programs share what it keeps."""
         return _flex_engine(self)
 
-    def numbers(self, scalars: Sequence[int | float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Captured numbers as operators take them: ints, and floats."""
+    def numbers(self, scalars: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Captured numbers as operators take them: ints, and floats, of which some may be tensors."""
         pairs = list(zip(scalars, self.kinds, strict=True)) if scalars else []
         ints = tuple(x if type(x) is SymInt else int(x) for x, kind in pairs if kind != "float")
-        floats = tuple(x if type(x) is SymFloat else float(x) for x, kind in pairs if kind == "float")
+        floats = tuple(
+            x if isinstance(x, (SymFloat, Tensor)) else float(x) for x, kind in pairs if kind == "float"
+        )
         return ints, floats
 
     def scalars(self, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:
