@@ -23,7 +23,7 @@ from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.primitives import paging as paging_module
 from fa4flex.primitives import varlen as varlen_module
-from fa4flex.runtime import launch
+from fa4flex.runtime import compute
 from fa4flex.runtime.cuda import engine, in_place
 from fa4flex.runtime.cuda.launches import ready, ready_backward
 from fa4flex.runtime.cuda.repeats import fast_path
@@ -53,7 +53,7 @@ def stand_in() -> None:
         mock.patch.object(module, "checked_here", lambda x: False).start()
     mock.patch.object(lower, "compile_kernel", Standin).start()
     mock.patch.object(lower, "compile_ahead", lambda *given: None).start()
-    mock.patch.object(launch, "on_gpu", lambda q: True).start()
+    mock.patch.object(compute, "on_gpu", lambda q: True).start()
 
 
 # --- measuring ----------------------------------------------------------------------------------------------

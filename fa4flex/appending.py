@@ -12,7 +12,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.checks import check_descriptions, check_strided
-from ptxsim.active import simulating
+from fa4flex.runtime.compute import on_gpu
 
 
 class Appended(NamedTuple):
@@ -143,8 +143,7 @@ def _check_use(*tensors: Tensor | None) -> None:
             "tensors without gradients",
             "call it under torch.no_grad(), or detach k, v and q",
         )
-    on_gpu = given[0].is_cuda or simulating()
-    if on_gpu and given[0].dtype not in (torch.bfloat16, torch.float16):
+    if on_gpu(given[0]) and given[0].dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
             f"{given[0].dtype} tensors on {given[0].device}",
             "bfloat16 or float16, as attention on a GPU has them",

@@ -10,7 +10,9 @@ from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import eight_bit, launch
+from fa4flex.runtime import launch
+from fa4flex.runtime.checks import check_descriptions
+from fa4flex.runtime.key_sources import source_of
 from fa4flex.torch_internals import is_tracing
 from fa4flex.variant import Variant
 
@@ -26,14 +28,12 @@ def run(
     scales: KVScales | None = None,
 ) -> launch.Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
+    q, k, v = qkv
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
-        if not eight_bit.concerns(*qkv[1:], scales):
-            return graphs.run(variant, qkv, varlen, paging, statistics)
-        wide, dtype = eight_bit.read_as(variant, qkv, varlen, paging, scales)
-        out, lse, largest = graphs.run(variant, wide, varlen, paging, statistics)
-        return out.to(dtype), lse, largest
+        check_descriptions(varlen, paging)
+        return graphs.run(variant, q, source_of(k, v, paging, scales), varlen, statistics)
     now: launch.Calling | None = None
     try:
         recent = None if caller is None or scales is not None else caller.recent
@@ -42,9 +42,9 @@ def run(
             if served is not None:
                 return served
         now = launch.calling(variant, caller)
-        if eight_bit.concerns(*qkv[1:], scales):
-            return eight_bit.attend(now, qkv, varlen, paging, scales, statistics)
-        return launch.run(now, *qkv, varlen, paging, statistics)
+        if varlen is not None or paging is not None:
+            check_descriptions(varlen, paging)
+        return launch.run(now, q, source_of(k, v, paging, scales), varlen, statistics)
     except EarlierError:  # it is none of this variant's
         raise
     except Fa4flexError as error:

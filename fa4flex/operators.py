@@ -7,7 +7,8 @@ imported at an operator's first call.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,20 @@ from fa4flex.torch_internals import without_functions, without_modes
 NAMESPACE = "fa4flex"
 
 
-class Operator(NamedTuple):
+class Row(NamedTuple):
+    """One argument of an operator: its name, and its type as torch's schemas have it."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Operator:
     """One operator. `module` has its functions: `compute` for `devices`, `fake` for shapes without data, and
     `gradients`, if there is one, above autograd."""
 
-    schema: str
+    rows: tuple[Row, ...]
+    returns: str
     module: str
     compute: str
     fake: str
@@ -29,46 +39,70 @@ class Operator(NamedTuple):
     devices: tuple[str, ...] = ("CPU", "CUDA", "XPU")
 
     @property
+    def schema(self) -> str:
+        return f"({', '.join(f'{row.type} {row.name}' for row in self.rows)}) -> {self.returns}"
+
+    @property
     def functions(self) -> dict[str, str]:
         """Names of the functions by dispatch key."""
         found = dict.fromkeys(self.devices, self.compute)
         return found if self.gradients is None else {**found, "Autograd": self.gradients}
 
+    def packed(self, named: Mapping[str, Any]) -> list[Any]:
+        """Arguments in order, of those by name."""
+        return [named[row.name] for row in self.rows]
+
+    def named(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """Arguments by name."""
+        return dict(zip([row.name for row in self.rows], arguments, strict=True))
+
+
+def _rows(text: str) -> tuple[Row, ...]:
+    pairs = [one.rpartition(" ") for one in text.split(", ")]
+    return tuple([Row(name, kind) for kind, _, name in pairs])
+
 
 # Files of torch.export hold calls by these schemas: what changes must accept the calls of before.
+_QKV = _rows("Tensor q, Tensor k, Tensor v")
+_PAGES = _rows("Tensor page_table, Tensor paged_keys")
+_CAPTURED = _rows("Tensor[] operands, Tensor? sinks")
+_LENGTHS = _rows("Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k")
+_OF_QUERIES = _LENGTHS[0], _LENGTHS[2]
+_PROGRAM = _rows("str program, SymInt[] ints, Tensor[] floats, float? scale")
+_ARRIVING = _rows("Tensor[] upstream, Tensor[] saved")
+_ALL_LENGTHS, _NEEDS = _rows("Tensor?[] lengths"), _rows("int[] needs")
+_HEADS_FIRST, _MAX_SCORES = _rows("bool heads_first"), _rows("bool max_scores")
+
 OPERATORS = {
     "attention": Operator(
-        "(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q,"
-        " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
-        " Tensor[] floats, float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
+        (*_QKV, *_CAPTURED, *_LENGTHS, *_PROGRAM, *_MAX_SCORES), "(Tensor, Tensor, Tensor, Tensor)",
         "fa4flex.runtime.ops", "attention", "attention_fake", "attention_with_gradients",
     ),
     "attention_backward": Operator(
-        "(Tensor[] upstream, Tensor[] saved, Tensor q, Tensor k, Tensor v, Tensor[] operands,"
-        " Tensor? sinks, Tensor?[] lengths, str program, SymInt[] ints, Tensor[] floats, float? scale,"
-        " int[] needs) -> Tensor[]",
+        (*_ARRIVING, *_QKV, *_CAPTURED, *_ALL_LENGTHS, *_PROGRAM, *_NEEDS), "Tensor[]",
         "fa4flex.runtime.ops", "attention_backward", "attention_backward_fake", "backward_below",
     ),
     "attention_in_pages": Operator(
-        "(Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor paged_keys, Tensor? cu_seqlens_q,"
-        " Tensor? seqused_q, Tensor[] operands, Tensor? sinks, str program, SymInt[] ints,"
-        " Tensor[] floats, float? scale, bool heads_first, bool max_scores) -> (Tensor, Tensor, Tensor)",
-        "fa4flex.runtime.attention_in_pages", "attention_in_pages", "attention_in_pages_fake",
+        (*_QKV, *_PAGES, *_OF_QUERIES, *_CAPTURED, *_PROGRAM, *_HEADS_FIRST, *_MAX_SCORES),
+        "(Tensor, Tensor, Tensor)", "fa4flex.runtime.ops", "attention_in_pages", "attention_in_pages_fake",
     ),
     "append": Operator(
-        "(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
-        " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q)"
-        " -> (Tensor, Tensor)",
-        "fa4flex.runtime.append", "append", "append_fake", devices=("CPU", "CUDA"),
+        _rows(
+            "Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
+            " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q"
+        ),
+        "(Tensor, Tensor)", "fa4flex.runtime.append", "append", "append_fake", devices=("CPU", "CUDA"),
     ),
     "required": Operator(
-        "(Tensor x, Tensor condition, str message) -> Tensor",
-        "fa4flex.later", "required", "required_fake", devices=("CPU", "CUDA"),
+        _rows("Tensor x, Tensor condition, str message"),
+        "Tensor", "fa4flex.later", "required", "required_fake", devices=("CPU", "CUDA"),
     ),
     "block_classes": Operator(
-        "(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
-        " -> Tensor",
-        "fa4flex.primitives.block_lists", "block_classes", "block_classes_fake", devices=("CPU", "CUDA"),
+        _rows(
+            "Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns"
+        ),
+        "Tensor", "fa4flex.primitives.block_lists", "block_classes", "block_classes_fake",
+        devices=("CPU", "CUDA"),
     ),
 }  # fmt: skip
 
@@ -82,8 +116,7 @@ def called(name: str, function: str) -> Callable[..., Any]:
     has a list, the function gets one.
     """
     operator = OPERATORS[name]
-    arguments = operator.schema.partition(" -> ")[0].split(", ")
-    lists = [n for n, argument in enumerate(arguments) if "[] " in argument]
+    lists = [n for n, row in enumerate(operator.rows) if row.type.endswith("[]")]
     found: Callable[..., Any] | None = None
 
     def call(*given: Any) -> Any:

@@ -12,9 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fa4flex.runtime import ops
-from fa4flex.runtime.cuda.calls.call import Tensors
-from fa4flex.runtime.direct import Direct
+from fa4flex.runtime import compute
+from fa4flex.runtime.gradients import Outline
 from fa4flex.variants._cases import scored
 
 SMS = 3
@@ -78,22 +77,19 @@ def forward_on_cpu() -> Iterator[None]:
     """Within, simulated GPUs launch backward passes alone: the forward pass of a call with gradients is the
     CPU's. For tests that ask of gradients what the forward kernel has no part in; others launch both."""
 
-    def of(program: Any, launch: Any, call: Any) -> Direct:
+    def of(program: Any, launch: Any, call: Any) -> Outline:
         return made(program, lambda call: _on_cpu(program, call), call)
 
-    made = Direct.of
-    with patch.object(Direct, "of", staticmethod(of)):
+    made = Outline.of
+    with patch.object(Outline, "of", staticmethod(of)):
         yield
 
 
 def _on_cpu(program: Any, call: Any) -> tuple[Tensor, Tensor, None]:
     """out, lse and no maxima."""
-    swap = not call.heads_first and not call.packed
-    qkv = [x.transpose(1, 2) if swap else x for x in (call.q, call.k, call.v)]
-    given = Tensors(*qkv, call.sinks, call.lengths, call.operands)
-    with patch.object(ops, "simulating", lambda: False):
-        out, lse, *_ = ops.forward(program, given, program.numbers(call.scalars, call.scale), False)
-    return (out.transpose(1, 2).contiguous() if swap else out), lse, None
+    with patch.object(compute, "on_gpu", lambda q: False):
+        out, lse, *_ = compute.forward(program, call.turned())
+    return call.turn(out).contiguous(), lse, None
 
 
 # --- comparing ------------------------------------------------------------------------------------------

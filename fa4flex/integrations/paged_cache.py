@@ -21,9 +21,9 @@ from fa4flex.kernels.plan.problem import Problem, page_rows
 from fa4flex.kernels.plan.target import TARGETS
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.calls.call import name_of
+from fa4flex.runtime.call import name_of
+from fa4flex.runtime.compute import on_gpu
 from fa4flex.runtime.cuda.device.device import target_of
-from fa4flex.runtime.launch import on_gpu
 
 __all__ = ["Batch", "attend", "write"]
 

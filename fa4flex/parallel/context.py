@@ -34,6 +34,7 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
+from fa4flex.runtime.compute import on_gpu
 from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant
 
@@ -255,7 +256,7 @@ class ContextParallel:
         )
         compute = variant.precision.compute_dtype(q.dtype)
         dtypes = variant.precision.output_dtype(q.dtype), compute
-        margin = self.layout.sm_margin if launch.on_gpu(q) else 0
+        margin = self.layout.sm_margin if on_gpu(q) else 0
         job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes, margin)
         held, at = _held(found, extents, in_order)[0], found.placement.queries
         if self._by_heads(now, found, qkv):

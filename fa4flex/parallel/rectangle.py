@@ -18,9 +18,10 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.expr import Expr, apply, nodes, scalar, substitute, sym
 from fa4flex.codegen.trace.traced import renumber
-from fa4flex.runtime import ops
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
+from fa4flex.runtime import compute
+from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant
 
@@ -101,8 +102,7 @@ class Rectangles:
         rounds its output to the dtype of q in any case."""
         q = qkv[0]
         program = self._program(q.dtype if by_flex("auto", q) else output)
-        given = Tensors(*qkv, None, NO_LENGTHS, self.operands)
-        out, lse, _, _ = ops.forward(program, given, self._numbers(program, start), False)
+        out, lse, _, _ = compute.forward(program, self._call(qkv, start))
         return out.to(output), lse
 
     def backward(
@@ -119,11 +119,10 @@ class Rectangles:
         """
         out, lse = whole
         program = self._program()
-        given = Tensors(*qkv, None, NO_LENGTHS, self.operands)
         # Relative to its log-sum-exp the sum of a row is 1, or 0 where it has no keys.
         saved = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
         gradients = [x for x in upstream if x is not None], saved
-        return ops.backward(program, given, self._numbers(program, start), gradients, needs)
+        return compute.backward(program, self._call(qkv, start), gradients, needs)
 
     def _program(self, output: torch.dtype | None = None) -> Published:
         facts = shifted(self.score, self.mask, self.h_start is not None).facts
@@ -132,7 +131,8 @@ class Rectangles:
             precision = replace(precision, output=output)
         return publish(facts, self.variant.schedule, precision)
 
-    def _numbers(self, program: Published, start: tuple[int, int]) -> ops.Numbers:
+    def _call(self, qkv: tuple[Tensor, Tensor, Tensor], start: tuple[int, int]) -> Call:
+        q, k, v = qkv
         places = {**self.whole, "q_start": start[0], "kv_start": start[1], "h_start": self.h_start or 0}
         found = shifted(self.score, self.mask, self.h_start is not None).scalars(self.scalars, places)
-        return program.numbers(found, self.scale)
+        return Call(q, Contiguous(k, v), self.operands, None, NO_LENGTHS, found, self.scale, True, ("lse",))

@@ -78,11 +78,6 @@ class KVScales:
                     "a scale of each head, of each sequence or page and head, or of each token and head",
                 )
 
-    @property
-    def differentiable(self) -> bool:
-        """True if a scale requires gradients."""
-        return any(x is not None and x.requires_grad for x in (self.k, self.v))
-
     def __repr__(self) -> str:
         each = (f"{name}={show(x)}" for name, x in (("k", self.k), ("v", self.v)) if x is not None)
         return f"KVScales({', '.join(each)})"
@@ -97,12 +92,17 @@ def is_eight_bit(k: object, v: object) -> bool:
     return E4M3 in dtypes or any(dtype in _OTHERS for dtype in dtypes)
 
 
-def check_caches(q: Tensor, k: Tensor, v: Tensor, scales: object) -> None:
+def check_kind(scales: object) -> KVScales | None:
+    """The scales of a call. Raises InputError for others than KVScales and None."""
+    if scales is None or isinstance(scales, KVScales):
+        return scales
+    raise InputError(
+        f"kv_scales is a {kind_of(scales)}", "a fa4flex.KVScales", "pass fa4flex.KVScales(k=..., v=...)"
+    )
+
+
+def check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise InputError or UnsupportedError unless k and v are an e4m3 cache for queries like q."""
-    if scales is not None and not isinstance(scales, KVScales):
-        raise InputError(
-            f"kv_scales is a {kind_of(scales)}", "a fa4flex.KVScales", "pass fa4flex.KVScales(k=..., v=...)"
-        )
     given = f"k {k.dtype}, v {v.dtype}"
     for x in (k, v):
         if x.dtype in _OTHERS:

@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from fa4flex.runtime import cpu
+from fa4flex.runtime.call import Call
 from fa4flex.runtime.cpu.few import fit as fit
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
-from fa4flex.runtime.programs import Forward, Numbers, Published
+from fa4flex.runtime.programs import Forward, Published
 
 Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
 """([dout, dlse], what the forward pass returned); without dlse where nothing depends on the lse."""
 
 
-def forward(
-    program: Published, given: Tensors, numbers: Numbers, max_scores: bool, differentiable: bool
-) -> Forward:
+def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     """See ops.forward."""
-    inputs = _inputs(program, given, numbers)
-    sequences = _sequences(given)
-    if sequences is None and not differentiable and not max_scores:
+    inputs, sequences = _inputs(program, call), _sequences(call)
+    if sequences is None and not differentiable and "max_scores" not in call.statistics:
         found = cpu.single_queries(program.facts, inputs)
         if found is not None:
             none = found[1].new_empty(0)
@@ -35,41 +32,36 @@ def forward(
     return result.out, result.lse, result.max_scores, result.total
 
 
-def single_queries(
-    program: Published, qkv: tuple[Tensor, Tensor, Tensor], numbers: Numbers
-) -> tuple[Tensor, Tensor] | None:
+def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of single queries, which capture no tensors: see cpu.single_queries."""
-    given = Tensors(*qkv, None, NO_LENGTHS, ())
-    return cpu.single_queries(program.facts, _inputs(program, given, numbers))
+    return cpu.single_queries(program.facts, _inputs(program, call))
 
 
-def without_keys_on_gpu(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
+def without_keys_on_gpu(program: Published, call: Call) -> Forward:
     """No kernel has anything to do: rows, if there are any, have no keys."""
     with torch.device("cpu"):
-        inputs = _inputs(program, given, numbers)
-    with torch.device(given.q.device):
-        result = _forward(program, inputs, _sequences(given))
+        inputs = _inputs(program, call)
+    with torch.device(call.q.device):
+        result = _forward(program, inputs, _sequences(call))
     none = result.lse.new_empty(0)
-    return result.out, result.lse, result.max_scores if max_scores else none, none
+    return result.out, result.lse, result.max_scores if "max_scores" in call.statistics else none, none
 
 
-def backward(
-    program: Published, given: Tensors, numbers: Numbers, gradients: Gradients, needs: Sequence[int]
-) -> list[Tensor]:
+def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
     """See ops.backward."""
-    return _backward(program, given, _inputs(program, given, numbers), gradients, needs)
+    return _backward(program, call, _inputs(program, call), gradients, needs)
 
 
 def backward_on_gpu(
-    program: Published, given: Tensors, numbers: Numbers, gradients: Gradients, needs: Sequence[int]
+    program: Published, call: Call, gradients: Gradients, needs: Sequence[int]
 ) -> list[Tensor]:
     """The same in PyTorch operations on the GPU: exact, deterministic and slow."""
     upstream, (out, lse, *_) = gradients
     saved = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
     with torch.device("cpu"):
-        inputs = _inputs(program, given, numbers)
-    with torch.device(given.q.device):
-        return _backward(program, given, inputs, (upstream, saved), needs)
+        inputs = _inputs(program, call)
+    with torch.device(call.q.device):
+        return _backward(program, call, inputs, (upstream, saved), needs)
 
 
 def _forward(program: Published, inputs: cpu.Inputs, sequences: cpu.Sequences | None) -> cpu.Forward:
@@ -79,11 +71,11 @@ def _forward(program: Published, inputs: cpu.Inputs, sequences: cpu.Sequences | 
 
 
 def _backward(
-    program: Published, given: Tensors, inputs: cpu.Inputs, gradients: Gradients, needs: Sequence[int]
+    program: Published, call: Call, inputs: cpu.Inputs, gradients: Gradients, needs: Sequence[int]
 ) -> list[Tensor]:
     (dout, *of_lse), saved = gradients
     dlse = of_lse[0] if of_lse else None
-    sequences, before = _sequences(given), cpu.Forward(*saved)
+    sequences, before = _sequences(call), cpu.Forward(*saved)
     if sequences is None:
         found = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
     else:
@@ -92,25 +84,24 @@ def _backward(
     return [x for x in results if x is not None]
 
 
-def _inputs(program: Published, given: Tensors, numbers: Numbers) -> cpu.Inputs:
-    q, k, v = given[:3]
-    captured = program.captured(given.operands, numbers)
+def _inputs(program: Published, call: Call) -> cpu.Inputs:
+    q, precision = call.q, program.precision
     return cpu.Inputs(
         q,
-        k,
-        v,
-        captured,
-        numbers.scale,
-        given.sinks,
-        compute=program.precision.compute_dtype(q.dtype),
-        output=program.precision.output_dtype(q.dtype),
+        call.kv.k,
+        call.kv.v,
+        program.captured(call),
+        call.scale,
+        call.sinks,
+        compute=precision.compute_dtype(q.dtype),
+        output=precision.output_dtype(q.dtype),
         tile=program.schedule.tile,
         contents=program.schedule.contents,
     )
 
 
-def _sequences(given: Tensors) -> cpu.Sequences | None:
-    cu_q, cu_k, used_q, used_k = given.lengths
+def _sequences(call: Call) -> cpu.Sequences | None:
+    cu_q, cu_k, used_q, used_k = call.lengths
     if cu_q is not None and cu_k is not None:
         return cpu.packed(cu_q, cu_k, used_q, used_k)
-    return None if used_q is None and used_k is None else cpu.padded(given.q, given.k, used_q, used_k)
+    return None if used_q is None and used_k is None else cpu.padded(call.q, call.kv.k, used_q, used_k)

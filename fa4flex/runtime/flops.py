@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex.operators import OPERATORS
+from fa4flex.runtime.packing import sequence_lengths
 from fa4flex.torch_internals import modes_of_dispatch
 
 COUNTER = "torch.utils.flop_counter"
@@ -38,12 +40,16 @@ def follow() -> None:
             counter.flop_registry.update(formulas)
 
 
-def forward_flops(q: Tensor, k: Tensor, v: Tensor, operands: Any, sinks: Any, *rest: Any, **_: Any) -> int:
-    return 2 * _scores(q, k, rest[:4]) * (q.shape[-1] + v.shape[-1])
+def forward_flops(*arguments: Any, **_: Any) -> int:
+    given = OPERATORS["attention"].named(arguments)
+    q, k, v = (given[name] for name in "qkv")
+    return 2 * _scores(q, k, sequence_lengths(given)) * (q.shape[-1] + v.shape[-1])
 
 
-def backward_flops(upstream: Any, saved: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-    return 2 * _scores(q, k, rest[2]) * (3 * q.shape[-1] + 2 * v.shape[-1])
+def backward_flops(*arguments: Any, **_: Any) -> int:
+    given = OPERATORS["attention_backward"].named(arguments)
+    q, k, v = (given[name] for name in "qkv")
+    return 2 * _scores(q, k, sequence_lengths(given)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:

@@ -1,47 +1,120 @@
-"""The backward passes of autograd functions, for whatever computes gradients of a call."""
+"""Calls with gradients: one function of autograd, whatever computes both passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
-from fa4flex.torch_internals import MappedDimension
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.compute import backward
+from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.packing import gradients_by_operator
+from fa4flex.runtime.programs import Published
+from fa4flex.torch_internals import MappedDimension, dispatch_modes
 
 
-class Derivable(Protocol):
-    """One call without its tensors, which autograd keeps. They begin with q, k and v.
+class Outline(NamedTuple):
+    """A call without its tensors, which autograd keeps.
 
-    fixed      number of tensors before the operands
-    operands   number of captured tensors
+    compute      makes the results of a call: out, lse, then such as have no gradients, or None
+    operands     number of captured tensors
+    sinks, ragged   whether the call has sinks, and lengths
+    registered   whether `compute` is an operator, as the backward pass is then, too
     """
 
-    @property
-    def fixed(self) -> int: ...
+    program: Published
+    compute: Callable[[Call], Any]
+    operands: int
+    sinks: bool
+    ragged: bool
+    registered: bool
+    scalars: tuple[Any, ...]
+    scale: float
+    heads_first: bool
+    statistics: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        program: Published, compute: Callable[[Call], Any], call: Call, registered: bool = False
+    ) -> Outline:
+        sinks, ragged = call.sinks is not None, call.lengths is not NO_LENGTHS
+        return Outline(program, compute, len(call.operands), sinks, ragged, registered, *call[5:])
 
     @property
-    def operands(self) -> int: ...
+    def fixed(self) -> int:
+        """Number of tensors before the operands."""
+        return 3 + self.sinks + 4 * self.ragged
 
-    def has_sinks(self, tensors: Sequence[Any]) -> bool:
-        """True if the fourth of the tensors are sinks."""
+    def call(self, tensors: Sequence[Any]) -> Call:
+        """`tensors` are q, k, v, sinks and four of lengths where the call has them, operands."""
+        q, k, v, *rest = tensors
+        sinks = rest.pop(0) if self.sinks else None
+        lengths = NO_LENGTHS
+        if self.ragged:
+            lengths, rest = SequenceLengths(*rest[:4]), rest[4:]
+        return Call(q, Contiguous(k, v), tuple(rest), sinks, lengths, *self[6:])
 
     def backward(
         self, tensors: Sequence[Any], upstream: list[Tensor], saved: Sequence[Any], needs: list[int]
     ) -> list[Tensor]:
         """Gradients of q, k, v, of sinks where there are some, and of the captured tensors in slots `needs`.
+        Where something intercepts operators, one is called.
 
         upstream   gradients of out, and of lse where it has one
-        saved      out, lse, max_scores and the sum of exponentials, None where there are none
+        saved      results of the forward pass
         """
+        call = self.call(tensors)
+        if self.registered or dispatch_modes():
+            return gradients_by_operator(self.program, call, upstream, saved, needs)
+        return backward(self.program, call, (upstream, saved), needs)
+
+
+class Attend(torch.autograd.Function):
+    """A call, with gradients. Autograd takes time for each argument, and is handed no more than there are."""
+
+    @staticmethod
+    def forward(ctx: Any, outline: Outline, *tensors: Any) -> Any:
+        results = outline.compute(outline.call(tensors))
+        ctx.outline = outline
+        ctx.save_for_backward(*tensors, *results)
+        if len(results) > 3 or results[2] is not None:
+            ctx.mark_non_differentiable(*results[2:])
+        # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        outline, saved = ctx.outline, ctx.saved_tensors
+        count = outline.fixed + outline.operands
+        arriving, wanted = (dout, dlse), ctx.needs_input_grad[1:]
+        return None, *gradients(outline, saved[:count], saved[count:], arriving, wanted)
+
+    @classmethod
+    def of(cls, outline: Outline, call: Call, compared: bool = False) -> Any:
+        """Results of a call, with gradients. compared: torch's guard has found the tensors to be like those
+        of an earlier call, so that no transform has to do with them."""
+        apply: Callable[..., Any] = _apply_compared if compared else cls.apply
+        q, kv, operands, sinks, lengths, *_ = call
+        if sinks is None and lengths is NO_LENGTHS:
+            return apply(outline, q, kv.k, kv.v, *operands)
+        given = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
+        return apply(outline, q, kv.k, kv.v, *given, *operands)
+
+
+_apply_compared: Callable[..., Any] = super(torch.autograd.Function, Attend).apply
+"""`Attend.apply` without what torch does before it, in Python: it looks for transforms, and unwraps tensors
+of those that have ended."""
 
 
 @on_the_host
 def gradients(
-    call: Derivable,
+    call: Outline,
     tensors: Sequence[Any],
     saved: Sequence[Any],
     arriving: tuple[Tensor | None, Tensor | None],
@@ -56,10 +129,12 @@ def gradients(
     upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
     needs = [slot for slot, want in enumerate(wanted[fixed : fixed + call.operands]) if want]
     if torch.is_grad_enabled():  # create_graph=True
-        found = list(TwiceDerived.apply(call, needs, len(upstream), *upstream, *saved, *tensors))
+        found = list(
+            TwiceDerived.apply(call, needs, (len(upstream), len(saved)), *upstream, *saved, *tensors)
+        )
     else:
         found = _backward(call, tensors, upstream, saved, needs)
-    first = 3 + call.has_sinks(tensors)
+    first = 3 + call.sinks
     placed: list[Tensor | None] = [*found[:first], *[None] * (len(tensors) - first)]
     for slot, gradient in zip(needs, found[first:], strict=True):
         placed[fixed + slot] = gradient
@@ -67,7 +142,7 @@ def gradients(
 
 
 def _backward(
-    call: Derivable, tensors: Sequence[Any], upstream: list[Tensor], saved: Sequence[Any], needs: list[int]
+    call: Outline, tensors: Sequence[Any], upstream: list[Tensor], saved: Sequence[Any], needs: list[int]
 ) -> list[Tensor]:
     """Gradients by `call`, of a batch of upstream gradients (is_grads_batched=True, jacobian(vectorize=True),
     vmap over torch.autograd.grad) one after another."""
@@ -83,8 +158,11 @@ class TwiceDerived(torch.autograd.Function):
     """The backward pass where a second derivative might be wanted, which is refused in words."""
 
     @staticmethod
-    def forward(ctx: Any, call: Derivable, needs: list[int], count: int, *given: Any) -> tuple[Tensor, ...]:
-        upstream, saved, tensors = given[:count], given[count : count + 4], given[count + 4 :]
+    def forward(
+        ctx: Any, call: Outline, needs: list[int], counts: tuple[int, int], *given: Any
+    ) -> tuple[Tensor, ...]:
+        first, second = counts
+        upstream, saved, tensors = given[:first], given[first : first + second], given[first + second :]
         return tuple(_backward(call, tensors, list(upstream), saved, needs))
 
     @staticmethod

@@ -22,23 +22,21 @@ from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.errors import Fa4flexError
-from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import autocast, launch
-from fa4flex.runtime.attention_in_pages import packed_pages
+from fa4flex.runtime import launch
+from fa4flex.runtime.call import Call, Results, SequenceLengths, Statistics
 from fa4flex.runtime.checks import (
     Sizes,
     check_dense,
-    check_descriptions,
     check_packed,
-    check_pages,
     check_tensors,
     check_variant,
     refuse_map,
 )
-from fa4flex.runtime.launch import Results, Statistics
+from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.runtime.packing import results_by_operator
 from fa4flex.runtime.programs import contract, publish
 from fa4flex.torch_internals import (
     HigherOrderOperator,
@@ -48,7 +46,7 @@ from fa4flex.torch_internals import (
     without_modes,
     without_transforms,
 )
-from fa4flex.variant import Variant, default_scale
+from fa4flex.variant import Layout, Variant, default_scale
 
 NAME = "fa4flex_flex_attention"
 CONTEXT = ("q_len", "kv_len", "num_heads")
@@ -92,41 +90,30 @@ class _Attention(HigherOrderOperator):
         if not isinstance(score_mod, fx.GraphModule):
             return _eager(score_mod.__self__.variant, (q, k, v), options)
         check_tensors(q, k, v)
-        pages = options.get("pages")
-        _check_shapes(*((q, k, v) if pages is None else _as_dense(q, k, v, pages)), options["lengths"][0])
+        lengths, heads_first = SequenceLengths(*options["lengths"]), options["heads_first"]
+        kv: KeySource = Contiguous(k, v)
+        if "pages" in options:
+            kv = Paged(k, v, *options["pages"])
+        _check_shapes(*kv.stand_in(q, heads_first), lengths.cu_seqlens_q)
         graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
         lifted = (*score_lifted, *mask_lifted)
         found = _kept(graphs, options["context"])
         for position, dimension in found.fixed:
             int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
         bases = tuple([lifted[position] for position in found.bases])
-        operands = [operand.of(bases).value() for operand in found.operands]
-        numbers = [
+        operands = tuple([operand.of(bases).value() for operand in found.operands])
+        scalars = tuple([
             lifted[at] if dimension is None else lifted[at].shape[dimension]
             for at, dimension in found.scalars
-        ]
-        ints = [x for x in numbers if isinstance(x, (int, torch.SymInt))]
-        floats = [_as_tensor(x) for x in numbers if not isinstance(x, (int, torch.SymInt))]
-        plain: float | None = None
-        if isinstance(scale, Tensor):
-            floats.append(scale)
-        else:
-            plain = default_scale(int(q.shape[-1])) if scale is None else float(scale)
+        ])  # fmt: skip
+        if not isinstance(scale, Tensor):
+            scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         schedule = Schedule(**_plain(options["schedule"]))
         precision = Precision(**_plain(options["precision"]))
-        program = publish(found.facts, schedule, precision, options["backend"]).text
-        given = operands, options["sinks"]
-        more = program, ints, floats, plain
-        if pages is not None:
-            table, keys, heads_first = pages
-            found_in_pages: tuple[Tensor, Tensor, Tensor] = torch.ops.fa4flex.attention_in_pages(
-                q, k, v, table, keys, *options["lengths"], *given, *more, heads_first,
-                options["max_scores"],
-            )  # fmt: skip
-            return found_in_pages
-        out, lse, largest, _ = torch.ops.fa4flex.attention(
-            q, k, v, *given, *options["lengths"], *more, options["max_scores"]
-        )
+        program = publish(found.facts, schedule, precision, options["backend"])
+        statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
+        call = Call(q, kv, operands, options["sinks"], lengths, scalars, scale, heads_first, statistics)  # type: ignore[arg-type]
+        out, lse, largest, *_ = results_by_operator(program, call)
         return out, lse, largest
 
 
@@ -161,27 +148,23 @@ def _left_out(error: Exception) -> tuple[str, Exception]:
     return words, error
 
 
-def run(
-    variant: Variant,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    varlen: Varlen | None,
-    paging: Paging | None,
-    statistics: Statistics,
-) -> Results:
+def run(variant: Variant, q: Tensor, kv: KeySource, varlen: Varlen | None, statistics: Statistics) -> Results:
     """Counterpart of launch.run in code that torch.compile traces: reads no contents and keeps nothing."""
-    check_descriptions(varlen, paging)
-    qkv = autocast.cast(*qkv)
-    if paging is not None:
-        # Gradients, and tensors that are shared out, go by the operator that has rules for them.
+    cast = kv.cast(q)
+    q, kv = (q, kv) if cast is None else cast
+    kv.check(q, varlen, variant)
+    if isinstance(kv, Paged):
         refuse_map(variant, "pages")
-        alone = not torch.is_grad_enabled() and type(qkv[0]) is Tensor
-        pages = _in_pages if alone else _paged
-        return pages(variant, qkv, varlen, paging, statistics)
-    packed = varlen is not None and varlen.packed
+        # Gradients, and tensors that are shared out, go by the operator that has rules for them.
+        if not torch.is_grad_enabled() and type(q) is Tensor:
+            return _in_pages(variant, q, kv, varlen, statistics)
+    copy = kv.copied(q, varlen, variant, kernels=launch.by_kernels(variant, q), eager=False)
+    if copy is not None:
+        return copy.results(run(variant, copy.q, copy.kv, copy.varlen, statistics))
+    packed, k, v = varlen is not None and varlen.packed, kv.k, kv.v
     swap = variant.layout == "bshd" and not packed
     if swap:
-        qkv = qkv[0].transpose(1, 2), qkv[1].transpose(1, 2), qkv[2].transpose(1, 2)
-    q, k, _ = qkv
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if packed and q.ndim == 3:
         check_variant(Sizes(0, q.shape[1], k.shape[1], q.shape[0], k.shape[0]), q, variant)
     elif q.ndim == 4 and k.ndim == 4:  # other ranks are refused by the operator
@@ -189,7 +172,7 @@ def run(
     lengths: tuple[Tensor | None, ...] = (None, None, None, None)
     if varlen is not None:
         lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
-    out, lse, largest = attend(qkv, variant, _options(variant, lengths, statistics))
+    out, lse, largest = attend((q, k, v), variant, _options(variant, lengths, statistics))
     return out.transpose(1, 2) if swap else out, lse, largest
 
 
@@ -197,6 +180,7 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
     return {
         "sinks": None if variant.sinks is None else variant.sinks.now(),
         "lengths": lengths,
+        "heads_first": True,
         "max_scores": "max_scores" in statistics,
         "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
         "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
@@ -219,49 +203,26 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_pages(
-    variant: Variant,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    varlen: Varlen | None,
-    paging: Paging,
-    statistics: Statistics,
+    variant: Variant, q: Tensor, kv: Paged, varlen: Varlen | None, statistics: Statistics
 ) -> Results:
     """Pages are an operator's inputs: what runs it reads them where they lie, if a kernel does."""
-    q, k, v = qkv
-    check_pages(q, k, v, paging, varlen)  # the operator looks at contents
-    keys, heads_first = paging.page_table.shape[1] * k.shape[1], varlen is None and variant.layout == "bhsd"
+    kv.fits(q, varlen)  # the operator looks at contents
+    heads_first = varlen is None and variant.layout == "bhsd"
     *batch, q_len, heads = q.shape[:-1] if not heads_first else (q.shape[0], q.shape[2], q.shape[1])
-    check_variant(Sizes(batch[0] if batch else 0, heads, k.shape[2], q_len, keys), q, variant)
-    lengths = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
+    sizes = Sizes(batch[0] if batch else 0, heads, kv.k.shape[2], q_len, kv.longest(1))
+    check_variant(sizes, q, variant)
+    lengths = (None,) * 4 if varlen is None else (varlen.cu_seqlens_q, None, varlen.seqused_q, None)
     options = _options(variant, lengths, statistics)
-    return attend(qkv, variant, options | {"pages": (paging.page_table, paging.seqused_k, heads_first)})
-
-
-def _paged(
-    variant: Variant,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    varlen: Varlen | None,
-    paging: Paging,
-    statistics: Statistics,
-) -> Results:
-    """Every page of each sequence is gathered, used or not: how many are used is not known in a graph."""
-    q, k, v = qkv
-    paging.check(k, v)
-    if varlen is None:
-        k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
-        swap = variant.layout == "bhsd"
-        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if swap else (k, v)
-        return run(variant, (q, k, v), Varlen(seqused_k=paging.seqused_k), None, statistics)
-    k, v, starts = packed_pages(paging, k, v)
-    ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, paging.seqused_k)
-    return run(variant, (q, k, v), ragged, None, statistics)
+    options |= {"pages": (kv.page_table, kv.paged_keys), "heads_first": heads_first}
+    return attend((q, kv.k, kv.v), variant, options)
 
 
 def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[str, Any]) -> Results:
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
-    options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
-    whether they are wanted; schedule and precision as their fields by name; backend. With pages (table,
-    numbers of keys, whether heads come before queries) lengths are (cu_seqlens_q, seqused_q).
+    options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); heads_first;
+    max_scores, whether they are wanted; schedule and precision as their fields by name; backend; and pages
+    (table, numbers of keys), where keys lie in some.
     """
     _register()
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
@@ -304,21 +265,18 @@ def _one(result: Any) -> Any:
     return result
 
 
+_LAYOUTS: dict[bool, Layout] = {True: "bhsd", False: "bshd"}
+
+
 @torch.compiler.disable
 def _eager(variant: Variant, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Results:
     """Results of eager mode: where Dynamo cannot trace a mod, it leaves the call out of its graphs."""
-    pages = options.get("pages")
-    paging, layout = None, variant.layout
-    if pages is None:
-        lengths, layout = options["lengths"], "bhsd"
-    else:
-        table, keys, heads_first = pages
-        cu_seqlens_q, used = options["lengths"]
-        lengths = cu_seqlens_q, None, used
-        paging, layout = Paging(table, keys), "bhsd" if heads_first else "bshd"
+    q, k, v = qkv
+    lengths, layout = options["lengths"], _LAYOUTS[options["heads_first"]]
+    kv: KeySource = Paged(k, v, *options["pages"]) if "pages" in options else Contiguous(k, v)
     varlen = None if all(x is None for x in lengths) else Varlen(*lengths)
     statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
-    return launch.attend(replace(variant, layout=layout), qkv, varlen, paging, statistics)
+    return launch.attend(replace(variant, layout=layout), q, kv, varlen, statistics)
 
 
 # --- from graphs to a program -------------------------------------------------------------------------------
@@ -441,28 +399,11 @@ def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence
     return found
 
 
-def _as_dense(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors of the shapes that q and keys and values in pages stand for, of a batch or packed."""
-    table, _, heads_first = pages
-    if q.ndim == 3:
-        k, v = (x[0, :1].expand(q.shape[0], -1, -1) for x in (k, v))
-        return q, k, v
-    q = q if heads_first else q.transpose(1, 2)
-    keys = table.shape[1] * k.shape[1]
-    k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k, v))
-    return q, k, v
-
-
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
     if cu_seqlens_q is None:
         check_dense(q, k, v)
     else:
         check_packed(q, k, v, None, cu_seqlens_q.shape[0] - 1)
-
-
-def _as_tensor(x: Any) -> Tensor:
-    """A float as operators take it; one that is symbolic stays so."""
-    return x if isinstance(x, Tensor) else torch.ones((), dtype=torch.float64) * x
 
 
 def _value(x: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
@@ -20,6 +20,7 @@ from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variant import Backend
 
@@ -50,19 +51,6 @@ def contract() -> str:
     for path in sorted(path for name in names for path in package.glob(name)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Captured numbers by slot, and the scale of q.k.
-
-    Operators carry ints as they are and floats as 0-d float64 tensors on the CPU: torch.compile makes both
-    inputs of its graphs, where a plain float would be compiled in.
-    """
-
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -104,24 +92,26 @@ class Published:
         """Caller of torch's flex_attention for this program; equal programs share what it keeps."""
         return _flex_engine(self)
 
-    def numbers(self, scalars: Sequence[int | float], scale: float) -> Numbers:
-        """Captured numbers by their kinds."""
-        if not scalars:
-            return Numbers((), (), scale)
-        pairs = list(zip(scalars, self.kinds, strict=True))
+    def numbers(self, scalars: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Captured numbers as operators take them: ints, and floats, of which some may be tensors."""
+        pairs = list(zip(scalars, self.kinds, strict=True)) if scalars else []
         ints = tuple(x if type(x) is SymInt else int(x) for x, kind in pairs if kind != "float")
-        floats = tuple(x if type(x) is SymFloat else float(x) for x, kind in pairs if kind == "float")
-        return Numbers(ints, floats, scale)
+        floats = tuple(
+            x if isinstance(x, (SymFloat, Tensor)) else float(x) for x, kind in pairs if kind == "float"
+        )
+        return ints, floats
 
-    def scalars(self, numbers: Numbers) -> tuple[int | float, ...]:
+    def scalars(self, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:
         """Captured numbers by slot."""
-        if not self.kinds:
-            return ()
-        ints, floats = iter(numbers.ints), iter(numbers.floats)
-        return tuple([next(floats) if kind == "float" else next(ints) for kind in self.kinds])
+        of_ints, of_floats = iter(ints), iter(floats)
+        return tuple([next(of_floats) if kind == "float" else next(of_ints) for kind in self.kinds])
 
-    def captured(self, operands: Sequence[Tensor], numbers: Numbers) -> Captured:
-        return Captured(tuple(operands), self.scalars(numbers))
+    def captured(self, call: Call) -> Captured:
+        """What a call captured, numbers by their kinds."""
+        if not call.scalars:
+            return Captured(call.operands, ())
+        pairs = zip(call.scalars, self.kinds, strict=True)
+        return Captured(call.operands, tuple([float(x) if kind == "float" else int(x) for x, kind in pairs]))
 
 
 @lru_cache(maxsize=4096)

@@ -12,13 +12,13 @@ from fa4flex.codegen.analyze.reach import Extents
 from fa4flex.codegen.build import Trace
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import direct
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.launches.ready import Ready, Results
+from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
-from fa4flex.runtime.direct import Direct
+from fa4flex.runtime.gradients import Attend, Outline
+from fa4flex.runtime.key_sources import Contiguous, Paged
 from fa4flex.runtime.programs import Published
 from fa4flex.variant import Variant, settings_of
 from ptxsim.active import simulating
@@ -52,7 +52,7 @@ class Kept:
     statistics: tuple[str, ...]
     types: tuple[tuple[type, bool], ...]
     family: FamilyPath | None = None
-    repeated: tuple[FastPath, Direct | None] | None = None
+    repeated: tuple[FastPath, Outline | None] | None = None
     missed: int = 0
     tries: int = 0
     shapes: tuple[torch.Size, torch.Size] | None = None
@@ -114,7 +114,7 @@ class Recent(Generic[Prepared]):
             if dense and repeated is not None and repeated[0].fits(q, k, v):
                 path, again = repeated
                 if path.serves(variant):
-                    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v), True)
+                    return path(q, k, v) if again is None else Attend.of(again, path.call(q, k, v), True)
                 # It would keep alive what was captured then.
                 one.repeated, one.row = None, 0
             family = one.family  # another thread may exchange it
@@ -132,14 +132,14 @@ class Recent(Generic[Prepared]):
         return self.flex
 
     def _by_family(self, one: Kept, call: Call, extents: Extents, dense: bool) -> Results:
-        again = Direct.of(self.program, one.ready, call) if one.trains else None
+        again = Outline.of(self.program, one.ready, call) if one.trains else None
         if dense:
             self._count(one, call, again)
-        return one.ready(call, extents) if again is None else direct.attend(again, call, True)
+        return one.ready(call, extents) if again is None else Attend.of(again, call, True)
 
-    def _count(self, one: Kept, call: Call, again: Direct | None) -> None:
+    def _count(self, one: Kept, call: Call, again: Outline | None) -> None:
         """Make the way of calls just like this one, if its shapes came several times in a row."""
-        shapes = call.q.shape, call.k.shape
+        shapes = call.q.shape, call.kv.k.shape
         if one.shapes != shapes:
             one.shapes, one.row = shapes, 0
         elif one.tries < MOST_TRIES:
@@ -147,7 +147,7 @@ class Recent(Generic[Prepared]):
             if one.row >= one.patience:
                 self._repeat(one, call, again)
 
-    def _repeat(self, one: Kept, call: Call, again: Direct | None) -> None:
+    def _repeat(self, one: Kept, call: Call, again: Outline | None) -> None:
         assert self.reader is not None
         path = FastPath.of(call, one.ready, self.reader, one.statistics)
         if path is None or one.made_for == one.shapes:
@@ -156,21 +156,21 @@ class Recent(Generic[Prepared]):
             one.patience = min(2 * one.patience, MOST_PATIENCE)
         one.made_for, one.repeated = one.shapes, None
         if path is not None:  # at once, as other threads call meanwhile
-            one.repeated = path, None if again is None else again._replace(launch=path.of_call)
+            one.repeated = path, None if again is None else again._replace(compute=path.of_call)
 
     def remember(
-        self, call: Call, qkv: QKV, ready: Ready, again: Direct | None, statistics: tuple[str, ...]
+        self, call: Call, qkv: QKV, ready: Ready, again: Outline | None, statistics: tuple[str, ...]
     ) -> None:
         """`ready` has just been found for a call that none of the ways here served. One is made if it was
         found before: what is made here costs some time."""
-        if simulating() or self.reader is None:
+        if simulating() or self.reader is None or type(call.kv) not in (Contiguous, Paged):
             return
         key = ready, again is not None, statistics, _types(call)
         found = [one for one in self.kept if one.key == key]
         if not found:
             found = [one for one in self.once if one.key == key]
             if not found:
-                shapes = call.q.shape, call.k.shape
+                shapes = call.q.shape, call.kv.k.shape
                 one = Kept(*key, shapes=shapes)
                 self.once = (one, *self.once)[:MOST_KEPT]
                 return
@@ -181,11 +181,11 @@ class Recent(Generic[Prepared]):
             made = FamilyPath.of(call, qkv, ready, self.reader)
             one.missed += made is None or one.family is not None
             one.family = made
-        if call.lengths is NO_LENGTHS and call.pages is NO_PAGES:
+        if call.lengths is NO_LENGTHS and type(call.kv) is Contiguous:
             self._count(one, call, again)
 
 
 def _types(call: Call) -> tuple[tuple[type, bool], ...]:
-    tensors = call.q, call.k, call.v, *call.operands
+    tensors = call.q, call.kv.k, call.kv.v, *call.operands
     tensors = tensors if call.sinks is None else (*tensors, call.sinks)
     return tuple([(type(x), x.requires_grad) for x in tensors])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,10 +20,14 @@ from torch import Tensor
 
 from fa4flex.codegen.expr import Expr, nodes
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.operators import OPERATORS
+from fa4flex.runtime.call import SequenceLengths
+from fa4flex.runtime.packing import sequence_lengths
 from fa4flex.runtime.programs import read
 from fa4flex.torch_internals import implicit_replication
 
 DTENSOR = "torch.distributed.tensor"
+_ATTENTION, _BACKWARD = OPERATORS["attention"], OPERATORS["attention_backward"]
 _registered = False
 
 Choice = str | None
@@ -155,20 +159,23 @@ class _Plan:
             found = found.redistribute(self.mesh, like.placements)
         return found
 
-    def inputs(
-        self, qkv: Sequence[Any], operands: Sequence[Any], sinks: Any, lengths: Sequence[Any]
-    ) -> list[Any]:
-        """The local tensors, in the order of the operators' arguments."""
-        q, k, v = (self.here(x, self.rows, name) for x, name in zip(qkv, "qkv", strict=True))
-        captured = [self.here(x, self.operand(at), f"captured tensor {at}") for at, x in enumerate(operands)]
-        starts = [self.here(x, self.placed(None, None), "cu_seqlens") for x in lengths[:2]]
-        used = [self.here(x, self.placed(None if self.packed else 0, None), "seqused") for x in lengths[2:]]
-        return [q, k, v, captured, self.here(sinks, self.sinks(), "sinks"), [*starts, *used]]
+    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of an operator by name, with local tensors in place of DTensors."""
+        found: dict[str, Any] = {**given, "sinks": self.here(given["sinks"], self.sinks(), "sinks")}
+        found |= {name: self.here(given[name], self.rows, name) for name in "qkv"}
+        found["operands"] = [
+            self.here(x, self.operand(at), f"captured tensor {at}") for at, x in enumerate(given["operands"])
+        ]
+        for name, x in sequence_lengths(given)._asdict().items():
+            sequences = 0 if name.startswith("seqused") and not self.packed else None
+            found[name] = self.here(x, self.placed(sequences, None), name.rpartition("_")[0])
+        return found | {"lengths": [found[name] for name in SequenceLengths._fields]}
 
 
-def _plan(program: str, qkv: Sequence[Any], operands: Sequence[Any], lengths: Sequence[Any]) -> _Plan:
+def _plan(given: Mapping[str, Any]) -> _Plan:
     """Keep the batch or heads sharded where q, or else k or v, has them so and the program allows it."""
-    distributed = sys.modules[DTENSOR].DTensor
+    distributed, qkv, operands = sys.modules[DTENSOR].DTensor, [given[x] for x in "qkv"], given["operands"]
+    program, lengths = given["program"], sequence_lengths(given)
     for x, name in zip(qkv, "qkv", strict=True):
         if not isinstance(x, distributed):
             raise _plain_tensor(name)
@@ -224,23 +231,21 @@ def _plain_tensor(name: str) -> InputError:
 
 
 def _forward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    q, k, v, operands, sinks, *rest = args
-    lengths, (program, *numbers) = rest[:4], rest[4:]
+    given = _ATTENTION.named(args)
     with torch.no_grad():
-        plan = _plan(program, (q, k, v), operands, lengths)
-        *tensors, lengths = plan.inputs((q, k, v), operands, sinks, lengths)
-        out, *statistics = func(*tensors, *lengths, program, *numbers)
+        plan = _plan(given)
+        out, *statistics = func(*_ATTENTION.packed(plan.inputs(given)))
         return plan.whole(out, plan.rows), *(plan.whole(x, plan.statistics(x)) for x in statistics)
 
 
 def _backward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    upstream, saved, q, k, v, operands, sinks, lengths, program, *numbers, needs = args
+    given = _BACKWARD.named(args)
     with torch.no_grad():
-        plan = _plan(program, (q, k, v), operands, lengths)
-        tensors = plan.inputs((q, k, v), operands, sinks, lengths)
-        above, before = plan.results(upstream), plan.results(saved)
-        found = func(above, before, *tensors, program, *numbers, needs)
-        owners = [(x, plan.rows) for x in (q, k, v)]
+        plan = _plan(given)
+        arriving = {name: plan.results(given[name]) for name in ("upstream", "saved")}
+        found = func(*_BACKWARD.packed(plan.inputs(given) | arriving))
+        sinks, operands, needs = given["sinks"], given["operands"], given["needs"]
+        owners = [(given[name], plan.rows) for name in "qkv"]
         owners += [] if sinks is None else [(sinks, plan.sinks(partial=True))]
         owners += [(operands[slot], plan.operand(slot, partial=True)) for slot in needs]
         return [plan.whole(x, placed, own) for x, (own, placed) in zip(found, owners, strict=True)]

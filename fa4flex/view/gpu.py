@@ -51,7 +51,7 @@ def lowered(program: Program, q_len: int | None = None, kv_len: int | None = Non
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
     """The inputs at this shape; what `changes` says of them is taken out of it."""
     from fa4flex.kernels.plan.inputs import Inputs
-    from fa4flex.runtime.cuda.calls.call import name_of as dtype_name
+    from fa4flex.runtime.call import name_of as dtype_name
 
     variant = program.variant
     width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")

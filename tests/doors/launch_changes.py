@@ -14,14 +14,15 @@ from torch import Tensor
 from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.kernels.plan.target import SM90A
-from fa4flex.runtime import launch, programs
+from fa4flex.runtime import compute, launch, programs
+from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import in_place
-from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches import ready as ready_module
 from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.runtime.cuda.repeats import fast_path as again_module
+from fa4flex.runtime.key_sources import Contiguous
 
 S, HEADS = 300, 4
 
@@ -43,9 +44,8 @@ def calls_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(launch, "publish", programs.Published)
     monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
     monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(launch, "on_gpu", lambda q: True)
+    monkeypatch.setattr(compute, "on_gpu", lambda q: True)
     monkeypatch.setattr(in_place, "target_of", lambda device: SM90A)
-    monkeypatch.setattr("fa4flex.runtime.ops.simulating", lambda: True)
     return recording(monkeypatch)
 
 
@@ -102,7 +102,12 @@ Change = Callable[[Call], Call]
 
 
 def field(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda call: call._replace(**{name: change(getattr(call, name))})
+    def changed(call: Call) -> Call:
+        if name in call.kv._fields:
+            return call._replace(kv=call.kv._replace(**{name: change(getattr(call.kv, name))}))  # type: ignore[attr-defined]
+        return call._replace(**{name: change(getattr(call, name))})
+
+    return changed
 
 
 def of_tensors(names: tuple[str, ...], looks: dict[str, Callable[[Tensor], Tensor]]) -> dict[str, Change]:
@@ -111,7 +116,9 @@ def of_tensors(names: tuple[str, ...], looks: dict[str, Callable[[Tensor], Tenso
 
 def of_all(change: Callable[[Tensor], Tensor], **others: Any) -> Change:
     """q, k and v changed together."""
-    return lambda call: call._replace(q=change(call.q), k=change(call.k), v=change(call.v), **others)
+    return lambda call: call._replace(
+        q=change(call.q), kv=Contiguous(change(call.kv.k), change(call.kv.v)), **others
+    )
 
 
 def with_length(position: int, change: Callable[[Tensor], Tensor | None]) -> Change:

@@ -29,11 +29,12 @@ from test_gpu_calls import WRITTEN, Recorder, call_of
 
 import fa4flex
 from fa4flex.kernels.plan.arguments import SCHEMAS
+from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.repeats import fast_backward
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import causal, document
 from ptxsim import active as simulated
 
@@ -183,7 +184,10 @@ def repeated() -> tuple[Engine, Call, Saved, tuple[int, ...]]:
 def test_only_what_looks_like_the_last_backward_pass_is_one(recorder: Recorder, name: str) -> None:
     engine, call, saved, needs = repeated()
     recent = engine.recent_backward
-    again = call._replace(q=call.q.clone(), k=call.k.clone()), saved._replace(dout=saved.dout.clone())
+    again = (
+        call._replace(q=call.q.clone(), kv=Contiguous(call.kv.k.clone(), call.kv.v)),
+        saved._replace(dout=saved.dout.clone()),
+    )
     assert recent.find(*again, (needs, False, ())) is recent.ready is not None
     call, saved, needs = REPEATED[name]((call, saved, needs))
     assert recent.find(call, saved, (needs, False, ())) is None
@@ -210,7 +214,7 @@ def test_other_lengths_and_strides_have_the_prepared_backward_pass(
         if engine is None:
             attn = fa4flex.compile(mask=causal)
             engine, call = call_of(attn, (q, k, v), heads_first=layout == "bhsd")
-        call = call._replace(q=q, k=k, v=v)
+        call = call._replace(q=q, kv=Contiguous(k, v))
         saved = Saved(out, torch.randn(batch, HEADS, q_len), torch.randn_like(out), None)
         assert (engine.recent_backward.find(call, saved, ((), False, ())) is None) == (n < 2)
         run_backward(engine, call, saved)
@@ -228,7 +232,7 @@ def test_gradients_that_are_converted_are_repeated_at_their_own_lengths(recorder
         found = engine.recent_backward.find(call, saved, (needs, False, ()))
         assert (found is None) == (n < 2)
         run_backward(engine, call, saved, needs)
-    shorter = call._replace(k=call.k[:, :, :200], v=call.v[:, :, :200])
+    shorter = call._replace(kv=Contiguous(call.kv.k[:, :, :200], call.kv.v[:, :, :200]))
     assert engine.recent_backward.find(shorter, saved, (needs, False, ())) is None
 
 
@@ -286,7 +290,7 @@ def test_a_backward_pass_of_changing_lengths_is_not_prepared_again_and_again(
 
 def test_a_prepared_backward_pass_keeps_no_tensor_alive(recorder: Recorder) -> None:
     engine, call, saved, needs = repeated()
-    gone = [weakref.ref(x) for x in (call.q, call.k, call.v, *saved[:3])]
+    gone = [weakref.ref(x) for x in (call.q, call.kv.k, call.kv.v, *saved[:3])]
     recorder.launches.clear()
     assert engine.recent_backward.made is not None
     del call, saved, needs

@@ -40,10 +40,11 @@ from fa4flex import BlockMap, InputError, Paging, Varlen
 from fa4flex.errors import StateError
 from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime import launch, recent
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, Scales
+from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.repeats import family_path
 from fa4flex.runtime.cuda.repeats.family_path import FamilyPath
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
+from fa4flex.runtime.key_sources import EightBit, KeySource
 from fa4flex.variants import causal, document
 
 
@@ -58,9 +59,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     keys: list[Any] = []
     run = launch.run
 
-    def counted(now: Any, q: Tensor, k: Tensor, *given: Any) -> Any:
-        keys.append(k)
-        return run(now, q, k, *given)
+    def counted(now: Any, q: Tensor, kv: KeySource, *given: Any) -> Any:
+        keys.append(kv.k)
+        return run(now, q, kv, *given)
 
     monkeypatch.setattr(launch, "run", counted)
     return keys
@@ -315,14 +316,14 @@ def test_packed_calls_without_keys_are_not_served(recorder: Recorder) -> None:
 
 def test_all_that_a_call_brings_is_compared() -> None:
     """Fields added to a call have to be compared here, too, or such calls may not be served."""
-    assert {*family_path.COMPARED, "scales"} == set(Call._fields)
-    sources = {"call", "call.lengths", "call.pages", "call.scales", "launch"}
+    assert {*family_path.COMPARED} == set(Call._fields)
+    sources = {"call", "call.lengths", "call.kv", "launch"}
     assert {row.source for row in FORWARD.entry} == sources
 
 
 def test_scales_are_not_compared_and_have_no_path() -> None:
     q, k, v = (torch.randn(1, HEADS, 8, 64) for _ in "qkv")
-    call = Call(q, k, v, (), None, NO_LENGTHS, (), 0.125, True, ("lse",), scales=Scales(k_per="head"))
+    call = Call(q, EightBit(k, v, None, None, "head"), (), None, NO_LENGTHS, (), 0.125, True, ("lse",))
     unused: Any = None
     assert FamilyPath.of(call, (q, k, v), unused, unused) is None
     assert FastPath.of(call, unused, unused, ("lse",)) is None

@@ -26,8 +26,8 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.plan.arguments import BLOCK_TABLES, COUNTERS, SEQUENCES
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM90A
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches import ready as ready_module
 from fa4flex.runtime.cuda.tables import block_tables as block_tables_module
@@ -37,6 +37,7 @@ from fa4flex.runtime.cuda.tables.host_tables import (
     to_device,
     turns_to_device,
 )
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.variants import alibi, causal, document, sliding_window
 
@@ -216,7 +217,7 @@ def call_of(
     now = attn._calling()
     operands, scalars = attn.program.tensors(), now.bound.scalars
     given = NO_LENGTHS if lengths is NO_LENGTHS else SequenceLengths(*lengths)
-    call = Call(q, k, v, operands, now.sinks, given, scalars, now.scale(q), True, ("lse",))
+    call = Call(q, Contiguous(k, v), operands, now.sinks, given, scalars, now.scale(q), True, ("lse",))
     return engine, call._replace(**changes)
 
 
@@ -389,9 +390,9 @@ def test_lengths_of_another_batch_are_refused(recorder: Recorder, order: Any) ->
     engine.run(call)
     count = len(recorder.launches)
     for batch in (1, 3):
-        q, k, v = (x[:1].repeat(batch, 1, 1, 1) for x in (call.q, call.k, call.v))
+        q, k, v = (x[:1].repeat(batch, 1, 1, 1) for x in (call.q, call.kv.k, call.kv.v))
         with pytest.raises(InputError, match=f"lengths of 2 sequences for a batch of {batch}"):
-            engine.run(call._replace(q=q, k=k, v=v))
+            engine.run(call._replace(q=q, kv=Contiguous(k, v)))
     assert len(recorder.launches) == count
 
 
@@ -453,7 +454,8 @@ COMPILE = """
 import sys, time, torch, fa4flex
 from fa4flex import lower
 from fa4flex.runtime.cuda import engine
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
+from fa4flex.runtime.call import NO_LENGTHS, Call
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.cuda.engine import make_ready
 from fa4flex.kernels.plan.target import SM90A
 engine.target_of = lambda device: SM90A
@@ -463,7 +465,8 @@ lower.compile_kernel = lambda *a: kernels.append(compile_kernel(*a)) or kernels[
 attn = fa4flex.compile(mask=fa4flex.variants.sliding_window(100))
 q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
 scalars = attn.program.scalars
-make_ready(attn.prepared.engine, Call(q, q, q, (), None, NO_LENGTHS, scalars, 0.125, True, ("lse",)))
+call = Call(q, Contiguous(q, q), (), None, NO_LENGTHS, scalars, 0.125, True, ("lse",))
+make_ready(attn.prepared.engine, call)
 print(kernels[0].compiled, "cutlass" in sys.modules, kernels[0].seconds)
 """
 

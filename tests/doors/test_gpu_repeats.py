@@ -106,7 +106,7 @@ def repeated(recorder: Recorder, **composition: Any) -> tuple[FastPath, tuple[Te
     assert ready is not None and reader is not None
     again = FastPath.of(call, ready, reader, call.statistics)
     assert again is not None
-    return again, (call.q, call.k, call.v)
+    return again, (call.q, call.kv.k, call.kv.v)
 
 
 @pytest.mark.parametrize("statistics", [(), ("lse",), ("lse", "max_scores")])

@@ -19,7 +19,7 @@ from fa4flex.kernels.plan.faults import PLACES, ROWS, WORDS
 from fa4flex.runtime import recent
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
-from fa4flex.runtime.direct import Direct
+from fa4flex.runtime.gradients import Outline
 from fa4flex.variants import causal
 
 NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
@@ -92,14 +92,14 @@ def test_a_call_while_a_fast_path_is_made_has_gradients(
 ) -> None:
     """Threads call at the same time."""
     attn, qkv, others = fa4flex.compile(mod, causal), leaves(), list[Tensor]()
-    replace = Direct._replace
+    replace = Outline._replace
 
-    def meanwhile(direct: Direct, **changes: Any) -> Direct:
-        monkeypatch.setattr(Direct, "_replace", replace)
+    def meanwhile(outline: Outline, **changes: Any) -> Outline:
+        monkeypatch.setattr(Outline, "_replace", replace)
         others.append(attn(*qkv))
-        return replace(direct, **changes)
+        return replace(outline, **changes)
 
-    monkeypatch.setattr(Direct, "_replace", meanwhile)
+    monkeypatch.setattr(Outline, "_replace", meanwhile)
     for _ in range(4):
         attn(*qkv)
     assert fast(attn) and [x.requires_grad for x in others] == [True]

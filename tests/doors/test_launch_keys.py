@@ -35,10 +35,12 @@ from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
 import fa4flex
+from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.calls.call import Call, Scales, SequenceLengths, array_look
+from fa4flex.runtime.cuda.calls.looks import array_look
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.repeats.families import look_of
+from fa4flex.runtime.key_sources import Contiguous, EightBit
 from ptxsim import active as simulated
 
 
@@ -67,11 +69,11 @@ DENSE: dict[str, Change] = {
     "queries used": field("lengths", lambda x: x._replace(seqused_q=torch.tensor([S, 7], dtype=torch.int32))),
     "keys used": field("lengths", lambda x: x._replace(seqused_k=torch.tensor([S, 7], dtype=torch.int32))),
 }
-DENSE["scales"] = lambda call: call._replace(scales=Scales(torch.ones(2, 2), None, "head"))
+DENSE["scales"] = lambda call: call._replace(kv=EightBit(*call.kv, torch.ones(2, 2), None, "head"))
 
 
 def with_scale(name: str, change: Callable[[Any], Any]) -> Change:
-    return field("scales", lambda x: x._replace(**{name: change(getattr(x, name))}))
+    return field("kv", lambda x: x._replace(**{name: change(getattr(x, name))}))
 
 
 SCALED = {
@@ -80,6 +82,13 @@ SCALED = {
     for look in ("dtype", "device")
 }
 SCALED |= {f"{name}: page": with_scale(name, lambda x: "page") for name in ("k_per", "v_per")}
+
+
+class Another(EightBit):
+    """Source of the same fields, which kernels read in another way."""
+
+
+SCALED["source"] = lambda call: call._replace(kv=Another(*call.kv))
 USED = {
     f"{name}: {look}": with_length(at, change)
     for at, name in ((2, "seqused_q"), (3, "seqused_k"))
@@ -122,7 +131,7 @@ def scaled() -> tuple[Engine, Call]:
     shapes = (2, HEADS, 1, 64), (2, 2, S, 64), (2, 2, S, 64)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
     engine, call = call_of(attention(), (q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)))
-    return engine, call._replace(scales=Scales(torch.ones(2, 2), torch.ones(2, 2), "head", "head"))
+    return engine, call._replace(kv=EightBit(*call.kv, torch.ones(2, 2), torch.ones(2, 2), "head", "head"))
 
 
 CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
@@ -135,7 +144,7 @@ CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
 SHARED: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
     **{f"dense, {name}: strides": (dense, field(name, strided)) for name in ("q", "k", "v")},
     "dense, queries": (dense, field("q", lambda x: x[:, :, :280])),
-    "dense, keys": (dense, lambda call: call._replace(k=call.k[:, :, :99], v=call.v[:, :, :99])),
+    "dense, keys": (dense, lambda call: call._replace(kv=Contiguous(*(x[:, :, :99] for x in call.kv)))),
     "dense, batch": (dense, of_all(lambda x: x[:1])),
     "packed, fewer sequences": (packed, packed_fewer),
     "scaled, strides": (scaled, with_scale("k_scale", strided)),

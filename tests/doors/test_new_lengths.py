@@ -32,13 +32,14 @@ from fa4flex.kernels.plan.specialize import (
     same_problem,
 )
 from fa4flex.kernels.plan.target import SM90A, SM100A, Target
+from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.calls.call import Call
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.layouts import empty_output, output_layout
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window, softcap
 
@@ -75,7 +76,7 @@ def tensors(batch: int, q_len: int, kv_len: int, width: int = 64) -> tuple[Tenso
 
 def resized(call: Call, batch: int, q_len: int, kv_len: int) -> Call:
     q, k, v = tensors(batch, q_len, kv_len, call.q.shape[-1])
-    return call._replace(q=q, k=k, v=v)
+    return call._replace(q=q, kv=Contiguous(k, v))
 
 
 def launched(recorder: Recorder) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def share(recorder: Recorder, engine: Engine, call: Call, sizes: tuple[tuple[int
         out, lse, _ = engine.run(other)
         assert out.shape == other.q.shape and lse is not None and lse.shape == other.q.shape[:3]
         given = launched(recorder)
-        assert given["max_q_len"] == extents[1] and given["q"] is other.q and given["k"] is other.k
+        assert given["max_q_len"] == extents[1] and given["q"] is other.q and given["k"] is other.kv.k
 
 
 def test_bounds_grow_with_lengths(recorder: Recorder, proofs: list[Shape]) -> None:
@@ -256,10 +257,12 @@ def test_what_serves_a_call_is_what_it_would_get_alone(
         extents = draw.choice((1, 2, 3)), *(draw.choice(side) for side in sides)
         other = resized(call, *extents)
         if layout == "bshd":
-            q, k, v = (x.transpose(1, 2) for x in other[:3])
-            other = other._replace(q=q, k=k, v=v, heads_first=False)
+            q, k, v = (x.transpose(1, 2) for x in (other.q, *other.kv))
+            other = other._replace(q=q, kv=Contiguous(k, v), heads_first=False)
         if draw.random() < 0.3:
-            other = other._replace(q=other.q.contiguous(), k=torch.cat([other.k, other.k], -1)[..., :64])
+            other = other._replace(
+                q=other.q.contiguous(), kv=Contiguous(torch.cat([other.kv.k] * 2, -1)[..., :64], other.kv.v)
+            )
         saved = Saved(torch.empty_like(other.q), torch.empty(extents[0], HEADS, extents[1]), other.q, None)
         for one in (engine, afresh(engine)):
             one.run(other)
@@ -349,7 +352,7 @@ def test_new_lengths_share_a_backward_pass(recorder: Recorder) -> None:
     for extents in ((6, 300, 300), (6, 301, 300), (7, 5, 4096), (17, 300, 270)):
         other = resized(call, *extents)
         found = backward_of(engine, other)
-        assert [x.shape for x in found[:3]] == [x.shape for x in (other.q, other.k, other.v)]
+        assert [x.shape for x in found[:3]] == [x.shape for x in (other.q, other.kv.k, other.kv.v)]
         given = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))
         rows = -(-extents[1] // 128) * 128
         assert given["lse2"].shape == given["delta"].shape == (extents[0], HEADS, rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.operators import NAMESPACE, OPERATORS, called
-from fa4flex.runtime.cuda.calls.call import SequenceLengths
+from fa4flex.runtime.call import SequenceLengths
 from fa4flex.variants import causal
 
 SAVED = Path(__file__).parent / "saved"
@@ -107,23 +107,53 @@ def test_a_package_of_aotinductor_runs_in_a_new_process(tmp_path: Path) -> None:
 
 # --- saved files --------------------------------------------------------------------------------------------
 
+SCHEMAS = (
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q, Tensor?"
+    " cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints, Tensor[] floats, float?"
+    " scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor[] upstream, Tensor[] saved, Tensor q, Tensor k, Tensor v, Tensor[] operands,"
+    " Tensor? sinks, Tensor?[] lengths, str program, SymInt[] ints, Tensor[] floats, float? scale, int[]"
+    " needs) -> Tensor[]",
+    "attention_in_pages(Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor paged_keys, Tensor?"
+    " cu_seqlens_q, Tensor? seqused_q, Tensor[] operands, Tensor? sinks, str program, SymInt[] ints, Tensor[]"
+    " floats, float? scale, bool heads_first, bool max_scores) -> (Tensor, Tensor, Tensor)",
+    "append(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
+    " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q) -> (Tensor,"
+    " Tensor)",
+    "required(Tensor x, Tensor condition, str message) -> Tensor",
+    "block_classes(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
+    " -> Tensor",
+)
+"""Schemas of version 0.1.0, with which files were saved."""
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda x: x.partition("(")[0])
+def test_calls_of_earlier_versions_are_accepted(schema: str) -> None:
+    name = schema.partition("(")[0]
+    old = torch._C.parse_schema(f"{NAMESPACE}::{schema}")
+    assert getattr(torch.ops.fa4flex, name).default._schema.is_backward_compatible_with(old)
+
+
 LOADED = """
 import sys, {first}, {second}
 assert not [m for m in sys.modules if m.startswith("fa4flex.") and m not in {known}]
-program = torch.export.load({saved!r} + "/every_operator.pt2")
+program = torch.export.load({saved!r} + "/{file}.pt2")
 sys.path.insert(0, {saved!r})
 with torch.no_grad():
-    from every_operator import EveryOperator, inputs
-    torch.testing.assert_close(program.module()(*inputs()), EveryOperator()(*inputs()))
+    from {file} import {model}, inputs
+    torch.testing.assert_close(program.module()(*inputs()), {model}()(*inputs()))
 """
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="it was saved by torch 2.13")
 @pytest.mark.parametrize(("first", "second"), [("fa4flex", "torch"), ("torch", "fa4flex")])
-def test_a_file_of_an_earlier_version_loads(first: str, second: str) -> None:
-    """In a process that has only imported both. The file is from version 0.1.0: it is not made anew."""
+@pytest.mark.parametrize(("file", "model"), [("every_operator", "EveryOperator"), ("pages", "OverPages")])
+def test_a_file_of_an_earlier_version_loads(first: str, second: str, file: str, model: str) -> None:
+    """In a process that has only imported both. The files are from version 0.1.0: they are not
+    made anew."""
     known = "fa4flex.operators", "fa4flex.torch_internals"
-    code = LOADED.format(first=first, second=second, saved=str(SAVED), known=known)
+    names = {"first": first, "second": second, "file": file, "model": model}
+    code = LOADED.format(saved=str(SAVED), known=known, **names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

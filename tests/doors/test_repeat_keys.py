@@ -23,12 +23,13 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.errors import InputError
-from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
+from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.runtime.cuda.tables import block_tables
 from fa4flex.runtime.cuda.tables import lengths as lengths_module
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel, check_lengths
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import causal, document
 
 
@@ -69,10 +70,10 @@ AGAIN = {
 @pytest.mark.parametrize("name", AGAIN)
 def test_each_look_is_no_repetition(recorder: Recorder, name: str) -> None:
     again, call = repeated(recorder)
-    assert again.fits(call.q, call.k, call.v)
-    assert again.fits(call.q.clone(), call.k.clone(), call.v.clone())
+    assert again.fits(call.q, call.kv.k, call.kv.v)
+    assert again.fits(call.q.clone(), call.kv.k.clone(), call.kv.v.clone())
     changed = AGAIN[name](call)
-    assert not again.fits(changed.q, changed.k, changed.v)
+    assert not again.fits(changed.q, changed.kv.k, changed.kv.v)
 
 
 SERVED: dict[str, Any] = {
@@ -125,8 +126,8 @@ def test_a_repetition_has_tables_of_what_is_there_now(recorder: Recorder, change
         documents.add_(0)
     elif change == "memory":
         documents.data = documents.clone()
-    assert again.fits(call.q, call.k, call.v)
-    again(call.q, call.k, call.v)
+    assert again.fits(call.q, call.kv.k, call.kv.v)
+    again(call.q, call.kv.k, call.kv.v)
     assert len(recorder.tables) == before + 1
     read, written = recorder.launches[-1][10], recorder.tables[-1][WRITTEN]
     assert read.partial_ptr.data_ptr() == written.partial_ptr.data_ptr()
@@ -142,13 +143,13 @@ def test_a_captured_tensor_that_looks_otherwise_is_no_repetition(recorder: Recor
         table.data = shifted(table)
     else:
         table.data = table.t().contiguous().t()
-    assert not again.fits(call.q, call.k, call.v)
+    assert not again.fits(call.q, call.kv.k, call.kv.v)
 
 
 def test_the_contents_of_what_decides_nothing_may_change(recorder: Recorder) -> None:
     again, call = repeated(recorder)
     call.operands[0].add_(0)
-    assert again.fits(call.q, call.k, call.v)
+    assert again.fits(call.q, call.kv.k, call.kv.v)
 
 
 def test_a_repetition_has_the_statistics_of_its_call(recorder: Recorder) -> None:
@@ -163,10 +164,10 @@ def test_a_repetition_has_the_statistics_of_its_call(recorder: Recorder) -> None
 def test_lengths_that_fit_some_extents_are_looked_at_for_others() -> None:
     used = torch.tensor([S, 7], dtype=torch.int32)
     q, k, v = inputs()
-    call = Call(q, k, v, (), None, SequenceLengths(seqused_k=used), (), 1.0, True, ())
+    call = Call(q, Contiguous(k, v), (), None, SequenceLengths(seqused_k=used), (), 1.0, True, ())
     check_lengths(call)
     with pytest.raises(InputError, match="seqused_k up to 300"):
-        check_lengths(call._replace(k=k[:, :, :200], v=v[:, :, :200]))
+        check_lengths(call._replace(kv=Contiguous(k[:, :, :200], v[:, :, :200])))
     check_lengths(call._replace(lengths=SequenceLengths(seqused_q=used)))
     used.data = torch.tensor([S, S + 1], dtype=torch.int32)
     with pytest.raises(InputError, match="seqused_k up to 301"):

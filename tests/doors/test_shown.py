@@ -64,7 +64,13 @@ def test_what_is_shown_is_what_is_launched(
         run_backward(engine, call, Saved(call.q, lse, call.q, None), wanted)
     ((source, problem),) = compiled
     batch, heads, *_ = call.q.shape
-    given = {"batch": batch, "heads": heads, "kv_heads": call.k.shape[1], "head_dim": 64, "arch": SM90A.name}
+    given = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": call.kv.k.shape[1],
+        "head_dim": 64,
+        "arch": SM90A.name,
+    }
     shown = gpu.lowered(attn.program, S, S, direction=direction, **given)
     assert shown.problem == problem and shown.source.key == source.key
     # What is printed has the user's names in it, and is made of the same pass.

@@ -17,7 +17,7 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.tiles import tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.primitives.blocks import EMPTY, FULL, PARTIAL
-from fa4flex.runtime.cuda.calls.call import SequenceLengths
+from fa4flex.runtime.call import SequenceLengths
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.block_mask import (
     BLOCK,

@@ -19,6 +19,8 @@ from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex import repeat
 from fa4flex.runtime.flex.compiled import Graph, Run
 from fa4flex.runtime.flex.repeat import Repeats
+from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.launch import call_of
 
 
 @pytest.fixture(autouse=True)
@@ -184,10 +186,8 @@ def test_other_looks_are_not_served(name: str) -> None:
     attn, given = repeated(held)
     (one,) = kept(attn)
     changed = LOOKS[name](given)
-    now = repeat.Now((held.bias, held.ids), (held.cap, held.window), None, (), None)
-    operands, scalars = attn._calling().bound[1:]
-    now = now._replace(operands=operands, scalars=scalars)
-    assert one.fits(tuple(given), now) and not one.fits(tuple(changed), now)  # type: ignore[arg-type]
+    fits, differs = (call_of(attn._calling(), x[0], Contiguous(*x[1:]), None, ()) for x in (given, changed))
+    assert one.fits(fits) and not one.fits(differs)
     right(attn, changed, held)
     assert attn(*changed).requires_grad is (name == "requires_grad")
 
@@ -271,9 +271,7 @@ def test_transforms_and_tangents_are_no_repetition() -> None:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(given[0], torch.randn_like(given[0]))
         (one,) = kept(attn)
-        operands, scalars = attn._calling().bound[1:]
-        now = repeat.Now(operands, scalars, None, (), None)
-        assert not one.fits((dual, *given[1:]), now)  # type: ignore[arg-type]
+        assert not one.fits(call_of(attn._calling(), dual, Contiguous(*given[1:]), None, ()))
 
 
 def test_global_state_is_compared(counts: Counts) -> None:

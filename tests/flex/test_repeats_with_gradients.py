@@ -24,7 +24,8 @@ import fa4flex
 from fa4flex import torch_internals
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.compiled import Graph, Run
-from fa4flex.runtime.flex.repeat import Now
+from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.launch import call_of
 
 
 @pytest.fixture(autouse=True)
@@ -328,7 +329,7 @@ def test_transforms_and_tangents_are_no_repetition(counts: Counts) -> None:
     held = learned()
     attn, given = repeated(held)
     entered = counts.entered
-    (one,), now = kept(attn), Now(*attn._calling().bound[1:], None, (), None)
+    (one,) = kept(attn)
     seen: list[bool] = []
 
     def loss(q: Tensor) -> Tensor:
@@ -339,7 +340,7 @@ def test_transforms_and_tangents_are_no_repetition(counts: Counts) -> None:
     torch.func.vmap(loss)(given[0][None])
     with torch.autograd.forward_ad.dual_level():
         loss(torch.autograd.forward_ad.make_dual(given[0], torch.randn_like(given[0])))
-        assert not one.fits(tuple(given), now)  # type: ignore[arg-type]
+        assert not one.fits(call_of(attn._calling(), given[0], Contiguous(*given[1:]), None, ()))
     assert seen[:2] == [False, False] and counts.entered == entered
 
 

@@ -20,8 +20,9 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import Target
 from fa4flex.lower import Lowered
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda import backward, engine
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.key_sources import Contiguous
 
 Width = tuple[int, int]
 """Head widths of q and k, and of v."""
@@ -88,7 +89,7 @@ class Kind:
         operands = now.bound.trace.tensors(now.bound.bases)
         given = LENGTHS[self.lengths](sizes.q_len, sizes.kv_len)
         rest = now.bound.scalars, now.scale(q), self.heads_first, self.statistics
-        return now.prepared.engine, Call(q, k, v, operands, now.sinks, given, *rest)
+        return now.prepared.engine, Call(q, Contiguous(k, v), operands, now.sinks, given, *rest)
 
     def _laid_out(self, *qkv: Tensor) -> tuple[Tensor, ...]:
         if self.lengths.startswith("packed"):
@@ -155,7 +156,7 @@ def every_kernel(direction: str, kind: Kind, width: Width, target: Target) -> li
         if direction == "forward":
             engine.make_ready(taken, call)
         else:
-            out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
+            out = torch.empty(*call.q.shape[:-1], call.kv.v.shape[-1], dtype=call.q.dtype)
             lse = torch.empty(call.q.shape[:-1])
             saved = backward.Saved(out, lse, out, lse if kind.dlse else None)
             needs = tuple(slot for slot, x in enumerate(call.operands) if x.requires_grad)

@@ -20,8 +20,8 @@ from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.lower import Given, Lowered, lower_forward
+from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.append import _source
-from fa4flex.runtime.cuda.calls.call import name_of
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 VARIANTS: dict[str, dict[str, Any]] = {

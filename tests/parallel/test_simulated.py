@@ -159,7 +159,7 @@ def test_kernels_leave_multiprocessors_to_an_exchange_in_flight() -> None:
         for found in margins.values():
             found.clear()
         with (
-            patch.object(context.launch, "on_gpu", lambda _, there=on_gpu: there),
+            patch.object(context, "on_gpu", lambda _, there=on_gpu: there),
             patch.multiple(ops, forward=recorded(ops.forward), backward=recorded(ops.backward)),
         ):
             counts = on_ranks(2, run)

@@ -27,7 +27,8 @@ from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.topology import Event
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.key_sources import Contiguous
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
 STEPS = ([1], [2], [5])
@@ -166,14 +167,14 @@ def test_how_many_keys_a_sequence_has() -> None:
         (SequenceLengths(ends, ends), 2100),
         (SequenceLengths(ends, ends, used, used), 2100),
     ):
-        assert Call(q, k, k, (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
+        assert Call(q, Contiguous(k, k), (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
     q, k = torch.empty(3, 4, 70, 64), torch.empty(3, 2, 2050, 64)
     for lengths, kv_len in (
         (NO_LENGTHS, 2050),
         (SequenceLengths(seqused_q=used), 2050),
         (SequenceLengths(seqused_k=used), 1025),
     ):
-        assert Call(q, k, k, (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
+        assert Call(q, Contiguous(k, k), (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
 
 
 @pytest.mark.parametrize("width", (64, 128))

@@ -20,6 +20,7 @@ import ptxsim
 from fa4flex import InputError, Paging, Schedule, Sinks, Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.key_sources import source_of
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 from ptxsim.watch.findings import Finding
 
@@ -284,10 +285,12 @@ def test_largest_scores_are_read_in_place(few: bool) -> None:
     """No public call asks for them over pages; whoever does has the kernel for many queries."""
     given = drawn(Size(heads=2, q_len=2, lengths=(150, 0)))
     given = given if few else chunks(given, (40, 3))
-    more = {"paging": given.paging, "varlen": given.varlen, "statistics": ("lse", "max_scores")}
-    exact = launch.run(CAUSAL._calling(), *(x.double() for x in (given.q, given.k, given.v)), **more)[2]
+    more, wide = (given.varlen, ("lse", "max_scores")), [x.double() for x in (given.q, given.k, given.v)]
+    kv = source_of(*wide[1:], given.paging, None)
+    exact = launch.run(CAUSAL._calling(), wide[0], kv, *more)[2]
     with torch.no_grad(), ptxsim.device(SIMULATED["chip"], sms=SMS) as gpu:
-        found = launch.run(CAUSAL._calling(), given.q, given.k, given.v, **more)[2]
+        kv = source_of(given.k, given.v, given.paging, None)
+        found = launch.run(CAUSAL._calling(), given.q, kv, *more)[2]
     forward = KERNELS[SIMULATED["chip"]][0]
     assert all(forward in r.kernel or "sequences" in r.kernel for r in gpu.results) and gpu.results
     assert exact is not None and found is not None

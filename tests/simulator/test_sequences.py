@@ -20,10 +20,11 @@ from fa4flex import Schedule, Varlen
 from fa4flex.errors import EarlierError, InputError
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM90A
+from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel, lengths_of
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import causal, document, sliding_window
 
 
@@ -66,7 +67,7 @@ def kernel_of(mask: Any, call: Call, tile: tuple[int, int] | None = None) -> Len
 def call_of(lengths: tuple[Tensor | None, ...], q_len: int, kv_len: int, batch: int = 0) -> Call:
     """A call of packed tensors, or of padded ones of so many sequences."""
     q, k = (torch.empty(n, 2, 8) if not batch else torch.empty(batch, 2, n, 8) for n in (q_len, kv_len))
-    return Call(q, k, k, (), None, SequenceLengths(*lengths), (), 1.0, True, ())
+    return Call(q, Contiguous(k, k), (), None, SequenceLengths(*lengths), (), 1.0, True, ())
 
 
 def listed(x: Tensor | None) -> list[int] | None:

@@ -118,7 +118,7 @@ class Captured:
 
 
 Look = Heads | Rows | Array | Given | Scales | Blocks | Number | Parts | Captured
-Source = Literal["call", "call.lengths", "call.pages", "call.scales", "saved", "launch"]
+Source = Literal["call", "call.lengths", "call.kv", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ class Argument:
 
     name       of the parameter, of the field that kernels read, and of the field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", "call.pages", "call.scales", or "saved" by the
-               forward pass; "launch": it is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.kv", which has rows of all sources of
+               keys, or "saved" by the forward pass; "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -261,8 +261,8 @@ SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
 PAGES = (
-    Argument("page_table", Given("page_table", ("sequences", "columns")), "call.pages", when=_paged),
-    Argument("paged_keys", Given("paged_keys", ("sequences",)), "call.pages", when=_paged),
+    Argument("page_table", Given("page_table", ("sequences", "columns")), "call.kv", when=_paged),
+    Argument("paged_keys", Given("paged_keys", ("sequences",)), "call.kv", when=_paged),
 )
 FAULTS = Argument("faults", Number("address"), "launch", when=_paged)
 
@@ -275,8 +275,8 @@ MERGE = "combine"
 FORWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True)),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True)),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True), "call.kv"),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True), "call.kv"),
         Argument(
             "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
         ),
@@ -308,8 +308,8 @@ FORWARD = Schema(
         PAGES[0],
         replace(PAGES[1], read_by=("kernel", MERGE)),
         FAULTS,
-        Argument("k_scale", Scales("k_scales"), "call.scales", lambda one: bool(one.problem.k_scales)),
-        Argument("v_scale", Scales("v_scales"), "call.scales", lambda one: bool(one.problem.v_scales)),
+        Argument("k_scale", Scales("k_scales"), "call.kv", lambda one: bool(one.problem.k_scales)),
+        Argument("v_scale", Scales("v_scales"), "call.kv", lambda one: bool(one.problem.v_scales)),
     )
 )
 
@@ -317,8 +317,8 @@ BEFORE, MAIN, AFTER, SUMS = "preprocess", "kernel", "postprocess", "sum_parts"
 BACKWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim"), "call.kv"),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v"), "call.kv"),
         Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "saved", read_by=(BEFORE,)),
         Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), "saved", read_by=(BEFORE, MAIN)),
         Argument("lse", PER_ROW, "saved", read_by=(BEFORE,)),

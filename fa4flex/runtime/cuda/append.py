@@ -14,7 +14,7 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.contents import validating
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.rotary import Rotary
-from fa4flex.runtime.cuda.calls.call import name_of
+from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of

@@ -21,8 +21,8 @@ from fa4flex.errors import Fa4flexError, UnsupportedError
 from fa4flex.kernels.plan.arguments import BACKWARD
 from fa4flex.kernels.plan.groups import groups_of
 from fa4flex.kernels.plan.lengths import row_block
+from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, launch_function
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing

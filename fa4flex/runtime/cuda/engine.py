@@ -40,13 +40,13 @@ from fa4flex.kernels.plan.specialize import same_backward_problem, same_problem
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results
+from fa4flex.runtime.cuda.calls.arguments import absent, conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.signatures import numbers_of, signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
-from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready, Results
+from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready
 from fa4flex.runtime.cuda.repeats.families import Families, Look, look_of
 from fa4flex.runtime.cuda.repeats.fast_backward import RecentBackward
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
@@ -305,7 +305,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature)
     output = engine.precision.output_dtype(call.q.dtype)
-    constants = {"scalars": captured.scalars or None}
+    constants = {"scalars": captured.scalars or None, **absent(FORWARD, call.kv)}
     conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))
     return Ready(
         kernel.launch,
@@ -313,12 +313,12 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         constants,
         bool(conversions),
         output,
-        call.v.shape[-1],
+        call.kv.v.shape[-1],
         call.statistics,
         reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
-        call.pages is not NO_PAGES,
+        call.kv.seqused_k is not None,
         _splitting(plan, given),
         lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan) if by_work else None),
         tables_of(engine.kinds, call, lowered, captured, engine.counted),

@@ -6,7 +6,6 @@ at every call, and between replays of a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import MaskForm
@@ -16,7 +15,7 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.plan.specialize import forward_problem
-from fa4flex.runtime.cuda.calls.call import Call
+from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.engine import Engine, make_ready
@@ -25,26 +24,20 @@ from fa4flex.runtime.cuda.launches.ready import Ready
 MOST_KEYS = (1 << 31) - 256
 """Slots of a row of the table: their numbers, and those of a tile past them, have 32 bits."""
 
-_UNSEEN: Any = object()
 
-
-def ready_for(engine: Engine, call: Call, check: Callable[[], None]) -> Ready | None:
-    """The launch of a call; None where no kernel reads its keys in place. `check` raises InputError for
-    tensors that do not fit; it is called for those of a look that is new."""
-    ready = engine.find(call, _UNSEEN)
-    if ready is _UNSEEN:
-        check()
-        if not _readable(engine, call):
-            return None
-        ready = _made(engine, call)
-        engine.keep(call, ready)
+def made(engine: Engine, call: Call) -> Ready | None:
+    """The launch of a checked call whose look is new; None where no kernel reads its keys in place."""
+    if not _readable(engine, call):
+        return None
+    ready = _made(engine, call)
+    engine.keep(call, ready)
     return ready
 
 
 def _readable(engine: Engine, call: Call) -> bool:
     """True if a kernel may take such a call, were its mask as simple as can be: nothing is proved. Calls that
     none takes are not kept: those with many queries have other lengths each time."""
-    if not (tma_able(call.k) and tma_able(call.v)) or call.extents().kv_len > MOST_KEYS:
+    if not (tma_able(call.kv.k) and tma_able(call.kv.v)) or call.extents().kv_len > MOST_KEYS:
         return False
     facts, target = engine.facts, target_of(call.q.device)
     form: MaskForm = "none" if facts.mask is TRUE else "tables" if facts.keys is None else "spans"

@@ -35,7 +35,7 @@ from fa4flex.exact import exactly
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
+from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.attend import Module, Wanted, buffers_of, module
 from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, classifier
@@ -64,37 +64,35 @@ class Engine:
         self._tokens: Followed[tuple[Tensor, ...]] = Followed(MOST_MASKS, 4)
         self._masks: Followed[Blocks] = Followed(MOST_MASKS, 4)
 
-    def attend(
-        self, given: Tensors, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
-    ) -> Outputs:
-        """out in q's layout, lse and max_scores [B, H, Sq], or [H, Tq] of packed inputs; differentiable.
+    def attend(self, call: Call) -> Outputs:
+        """Results of a call with heads first: out in q's layout, lse and max_scores [B, H, Sq], or [H, Tq] of
+        packed inputs; differentiable.
 
         Raises UnsupportedError for what torch cannot express, PastTheEnd for short captured tensors.
         """
-        ready = self.find(given, scalars, scale, statistics)
+        ready = self.find(call)
         if ready is None:
             with proving():
-                ready = _made(self, _without_absent(given), scalars, scale, statistics)
-            look = _look(given, scale, statistics), self.watched.numbers_of(scalars)
-            self._ready.keep(look, (), ready)
-        return ready(given, scalars)
+                ready = _made(self, call)
+            self._ready.keep(self._look(call), (), ready)
+        return ready(call)
 
-    def find(
-        self, given: Tensors, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
-    ) -> Ready | None:
+    def find(self, call: Call) -> Ready | None:
         """Ready call of an earlier one that looked like this, all of whose parts were checked; else None."""
-        look = _look(given, scale, statistics), self.watched.numbers_of(scalars)
-        found: Ready | None = self._ready.get(look, ())
+        found: Ready | None = self._ready.get(self._look(call), ())
         return found
+
+    def _look(self, call: Call) -> Hashable:
+        return _look(call), self.watched.numbers_of(call.scalars)
 
     def attend_of(self, key: Hashable, make: Callable[[], Attend]) -> Attend:
         """The function kept for a key, or one that is made now."""
         return self._compiled.made(key, (), make)
 
-    def tokens(self, given: Tensors) -> tuple[Tensor, ...]:
+    def tokens(self, call: Call) -> tuple[Tensor, ...]:
         """Tables of a ragged batch."""
-        q, k, _, _, lengths, _ = given
-        if all(x is None for x in lengths):
+        q, k, lengths = call.q, call.kv.k, call.lengths
+        if lengths is NO_LENGTHS:
             return ()
         packed = lengths.cu_seqlens_q is not None
 
@@ -119,22 +117,17 @@ class Engine:
         return self._masks.made(key, read, make, self.schedule.contents)
 
 
-def _look(given: Tensors, scale: float, statistics: tuple[str, ...]) -> Hashable:
-    """All that a ready call depends on, but for contents."""
-    q, k, v, sinks, lengths, operands = given
+def _look(call: Call) -> Hashable:
+    """All that a ready call depends on, but for contents and numbers."""
+    q, kv, operands, sinks, lengths, _, scale, _, statistics = call
     grad = torch.is_grad_enabled()
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    inputs = (q, kv.k, kv.v) if sinks is None else (q, kv.k, kv.v, sinks)
     return (
         tuple([(x.shape, x.dtype, x.device, grad and x.requires_grad) for x in inputs]),
         tuple([(x.shape, x.dtype, x.device, x.layout, grad and x.requires_grad) for x in operands]),
         sinks is None, exactly(scale), statistics, grad,
         None if lengths is NO_LENGTHS else tuple([None if x is None else x.shape for x in lengths]),
     )  # fmt: skip
-
-
-def _without_absent(given: Tensors) -> Tensors:
-    """The same with NO_LENGTHS where all lengths are None, as operators have them."""
-    return given._replace(lengths=NO_LENGTHS) if all(x is None for x in given.lengths) else given
 
 
 # --- making ready -----------------------------------------------------------------------------------------
@@ -196,17 +189,19 @@ class Ready:
     def __post_init__(self) -> None:
         self.taken = tuple(dict.fromkeys((*self.score, *self.mask)))
 
-    def __call__(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
-        parts = self.parts(given, scalars, self.recent)
+    def __call__(self, call: Call) -> Outputs:
+        parts = self.parts(call, self.recent)
         self.recent = parts.recent
-        return self.results(self.compute(parts), given)
+        return self.results(self.compute(parts), call)
 
-    def parts(self, given: Tensors, scalars: tuple[int | float, ...], recent: Recent | None) -> Parts:
-        """Tensors of a call: those given, laid out and padded, and what is kept in `recent` or made now."""
-        q, k, v, sinks, lengths, operands = given
-        if lengths is not NO_LENGTHS and (tables := self.engine.tokens(given)):
+    def parts(self, call: Call, recent: Recent | None) -> Parts:
+        """Tensors of a call, laid out and padded, and what is kept in `recent` or made now."""
+        q, kv, operands, sinks, lengths, scalars, *_ = call
+        k, v = kv.k, kv.v
+        if lengths is not NO_LENGTHS:
+            tables = self.engine.tokens(call)
             operands = (*operands, *tables)
-            q, k, v = (_before_ends if lengths.cu_seqlens_q is None else _inside)(given, tables)
+            q, k, v = (_before_ends if lengths.cu_seqlens_q is None else _inside)(call, tables)
         if self.padded_to != (0, 0):
             q, k, v = self._wide(q, k, v)
         recent = self._now(scalars, q, recent)
@@ -238,24 +233,24 @@ class Ready:
     def compute(self, parts: Parts) -> Outputs:
         return self.attend(*self.arguments(parts))
 
-    def results(self, found: Outputs, given: Tensors) -> Outputs:
-        """Results in the layout of what was given."""
+    def results(self, found: Outputs, call: Call) -> Outputs:
+        """Results in the layout of q."""
         out, lse, largest = found
-        if given.sinks is not None and lse is not None and given.lengths.seqused_q is not None:
-            lse = self._of_used(lse, given)
+        if call.sinks is not None and lse is not None and call.lengths.seqused_q is not None:
+            lse = self._of_used(lse, call)
         if self.padded_to[1]:
-            out = out[..., : given.v.shape[-1]]
+            out = out[..., : call.kv.v.shape[-1]]
         if out.dtype is not self.output:
             out = out.to(self.output)
-        if given.lengths.cu_seqlens_q is None:
+        if call.lengths.cu_seqlens_q is None:
             return out, lse, largest
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
         return out[0].transpose(0, 1), lse, largest
 
-    def _of_used(self, lse: Tensor, given: Tensors) -> Tensor:
+    def _of_used(self, lse: Tensor, call: Call) -> Tensor:
         """Log-sum-exps, -inf in rows past the ends of sequences: these have no sinks either."""
-        tables = self.engine.tokens(given)
-        if given.lengths.cu_seqlens_q is not None:
+        tables = self.engine.tokens(call)
+        if call.lengths.cu_seqlens_q is not None:
             used = ragged.Tokens(*tables).sequence_q >= 0
         else:
             ends = ragged.Ends(*tables).q_len
@@ -306,32 +301,26 @@ class Ready:
         return made, recent if read else recent._replace(blocks=made)
 
 
-def _made(
-    engine: Engine,
-    given: Tensors,
-    scalars: tuple[int | float, ...],
-    scale: float,
-    statistics: tuple[str, ...],
-) -> Ready:
-    facts, q, grad = engine.facts, given.q, torch.is_grad_enabled()
-    on_cpu, first = q.device.type == "cpu", len(given.operands)
-    wanting = frozenset(i for i, x in enumerate(given.operands) if grad and x.requires_grad)
+def _made(engine: Engine, call: Call) -> Ready:
+    facts, q, kv, grad = engine.facts, call.q, call.kv, torch.is_grad_enabled()
+    on_cpu, first, statistics = q.device.type == "cpu", len(call.operands), call.statistics
+    wanting = frozenset(i for i, x in enumerate(call.operands) if grad and x.requires_grad)
     refuse_schedule(engine.schedule, on_cpu, bool(wanting))
     refuse_precision(engine.precision, q.dtype, on_cpu)
-    shape = _shape(given)
-    if given.lengths is not NO_LENGTHS:
+    shape = _shape(call)
+    if call.lengths is not NO_LENGTHS:
         facts = (ragged.packed_facts if q.ndim == 3 else ragged.padded_facts)(facts, first)
-    operands = (*given.operands, *engine.tokens(given))
-    setting = _proved(engine.facts, facts, given, operands, scalars, shape)
+    operands = (*call.operands, *engine.tokens(call))
+    setting = _proved(engine.facts, facts, call, operands, shape)
     setting = replace(setting, learned=wanting, copied=frozenset() if on_cpu else places_of(facts, wanting))
-    wanted = Wanted(scale, "lse" in statistics, "max_scores" in statistics, given.sinks is not None,
+    wanted = Wanted(call.scale, "lse" in statistics, "max_scores" in statistics, call.sinks is not None,
                     engine.schedule.tile)  # fmt: skip
     made = module(facts, setting, wanted)
-    trains = grad and any(x is not None and x.requires_grad for x in (*given[:4], *given.operands))
+    trains = grad and call.wants_gradients
     compiled = not on_cpu or not (trains or wanted.lse or wanted.max_scores or wanted.sinks)
-    widths = q.shape[-1], given.v.shape[-1]
+    widths = q.shape[-1], kv.v.shape[-1]
     short = (0, 0) if not compiled else tuple(max(LEAST_WIDTH - width, 0) for width in widths)
-    heads = q.shape[1], given.k.shape[1]
+    heads = q.shape[1], kv.k.shape[1]
     key = made.text, compiled, q.dtype, q.device, heads, widths, grad, tuple(sorted(wanting)), trains
     classes = None if made.mask is None else classifier(facts.mask, operands, setting)
     functions = [x for x in (made.score, made.mask) if x is not None]
@@ -366,8 +355,8 @@ def _attend(made: Module, compiled: bool, on_cpu: bool) -> Attend:
     return made.compiled((lambda: made.uncompiled()) if on_cpu else None)
 
 
-def _shape(given: Tensors) -> Shape:
-    q, k = given.q, given.k
+def _shape(call: Call) -> Shape:
+    q, k = call.q, call.kv.k
     if q.ndim == 3:
         return Shape(1, q.shape[1], q.shape[0], k.shape[0])
     return Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -376,25 +365,24 @@ def _shape(given: Tensors) -> Shape:
 def _proved(
     own: Facts,
     facts: Facts,
-    given: Tensors,
+    call: Call,
     operands: tuple[Tensor, ...],
-    scalars: tuple[int | float, ...],
     shape: Shape,
 ) -> Setting:
     """Dtypes that the integers of the mods need, and whether indices have to be clamped.
 
     The size of captured integers is looked at, once: arithmetic that does not fit in 64 bits is refused.
     """
-    captured = Captured(operands, scalars, _bits(facts, operands))
-    if given.lengths is not NO_LENGTHS:  # a batch entry or a head without an element raises
-        sequences = next(x for x in given.lengths if x is not None).shape[0] - (given.q.ndim == 3)
+    captured = Captured(operands, call.scalars, _bits(facts, operands))
+    if call.lengths is not NO_LENGTHS:  # a batch entry or a head without an element raises
+        sequences = next(x for x in call.lengths if x is not None).shape[0] - (call.q.ndim == 3)
         prove(own, Ragged(sequences, *(shape.heads, shape.q_len, shape.kv_len)), captured)
     found = prove(facts, shape, captured)
     read = slots_read(facts.score, facts.mask)
     reads_integers = any(not operands[slot].is_floating_point() for slot in read)
-    wide = found.wide_index or reads_integers or given.q.device.type == "cpu"
+    wide = found.wide_index or reads_integers or call.q.device.type == "cpu"
     sizes = None if found.in_range else tuple(tuple(x.shape) for x in operands)
-    floats = "torch.float64" if given.q.dtype == torch.float64 else "torch.float32"
+    floats = "torch.float64" if call.q.dtype == torch.float64 else "torch.float32"
     return Setting(floats, "torch.int64" if wide else "torch.int32", sizes)
 
 
@@ -429,11 +417,11 @@ def _number_of(
     return _numbers.made((buffer, exactly(value), dtype, q.device, _stream(q)), (), make)
 
 
-def _inside(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _inside(call: Call, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Packed q, k, v as one sequence [1, H, T, D]. Tokens beyond lengths used, where these are given, are
     zeros: they may hold NaN."""
     tokens = ragged.Tokens(*tables)
-    q, k, v, _, lengths, _ = given
+    q, k, v, lengths = call.q, call.kv.k, call.kv.v, call.lengths
     if lengths.seqused_q is not None:
         q = torch.where((tokens.sequence_q >= 0)[:, None, None], q, 0)
     if lengths.seqused_k is not None:
@@ -442,15 +430,15 @@ def _inside(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor,
     return tuple(x.transpose(0, 1)[None] for x in (q, k, v))  # type: ignore[return-value]
 
 
-def _before_ends(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _before_ends(call: Call, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Padded q, k, v with zeros past the ends of sequences."""
-    ends, (q, k, v) = ragged.Ends(*tables), given[:3]
+    ends = ragged.Ends(*tables)
 
     def cut(x: Tensor, length: Tensor) -> Tensor:
         place = torch.arange(x.shape[2], device=x.device)
         return torch.where((place < length[:, None])[:, None, :, None], x, 0)
 
-    return cut(q, ends.q_len), cut(k, ends.kv_len), cut(v, ends.kv_len)
+    return cut(call.q, ends.q_len), cut(call.kv.k, ends.kv_len), cut(call.kv.v, ends.kv_len)
 
 
 def _stream(q: Tensor) -> int:

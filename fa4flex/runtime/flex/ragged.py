@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.expr import Expr, apply, load, substitute, sym
-from fa4flex.runtime.cuda.calls.call import SequenceLengths
+from fa4flex.runtime.call import SequenceLengths
 
 B, Q, KV, Q_LEN, KV_LEN = (sym(name) for name in ("b", "q", "kv", "q_len", "kv_len"))
 

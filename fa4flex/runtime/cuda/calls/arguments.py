@@ -22,25 +22,41 @@ from fa4flex.kernels.plan.arguments import (
     Schema,
     Source,
 )
-from fa4flex.runtime.cuda.calls.call import array_look, heads_look, layout_key
 from fa4flex.runtime.cuda.calls.conversions import Conversion, conversion
+from fa4flex.runtime.cuda.calls.looks import array_look, heads_look, layout_key
+from fa4flex.runtime.key_sources import KeySource
 
 
 def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, ...]]:
     """The function of a call, or of what a forward pass saved, that tells what its launch depends on: how
     tensors look, numbers by their text (0.0 equals -0.0), and the sign of the scale. Extents are left out,
     and so are q, k and v, which are looked at together (families.py)."""
-    rows = [row for row in schema.found_in(source) if source != "call" or not isinstance(row.look, Heads)]
+    rows = [row for row in schema.found_in(source) if source == "saved" or not isinstance(row.look, Heads)]
     space = {"layout_key": layout_key, "heads_look": heads_look, "array_look": array_look}
     return _printed((_owner(rows[0]),), f"({', '.join(map(_key, rows))},)", space)
+
+
+@lru_cache
+def key_function_of(schema: Schema, kind: type[KeySource]) -> Callable[[Any], tuple[Any, ...]]:
+    """The same of a call whose keys are of such a source. Fields that are no rows are a part of the key."""
+    rows = {row.name: row for row in schema.found_in("call.kv")}
+    fields = [name for name in kind._fields if name not in rows or not isinstance(rows[name].look, Heads)]
+    keys = "".join(f"{_key(rows[name]) if name in rows else f'call.kv.{name}'}, " for name in fields)
+    return _printed(("call",), f"({keys})", {})
+
+
+def absent(schema: Schema, kv: KeySource) -> dict[str, None]:
+    """Arguments of other sources of keys, which a launch does without."""
+    return {row.name: None for row in schema.found_in("call.kv") if row.name not in kv._fields}
 
 
 def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
     """Conversions that arguments go through at every launch that looks like this one, by name; most arguments
     need none. owners: `call`, and in backward passes `saved`."""
     found = {}
+    without = absent(schema, owners["call"].kv)
     for row, owner, read in _readers(schema):
-        if owner in owners:
+        if owner in owners and row.name not in without:
             convert = conversion(row.look, read(owners[owner]))
             if convert is not None:
                 found[row.name] = convert

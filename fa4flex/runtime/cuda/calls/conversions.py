@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa4flex.kernels.plan.arguments import Array, Captured, Heads, Look
 from fa4flex.primitives.kv_scales import E4M3
-from fa4flex.runtime.cuda.calls.call import ALIGNMENT
+from fa4flex.runtime.cuda.calls.looks import ALIGNMENT
 
 Conversion = Callable[[Any], Any]
 """A function of a tensor, or of a tuple of captured tensors."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.compiler.signature import Signature
-from fa4flex.kernels.plan.arguments import LENGTHS
-from fa4flex.runtime.cuda.calls.call import Call
+from fa4flex.kernels.plan.arguments import LENGTHS, PAGES
+from fa4flex.runtime.call import Call
 
 Kinds = Mapping[int, str]
 """The kind of each captured number, by slot."""
@@ -21,7 +21,7 @@ def signature_of(kinds: Kinds, call: Call, more: tuple[str, ...] = ()) -> Signat
     units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in call.operands)
     heads_first = call.heads_first or call.packed
     even = tuple(map(_even_rows, call.operands))
-    tables = call.pages._asdict().items()
+    tables = ((row.name, getattr(call.kv, row.name, None)) for row in PAGES)
     wide = tuple(name for name, x in tables if x is not None and x.dtype == torch.int64)
     return Signature(heads_first, kinds_of(kinds, call), units, even, used + more, wide)
 

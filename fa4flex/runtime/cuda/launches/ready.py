@@ -12,17 +12,13 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
 from fa4flex.kernels.plan.splitting import Splits, Splitting
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 from fa4flex.runtime.layouts import output_layout
 
 _FLOAT = torch.float32
-
-Results = tuple[Tensor, Tensor | None, Tensor | None]
-"""out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries, each None or empty where
-it is computed on request and was not asked for."""
 
 
 class Layouts(NamedTuple):

@@ -13,11 +13,12 @@ from torch import Tensor
 from fa4flex.codegen.analyze.reach import Reach, extents_of
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.conversions import compact
 from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
+from fa4flex.runtime.key_sources import Contiguous
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.captured_sums import CapturedSum
@@ -82,7 +83,7 @@ class ReadyBackward:
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         call, saved = _in_whole_tokens(call, saved)
-        q, k, v = call.q, call.k, call.v
+        q, k, v = call.q, call.kv.k, call.kv.v
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
         lse2, delta = (_rows_like(saved.lse, padded) for _ in range(2))
@@ -125,9 +126,9 @@ def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
     axis = 2 if call.heads_first else 1
     q, k, v, dout = (
         x if x.stride(axis) and x.stride(0) % x.stride(axis) == 0 else compact(x)
-        for x in (call.q, call.k, call.v, saved.dout)
+        for x in (call.q, call.kv.k, call.kv.v, saved.dout)
     )
-    return call._replace(q=q, k=k, v=v), saved._replace(dout=dout)
+    return call._replace(q=q, kv=Contiguous(k, v)), saved._replace(dout=dout)
 
 
 def _like(x: Tensor) -> Tensor:

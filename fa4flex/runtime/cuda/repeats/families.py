@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach
 from fa4flex.contents import VersionedCache
-from fa4flex.kernels.plan.arguments import FORWARD, Heads
-from fa4flex.runtime.cuda.calls.arguments import key_function
-from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call, heads_look
+from fa4flex.kernels.plan.arguments import FORWARD
+from fa4flex.runtime.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.calls.arguments import key_function, key_function_of
+from fa4flex.runtime.cuda.calls.looks import ALIGNMENT, heads_look
+from fa4flex.runtime.key_sources import Contiguous
 from ptxsim import active as simulated
 
 MOST_REACHES = 8
@@ -30,31 +32,26 @@ Look = tuple[Any, ...]
 def look_of(call: Call) -> tuple[Look, Extents] | None:
     """All that the launch of a call depends on besides its extents, and these; None where q, k and v do not
     have the dimensions that calls have."""
-    lengths = call.lengths
-    if call.pages is not NO_PAGES:
-        heads, of_lengths = _paged(call), (_key_of_pages(call), _key_of_lengths(call))
-    elif lengths is NO_LENGTHS:
-        heads, of_lengths = _dense(call), None
+    lengths, kind, of_keys = call.lengths, type(call.kv), None
+    if kind is not Contiguous:
+        of_keys = kind, *key_function_of(FORWARD, kind)(call)
+    if of_keys is not None and call.kv.seqused_k is not None:
+        heads = _paged(call)
     else:
         heads = _dense(call) if lengths.cu_seqlens_q is None else _packed(call)
-        of_lengths = _key_of_lengths(call)
     if heads is None:
         return None
     looks, extents = heads
-    scales = call.scales
-    of_scales = None if scales is NO_SCALES else (scales.k_per, scales.v_per, *_key_of_scales(call))
-    return (looks, _key_of(call), of_lengths, of_scales, call.statistics, simulated.gpu()), extents
+    of_lengths = None if lengths is NO_LENGTHS else _key_of_lengths(call)
+    return (looks, _key_of(call), of_lengths, of_keys, call.statistics, simulated.gpu()), extents
 
 
-assert [row.name for row in FORWARD.found_in("call") if isinstance(row.look, Heads)] == ["q", "k", "v"]
-_key_of, _key_of_lengths, _key_of_pages, _key_of_scales = (
-    key_function(FORWARD, source) for source in ("call", "call.lengths", "call.pages", "call.scales")
-)
+_key_of, _key_of_lengths = key_function(FORWARD, "call"), key_function(FORWARD, "call.lengths")
 
 
 def _dense(call: Call) -> tuple[Look, Extents] | None:
     """Looks of q, k and v, whether their extents agree, and these."""
-    q, k, v = call.q, call.k, call.v
+    q, k, v = call.q, call.kv.k, call.kv.v
     if not q.dim() == k.dim() == v.dim() == 4:
         return None
     if call.heads_first:
@@ -83,7 +80,7 @@ def _looks(q: Tensor, k: Tensor, v: Tensor) -> Look:
 
 
 def _packed(call: Call) -> tuple[Look, Extents] | None:
-    q, k, v, cu = call.q, call.k, call.v, call.lengths.cu_seqlens_q
+    q, k, v, cu = call.q, call.kv.k, call.kv.v, call.lengths.cu_seqlens_q
     if not q.dim() == k.dim() == v.dim() == 3 or cu is None or not cu.dim():
         return None
     (length, *sizes), (keys, *k_sizes), (values, *v_sizes) = q.shape, k.shape, v.shape
@@ -93,7 +90,8 @@ def _packed(call: Call) -> tuple[Look, Extents] | None:
 
 def _paged(call: Call) -> tuple[Look, Extents] | None:
     """Look of a call with pages, with their size: it is a part of what a kernel is compiled for."""
-    q, k, v, (table, used), cu = call.q, call.k, call.v, call.pages, call.lengths.cu_seqlens_q
+    q, kv, cu = call.q, call.kv, call.lengths.cu_seqlens_q
+    k, v, table, used = kv.k, kv.v, kv.page_table, kv.seqused_k  # type: ignore[attr-defined]
     if not k.dim() == v.dim() == 4 or q.dim() != (4 if cu is None else 3) or table is None or used is None:
         return None
     heads, rows = (1, 2) if call.heads_first else (2, 1)

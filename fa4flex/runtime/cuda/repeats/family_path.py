@@ -20,19 +20,22 @@ from fa4flex.codegen.trace.paths import Reader
 from fa4flex.contents import VALIDATE
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call, Pages, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.looks import ALIGNMENT
 from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
+from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.key_sources import Paged as PagedKeys
 from fa4flex.torch_internals import forward_ad
 from fa4flex.variant import Variant, default_scale
 
-Beside = tuple[SequenceLengths, Pages, tuple[Tensor, ...]]
-"""Lengths and pages of a call, and the tensors of both, each once: torch's guard takes none twice."""
+Beside = tuple[SequenceLengths, tuple[Tensor, ...]]
+"""Lengths of a call, and these or its pages as tensors, each once: torch's guard takes none twice."""
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 COMPARED = (
-    "q", "k", "v", "operands", "sinks", "lengths", "scalars", "scale", "heads_first", "statistics", "pages"
+    "q", "kv", "operands", "sinks", "lengths", "scalars", "scale", "heads_first", "statistics"
 )  # fmt: skip
 """Fields of a Call that a path compares. Calls that bring something else have none."""
 
@@ -86,7 +89,7 @@ class Dense:
         return a | b | c, d | e | f, g | h | i
 
 
-NOTHING: Beside = NO_LENGTHS, NO_PAGES, ()
+NOTHING: Beside = NO_LENGTHS, ()
 
 
 class Used(Dense):
@@ -103,7 +106,7 @@ class Used(Dense):
         lengths = SequenceLengths(varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k)
         if _given(lengths) != self.given:
             return None
-        return lengths, NO_PAGES, tuple([lengths[i] for i in self.places])  # type: ignore[misc]
+        return lengths, tuple([lengths[i] for i in self.places])  # type: ignore[misc]
 
 
 class Packed(Used):
@@ -128,11 +131,10 @@ class Paged(Dense):
     def beside(self, varlen: Varlen | None, paging: Paging | None) -> Beside | None:
         if varlen is not None or type(paging) is not Paging:
             return None
-        pages = Pages(paging.page_table, paging.seqused_k)
-        return NO_LENGTHS, pages, pages  # type: ignore[return-value]
+        return NO_LENGTHS, (paging.page_table, paging.seqused_k)
 
     def extents(self, qkv: QKV, beside: Beside) -> Extents | None:
-        (q, k, v), (table, used) = qkv, beside[2]
+        (q, k, v), (table, used) = qkv, beside[1]
         sizes = q.shape
         batch, length = sizes[0], sizes[self.rows]
         (rows, columns), (pages, size, _, _) = table.shape, k.shape
@@ -157,9 +159,11 @@ def _own(lengths: SequenceLengths) -> tuple[Tensor | None, ...]:
 
 
 def _kind(call: Call) -> Kind | None:
-    """Kind of a call; None for lengths beside pages."""
-    if call.pages is not NO_PAGES:
+    """Kind of a call; None for lengths beside pages, and for other sources of keys."""
+    if type(call.kv) is PagedKeys:
         return Paged(call) if call.lengths is NO_LENGTHS else None
+    if type(call.kv) is not Contiguous:
+        return None
     if call.lengths is NO_LENGTHS:
         return Dense(call)
     return Packed(call) if call.packed else Used(call)
@@ -178,7 +182,7 @@ class FamilyPath:
     """
 
     __slots__ = (
-        "alignments", "default_scale", "heads_first", "kind", "looks", "positive",
+        "alignments", "default_scale", "heads_first", "kind", "looks", "paged", "positive",
         "reading", "ready", "requires_grad", "scalars", "sinks", "sizes", "statistics", "trains",
     )  # fmt: skip
 
@@ -190,11 +194,13 @@ class FamilyPath:
         others, self.sinks = _others(call.operands, call.sinks), call.sinks is not None
         self.alignments = [x.data_ptr() % ALIGNMENT for x in others]
         self.sizes = tuple([x.element_size() for x in qkv])
-        beside = call.pages if call.pages is not NO_PAGES else _own(call.lengths)
+        kv, own = call.kv, _own(call.lengths)
+        self.paged = isinstance(kv, PagedKeys)
+        beside = (kv.page_table, kv.paged_keys) if isinstance(kv, PagedKeys) else own
         given = [x for x in beside if x is not None]
         self.requires_grad = any(x.requires_grad for x in (*qkv, *others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
-        self.looks = _looks(qkv, self.kind.free(qkv), given, others, call.pages is not NO_PAGES)
+        self.looks = _looks(qkv, self.kind.free(qkv), given, others, self.paged)
 
     @staticmethod
     def of(call: Call, qkv: QKV, ready: Ready, reader: Reader) -> FamilyPath | None:
@@ -204,7 +210,7 @@ class FamilyPath:
         others = [name for name in call._fields if name not in COMPARED]
         if any(getattr(call, name) is not call._field_defaults.get(name) for name in others):
             return None
-        if kind is None or (VALIDATE and (call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES)):
+        if kind is None or (VALIDATE and type(kind) is not Dense):
             return None
         found = FamilyPath(call, qkv, kind, ready, reader)
         return found if found.looks is not None and found._readable(qkv) else None
@@ -223,7 +229,7 @@ class FamilyPath:
         scale, sinks = variant.scale, variant.sinks
         scale = self.default_scale if scale is None else scale
         sinks_now = None if sinks is None else sinks.now()
-        lengths, pages, given = beside
+        lengths, given = beside
         if (scale > 0) is not self.positive or (sinks_now is not None) is not self.sinks:
             return None
         others = operands if sinks_now is None else (*operands, sinks_now)
@@ -241,10 +247,12 @@ class FamilyPath:
         if variant.blocks is not None:
             batch, q_len, kv_len = extents
             variant.blocks.fits(q_len, kv_len, batch, q.shape[1 if self.heads_first else 2])
-        if pages is not NO_PAGES and self.heads_first:
+        rest = operands, sinks_now, lengths, self.scalars, scale, self.heads_first, self.statistics
+        if not self.paged:
+            return Call(q, Contiguous(k, v), *rest), extents
+        if self.heads_first:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        rest = self.scalars, scale, self.heads_first, self.statistics
-        return Call(q, k, v, operands, sinks_now, lengths, *rest, pages), extents
+        return Call(q, PagedKeys(k, v, *given), *rest), extents
 
     def _readable(self, qkv: QKV) -> bool:
         """True if the tensor memory accelerator can read q, k and v, whose last strides were compared."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, Call
+from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.conversions import tma_able
+from fa4flex.runtime.cuda.calls.looks import ALIGNMENT
 from fa4flex.runtime.cuda.launches.ready_backward import ReadyBackward, Saved
 from fa4flex.runtime.cuda.repeats.family_path import NOTHING, Dense
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
@@ -68,7 +69,7 @@ class FastBackward:
         for x in _of_heads(call, saved):
             a, b, c, _ = x.stride()
             steps |= (a | b | c) * x.element_size()
-        extents = self.dense.extents(call[:3], NOTHING)
+        extents = self.dense.extents((call.q, call.kv.k, call.kv.v), NOTHING)
         return steps % ALIGNMENT == 0 and extents is not None and self.ready.reach.holds(extents)
 
 
@@ -94,7 +95,7 @@ class RecentBackward:
     def remember(self, call: Call, saved: Saved, asked: Asked, ready: ReadyBackward) -> None:
         """`ready`, proved without contents of tensors, has just served this call."""
         seen, before = self.ready is ready, self.shapes
-        self.ready, self.shapes = ready, (call.q.shape, call.k.shape)
+        self.ready, self.shapes = ready, (call.q.shape, call.kv.k.shape)
         if not seen or self.tries >= MOST_TRIES or call.lengths is not NO_LENGTHS or saved.dlse is not None:
             return
         if self.shapes == before or all(map(tma_able, _of_heads(call, saved))):
@@ -103,7 +104,7 @@ class RecentBackward:
 
 
 def _of_heads(call: Call, saved: Saved) -> tuple[Tensor, ...]:
-    return call.q, call.k, call.v, saved.out, saved.dout
+    return call.q, call.kv.k, call.kv.v, saved.out, saved.dout
 
 
 def _free(tensors: tuple[Tensor, ...], rows: int) -> tuple[list[Any], list[Any]]:
@@ -117,8 +118,8 @@ def _free(tensors: tuple[Tensor, ...], rows: int) -> tuple[list[Any], list[Any]]
 
 
 def _tensors(call: Call, saved: Saved) -> tuple[Tensor, ...]:
-    q, k, v, operands, sinks, *_ = call
-    given = q, k, v, saved.out, saved.lse, saved.dout, *operands
+    q, kv, operands, sinks, *_ = call
+    given = q, kv.k, kv.v, saved.out, saved.lse, saved.dout, *operands
     return given if sinks is None else (*given, sinks)
 
 

@@ -15,13 +15,15 @@ from torch import Tensor
 from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.exact import exactly
-from fa4flex.kernels.plan.arguments import FORWARD, Source
+from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.kernels.plan.splitting import Splits
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results
 from fa4flex.runtime.cuda.calls.arguments import launch_function
-from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
+from fa4flex.runtime.cuda.calls.looks import ALIGNMENT
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import counters
-from fa4flex.runtime.cuda.launches.ready import Ready, Results
+from fa4flex.runtime.cuda.launches.ready import Ready
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.torch_internals import TensorGuards, forward_ad
 from fa4flex.variant import Variant, default_scale
 
@@ -72,10 +74,12 @@ class FastPath:
         self.default_scale = default_scale(call.q.shape[-1])
         self.sinks, self.shape = call.sinks, call.extents()
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
-        self.rest = call[3:]
-        self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
+        self.rest = call[2:]
+        qkv = call.q, call.kv.k, call.kv.v
+        self.requires_grad = any(x.requires_grad for x in (*qkv, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
-        self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+        q, k, v = qkv
+        self.alignment = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT
         self.alignments = [x.data_ptr() % ALIGNMENT for x in self.others]
         self.layouts, splits = ready.layouts(call), _splits(call, ready)
         self.plain = self.layouts.like_q and not ready.statistics
@@ -89,10 +93,10 @@ class FastPath:
     @staticmethod
     def of(call: Call, ready: Ready, reader: Reader, statistics: tuple[str, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
-        plain = call.lengths is NO_LENGTHS and call.pages is NO_PAGES and call.scales is NO_SCALES
+        plain = call.lengths is NO_LENGTHS and type(call.kv) is Contiguous
         if not plain or ready.converts or ready.gaps:
             return None
-        tensors = call.q, call.k, call.v, *call.operands
+        tensors = call.q, call.kv.k, call.kv.v, *call.operands
         looks = guard_of(tensors if call.sinks is None else (*tensors, call.sinks))
         return None if looks is None else FastPath(call, ready, looks, reader, statistics)
 
@@ -129,10 +133,10 @@ class FastPath:
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
         """The call that these inputs make."""
-        return Call(q, k, v, *self.rest)
+        return Call(q, Contiguous(k, v), *self.rest)
 
     def of_call(self, call: Call) -> Results:
-        return self(call.q, call.k, call.v)
+        return self(call.q, call.kv.k, call.kv.v)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
@@ -165,9 +169,6 @@ def _workspace(call: Call, floats: int) -> Tensor:
     return like.expand(floats) if floats else like
 
 
-_ABSENT: tuple[Source, ...] = "call.lengths", "call.pages", "call.scales"
-
-
 def _splits(call: Call, ready: Ready) -> Splits | None:
     return None if ready.splitting is None else ready.splits(call, extents_of(call.extents()))
 
@@ -176,8 +177,7 @@ def _constants(call: Call, ready: Ready, splits: Splits | None) -> dict[str, Any
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
-    absent = [row for name in _ABSENT for row in FORWARD.found_in(name)]
-    found |= {row.name: None for row in absent} | {"faults": None}
+    found |= {row.name: None for row in FORWARD.found_in("call.lengths")} | {"faults": None}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
     most, even = (None, None) if splits is None else splits[:2]
@@ -193,10 +193,10 @@ def guard_of(
     """A function that tells whether tensors look like these; in place of their own shapes and strides, it
     compares with those that are given, where None stands for any. None where this torch has none that works,
     or where a tensor is given twice, which it does not allow."""
-    shapes = [list(x.shape) for x in tensors] if shapes is None else shapes
-    strides = [list(x.stride()) for x in tensors] if strides is None else strides
     if TensorGuards is None:
         return None
+    shapes = [list(x.shape) for x in tensors] if shapes is None else shapes
+    strides = [list(x.stride()) for x in tensors] if strides is None else strides
     try:
         guard = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         looks: Callable[..., bool] = guard.check

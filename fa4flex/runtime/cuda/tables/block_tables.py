@@ -22,7 +22,7 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.reach import Extents, extents_of
 from fa4flex.contents import Alike, Guards, VersionedCache, guards_of, hold
 from fa4flex.kernels.block_tables.config import PART
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing
@@ -206,14 +206,14 @@ class DeviceTables:
         if place is None or place[1]:
             return self.make(call, layout, lengths)
         captured = [call.operands[slot] for slot in self.plan.read]
-        read = captured + [x for x in (*lengths, call.pages.paged_keys) if x is not None]
+        read = captured + [x for x in (*lengths, call.kv.seqused_k) if x is not None]
         key = place, extents, *[(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in read]
         known: Kept | None = self._kept.get(key, ())
         if known is not None and not read:  # made of no contents: numbers are those of the launch
             return known.tables
         kept, guards = known or self.room(call, layout, read), None
         if self.counted:
-            given = [*captured, *(x for x in (*call.lengths, call.pages.paged_keys) if x is not None)]
+            given = [*captured, *(x for x in (*call.lengths, call.kv.seqused_k) if x is not None)]
             if kept.guards is not None and hold(kept.guards, given):
                 return kept.tables
             guards = guards_of(given)
@@ -279,6 +279,6 @@ class HostTables:
         """The tables of a call, of its lengths as they were given."""
         require_not_capturing()
         read = [call.operands[slot] for slot in self.slots]
-        read += [x for x in (*call.lengths, call.pages.paged_keys) if x is not None]
+        read += [x for x in (*call.lengths, call.kv.seqused_k) if x is not None]
         key = capture_of(call.q), extents_of(call.extents())
         return self._kept.made(key, [x.detach().cpu() for x in read], lambda: self.make(call))

@@ -20,7 +20,7 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.contents import Guards, VersionedCache, capturing, guards_of, hold
 from fa4flex.kernels.plan.arguments import LENGTHS
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
@@ -74,7 +74,7 @@ class LengthsKernel:
             return self.compute(call)
         given = [x for x in call.lengths if x is not None]
         key = (
-            place, call.q.shape, call.k.shape, call.heads_first, simulated.gpu(),
+            place, call.q.shape, call.kv.k.shape, call.heads_first, simulated.gpu(),
             *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in call.lengths],
         )  # fmt: skip
         known: Corrected | None = self._kept.get(key, ())
@@ -168,6 +168,6 @@ def check_lengths(call: Call) -> None:
     shape, varlen = call.extents(), Varlen(*call.lengths)
     varlen.check_contents()
     if call.packed:
-        varlen.check_tokens(shape.q_len, None if call.pages.page_table is not None else shape.kv_len)
+        varlen.check_tokens(shape.q_len, shape.kv_len if call.kv.seqused_k is None else None)
     else:
         varlen.check_used(shape.q_len, shape.kv_len)

@@ -13,8 +13,8 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.contents import on_host
 from fa4flex.kernels.block_tables.config import PIECE
 from fa4flex.kernels.plan.arguments import BLOCK_TABLES
-from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
+from fa4flex.runtime.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.calls.arguments import absent, conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.signatures import Kinds, numbers_of, signature_of
 from fa4flex.runtime.cuda.tables.block_tables import PARAMETERS, DeviceTables, HostTables, Tables
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, ragged_maps, to_device, turns_to_device
@@ -40,7 +40,7 @@ def tables_of(
     found, signature = asked
     kernel, plan = found.compile(signature), found.plan
     on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), plan.read)
-    constants = {"scalars": numbers_of(kinds, call) or None}
+    constants = {"scalars": numbers_of(kinds, call) or None, **absent(BLOCK_TABLES, call.kv)}
     conversions = conversions_of(BLOCK_TABLES, call=call._replace(lengths=NO_LENGTHS))
     launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
     return DeviceTables(launch, plan, pieces_of(plan, call), on_host, counted)
@@ -99,7 +99,7 @@ def maps_of(call: Call, lowered: Lowered, captured: Captured) -> list[TileMap]:
 
 def _sequence_lengths(call: Call, side: int, length: int) -> Tensor:
     """The used length of every sequence on the host, int64 [sequences]."""
-    cu, used, cached = call.lengths[side], call.lengths[side + 2], call.pages.paged_keys
+    cu, used, cached = call.lengths[side], call.lengths[side + 2], call.kv.seqused_k
     if used is not None:
         return on_host(used).long()
     if side and cached is not None:

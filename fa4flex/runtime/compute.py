@@ -1,0 +1,130 @@
+"""Both passes of a call, by whatever computes them: a GPU's kernels, torch's flex_attention, or PyTorch
+operations tile by tile. Nothing here is seen by torch's dispatcher or by autograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fa4flex.runtime.call import Call
+from fa4flex.runtime.cuda.backward import run_backward
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.layouts import empty_output
+from fa4flex.runtime.programs import Forward, Published
+from fa4flex.torch_internals import outside_operators
+from ptxsim.active import simulating
+
+Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""([dout, dlse], what the forward pass returned); without dlse where nothing depends on the lse."""
+
+
+def on_gpu(q: Tensor) -> bool:
+    """True if such queries are on a GPU, or a simulated one."""
+    return q.is_cuda or simulating()
+
+
+def forward(program: Published, call: Call, differentiable: bool = True) -> Forward:
+    """Results of a call with heads first, of contiguous keys. What only a backward pass reads may be empty
+    where the result is not `differentiable`."""
+    there = on_gpu(call.q)
+    if "lse" not in call.statistics:
+        call = call._replace(statistics=("lse", *call.statistics))
+    if by_flex(program.backend, call.q) and not call.empty:
+        return _by_flex(program, call)
+    if there and not call.empty:
+        out, lse, largest = program.engine.run(call)
+        assert lse is not None
+        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
+    from fa4flex.runtime import blockwise
+
+    if there:
+        return blockwise.without_keys_on_gpu(program, call)
+    return blockwise.forward(program, call, differentiable)
+
+
+def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
+    """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`]."""
+    if by_flex(program.backend, call.q) and not call.empty:
+        return _backward_by_flex(program, call, gradients[0], needs)
+    if on_gpu(call.q):
+        return _backward_on_gpu(program, call, gradients, needs)
+    from fa4flex.runtime import blockwise
+
+    return blockwise.backward(program, call, gradients, needs)
+
+
+def _backward_on_gpu(
+    program: Published, call: Call, gradients: Gradients, needs: Sequence[int]
+) -> list[Tensor]:
+    """Compute gradients by kernels where there are some, else blockwise.
+
+    Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
+    number of keys (some 1e7), rows of equal scores get too large a gradient.
+    """
+    (dout, *of_lse), (out, lse, *_) = gradients
+    dlse = of_lse[0] if of_lse else None
+    if dout.dtype == out.dtype == call.q.dtype and not call.empty:
+        found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
+        if found is not None:
+            return [x for x in (*found[:4], *found.captured) if x is not None]
+    from fa4flex.runtime import blockwise
+
+    turned = [call.turn(dout), *of_lse], (call.turn(out), lse)
+    made = blockwise.backward_on_gpu(program, call.turned(), turned, needs)
+    return [*map(call.turn, made[:3]), *made[3:]]
+
+
+# --- by torch's flex_attention ----------------------------------------------------------------------------
+
+
+def _by_flex(program: Published, call: Call) -> Forward:
+    """The results as an operator returns them."""
+    with _outside(grad=False):
+        found, lse, largest = program.flex.attend(call)
+    assert lse is not None
+    output = program.precision.output_dtype(call.q.dtype)
+    out = empty_output(call.q, call.kv.v.shape[-1], output).copy_(found)
+    lse = lse.contiguous()
+    if call.q.device.type != "cpu":
+        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
+    return (
+        out,
+        lse,
+        lse.clone() if largest is None else largest.contiguous(),
+        (lse > -torch.inf).to(lse.dtype),
+    )
+
+
+def _backward_by_flex(
+    program: Published, call: Call, upstream: Sequence[Tensor], needs: Sequence[int]
+) -> list[Tensor]:
+    """Gradients by torch's autograd, of a forward pass that is run again: an operator keeps no graph."""
+    with _outside(grad=True):
+        q, k, v = (x.detach().requires_grad_() for x in (call.q, call.kv.k, call.kv.v))
+        sinks = None if call.sinks is None else call.sinks.detach().requires_grad_()
+        operands = [x.detach().requires_grad_(slot in needs) for slot, x in enumerate(call.operands)]
+        statistics = ("lse",) if len(upstream) > 1 else ()
+        again = call._replace(
+            q=q, kv=Contiguous(k, v), sinks=sinks, operands=tuple(operands), statistics=statistics
+        )
+        out, lse, _ = program.flex.attend(again)
+        wanted = [x for x in (q, k, v, sinks) if x is not None] + [operands[slot] for slot in needs]
+        outputs = [out.to(upstream[0].dtype)] if lse is None else [out.to(upstream[0].dtype), lse]
+        return list(torch.autograd.grad(outputs, wanted, list(upstream), materialize_grads=True))
+
+
+@contextlib.contextmanager
+def _outside(grad: bool) -> Iterator[None]:
+    """Within, torch dispatches as outside of the operator at hand: vmap, which traces mods, and autograd, if
+    `grad`, work there alone."""
+    with (
+        torch.inference_mode(False),
+        outside_operators(),
+        torch.set_grad_enabled(grad),
+    ):
+        yield

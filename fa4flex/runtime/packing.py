@@ -1,0 +1,109 @@
+"""Calls as arguments of operators, and back.
+
+An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors are
+an argument, so that autograd, torch.compile and functionalisation see them. Ints enter as they are and floats
+as 0-d float64 tensors on the CPU: torch.compile makes both inputs of its graphs, where a plain float would be
+compiled in. A scale that is not a plain number is the last of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.operators import OPERATORS
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.runtime.programs import Published, read
+
+NAMES: dict[type[KeySource], str] = {Contiguous: "attention", Paged: "attention_in_pages"}
+"""Operators of the sources of keys that some take as they are."""
+
+
+def results_by_operator(program: Published, call: Call) -> tuple[Tensor, ...]:
+    """Results of a call with heads first, or of pages, by the operator of its source of keys."""
+    name = NAMES[type(call.kv)]
+    arguments = OPERATORS[name].packed(named(program, call))
+    found: tuple[Tensor, ...] = getattr(torch.ops.fa4flex, name)(*arguments)
+    return found
+
+
+def gradients_by_operator(
+    program: Published, call: Call, upstream: Sequence[Tensor], saved: Sequence[Any], needs: list[int]
+) -> list[Tensor]:
+    """Gradients of a call. saved: results of the forward pass, None where it has none."""
+    (dout, *of_lse), (out, lse, *rest) = upstream, saved
+    rest = [lse.new_empty(0) if x is None else x for x in rest]
+    rest += [lse.new_empty(0)] * (2 - len(rest))
+    more = {
+        "upstream": [call.turn(dout), *of_lse],
+        "saved": [call.turn(out), lse, *rest],
+        "needs": needs,
+    }
+    arguments = OPERATORS["attention_backward"].packed(named(program, call.turned()) | more)
+    found: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
+    return [*map(call.turn, found[:3]), *found[3:]]
+
+
+def named(program: Published, call: Call) -> dict[str, Any]:
+    """All that operators may take of a call, by name."""
+    ints, floats = program.numbers(call.scalars)
+    scale, tensors = call.scale, [_as_tensor(x) for x in floats]
+    if isinstance(scale, Tensor):
+        tensors.append(scale)
+    return {
+        "q": call.q,
+        **dict(zip(call.kv._fields, call.kv, strict=True)),
+        "operands": call.operands,
+        "sinks": call.sinks,
+        **call.lengths._asdict(),
+        "lengths": list(call.lengths),
+        "program": program.text,
+        "ints": ints,
+        "floats": tensors,
+        "scale": None if isinstance(scale, Tensor) else scale,
+        "heads_first": call.heads_first,
+        "max_scores": "max_scores" in call.statistics,
+    }
+
+
+def _as_tensor(x: Any) -> Tensor:
+    """A float as operators take it; one that is symbolic stays so."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, torch.SymFloat):
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        return one * x  # type: ignore[operator]
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
+
+
+def call_of(given: Mapping[str, Any], kind: type[KeySource] = Contiguous, data: bool = True) -> Call:
+    """The call that an operator's arguments make, by name. data: whether floats are read; they lie on the
+    host, which waits for nothing."""
+    program, floats, scale = read(given["program"]), list(given["floats"]), given["scale"]
+    floats = [float(x) for x in floats] if data else floats
+    scale = floats.pop() if scale is None else scale
+    lengths = sequence_lengths(given)
+    return Call(
+        given["q"],
+        kind(*[given[name] for name in kind._fields]),
+        tuple(given["operands"]),
+        given["sinks"],
+        lengths,
+        program.scalars(given["ints"], floats),
+        scale,
+        given.get("heads_first", True),
+        ("lse", "max_scores") if given.get("max_scores", False) else ("lse",),
+    )
+
+
+def sequence_lengths(given: Mapping[str, Any]) -> SequenceLengths:
+    """Lengths among an operator's arguments."""
+    if "lengths" in given:
+        found = SequenceLengths(*given["lengths"])
+    else:
+        found = SequenceLengths(**{name: given[name] for name in SequenceLengths._fields if name in given})
+    return NO_LENGTHS if all(x is None for x in found) else found
