@@ -263,13 +263,12 @@ def test_a_signal_more_or_less_in_a_kernel_is_found(name: str) -> None:
         assert changed(run, [*text[:line], *[text[line]] * copies, *text[line + 1 :]]), text[line]
 
 
-def hand_over_early(self: Any, given: Any, parts: Any, shared: Any, where: Any) -> None:
+def hand_over_early(self: Any, mine: Any, collector: Any, parts: Any, count: Any) -> None:
     """Says that dQ is there, and then waits until there is room for it."""
-    lane, w, count = where
-    stage = count % self.config.dq_stages
+    w, stage = mine.number, count % self.config.dq_stages
     arrive(DQ_FULL, w, stage)
     sync(DQ_EMPTY, w, stage)
-    stage_by_fours(parts, shared.dq[None, w, stage], lane, 128)
+    stage_by_fours(parts, mine.shared.dq[None, w, stage], mine.lane, 128)
 
 
 def free_early(self: Any, given: Any, state: Any, add: Any, zero: Any = 0) -> None:

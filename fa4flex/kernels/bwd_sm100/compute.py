@@ -69,6 +69,35 @@ class Place:
     ds: Blocks
     ds_row: cute.Tensor
 
+    def number(self, f: int) -> Int32:
+        """Number of fragment f of a warpgroup among those of a step."""
+        return self.half * (HALF // FRAGMENT) + f
+
+    def origin(self, tile: Int32) -> Int32:
+        """Number of a tile of queries, or of a query, from which fragments' first queries follow."""
+        return tile * ROWS + self.half * HALF
+
+    def first_query(self, origin: Int32, f: int) -> Int32:
+        """The first query of that fragment."""
+        return origin + f * FRAGMENT
+
+
+@dataclass(frozen=True)
+class ApartPlace(Place):
+    """Place of a thread whose warpgroup has fragments that do not follow each other. first: their first
+    queries in a step."""
+
+    first: tuple[Int32, ...]
+
+    def number(self, f: int) -> Int32:
+        return self.first[f] // FRAGMENT
+
+    def origin(self, tile: Int32) -> Int32:
+        return tile
+
+    def first_query(self, origin: Int32, f: int) -> Int32:
+        return origin * ROWS + self.first[f]
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -194,41 +223,54 @@ class Compute:
         shared, pipes = handed
         lse2, delta = states
         tile, phase = which
-        q_first = tile * ROWS + place.half * HALF
-        fragments = HALF // FRAGMENT
-        kind = shared.q.element_type
-        scores = cute.make_rmem_tensor((FRAGMENT, fragments), Float32)
-        weights = []
+        origin, kind = place.origin(tile), shared.q.element_type
+        scores = cute.make_rmem_tensor((FRAGMENT, HALF // FRAGMENT), Float32)
+        weights, handed_on = [], []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
-        for f in cutlass.range_constexpr(fragments):
-            rows = self.numbers(shared.lse2, lse2.index, place.half * fragments + f)
-            place.scores.take(f, scores[None, f])
-            cute.arch.fence_view_async_tmem_load()
+        for f in cutlass.range_constexpr(HALF // FRAGMENT):
+            rows = self.take(f, place, scores, pipes, (shared.lse2, lse2.index))
             p = self.to_change(scores[None, f])
-            slopes = self.probabilities(given, p, rows, q_first + f * FRAGMENT, masked)
+            slopes = self.probabilities(given, p, rows, place.first_query(origin, f), masked)
             packed = self.narrowed(p, kind)
             place.probabilities.put(f, packed)
             weights.append(self.weights(p, packed, slopes, kind))
         cute.arch.fence_view_async_tmem_store()
-        arrive_once(pipes.p_full)
+        arrive_once(pipes.p_full, first=self.config.ctas > 1)
         arrive_once(pipes.lse2_empty + lse2.index)
         cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
         cute.arch.mbarrier_wait(pipes.dp_full, phase)
-        for f in cutlass.range_constexpr(fragments):
-            rows = self.numbers(shared.delta, delta.index, place.half * fragments + f)
+        for f in cutlass.range_constexpr(HALF // FRAGMENT):
+            rows = self.numbers(shared.delta, delta.index, place.number(f))
             ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
             self.gradients(ds, rows, weights[f], kind)
-            self.take_captured(given, ds, scores[None, f], q_first + f * FRAGMENT, masked)
-            packed = self.narrowed(ds, kind)
-            place.ds.put(f, packed)
-            self.share(place.ds_row, packed, kind, f)
+            self.take_captured(given, ds, scores[None, f], place.first_query(origin, f), masked)
+            handed_on.append(self.narrowed(ds, kind))
+            place.ds.put(f, handed_on[f])
+            self.share_fragment(place, handed_on[f], kind, f)
         cute.arch.fence_view_async_tmem_store()
-        cute.arch.fence_proxy("async.shared", space="cta")
-        arrive_once(pipes.ds_full)
+        if const_expr(self.config.ctas == 1):
+            cute.arch.fence_proxy("async.shared", space="cta")
+        arrive_once(pipes.ds_full, first=self.config.ctas > 1)
         arrive_once(pipes.delta_empty + delta.index)
+        self.hand_on(place, handed_on, kind, pipes, phase)
+
+    def take(
+        self, f: int, place: Place, scores: cute.Tensor, pipes: Any, lse2: tuple[cute.Tensor, Int32]
+    ) -> cute.Tensor:
+        """Scores of fragment f to registers. Returns its queries' log-sum-exps."""
+        rows = self.numbers(*lse2, place.number(f))
+        place.scores.take(f, scores[None, f])
+        cute.arch.fence_view_async_tmem_load()
+        return rows
+
+    def share_fragment(self, place: Place, packed: cute.Tensor, kind: Any, f: int) -> None:
+        self.share(place.ds_row, packed, kind, f)
+
+    def hand_on(self, place: Any, fragments: list[cute.Tensor], kind: Any, pipes: Any, phase: Int32) -> None:
+        """Hand on dS' of a step to another CTA: there is none."""
 
     def numbers(self, rows: cute.Tensor, stage: Int32, fragment: Int32) -> cute.Tensor:
         """Those of a fragment's queries."""

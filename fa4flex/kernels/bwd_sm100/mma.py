@@ -11,7 +11,7 @@ as dK(j) has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
@@ -25,6 +25,10 @@ from fa4flex.kernels.plan.problem import MMA_K
 
 STEPS = range(ROWS // MMA_K)
 """Instructions of a product that sums over queries."""
+
+
+Zero: TypeAlias = Int32 | int
+"""0, which the compiler does not know where it is a value: see `zero_here`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class Given:
 
 
 class Mma:
+    columns_apart = False
+    """True if what is taken by columns comes by rings of its own."""
+
     def __init__(self, config: Config, scheduler: BackwardTileScheduler, cluster: Cluster) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -127,46 +134,55 @@ class Mma:
         memory = self.config.memory
         return operand_columns(memory.probabilities), operand_columns(memory.ds)
 
-    def scores(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
+    def scores(self, given: Given, state: pipeline.PipelineState, zero: Zero = 0) -> None:
         operands, steps = given.operands, range(self.config.depths[0])
         given.pipes.q.consumer_wait(state)
         q = operands.q[None, None, None, state.index]
         acc = given.base + self.config.memory.scores
         given.products.square.issue(acc, operands.k, q, steps, False, zero)
         self.cluster.commit(given.pipes.s_full)
+        if self.columns_apart:
+            given.pipes.q.consumer_release(state)
 
-    def dprob(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
+    def dprob(self, given: Given, state: pipeline.PipelineState, zero: Zero = 0) -> None:
         operands, steps = given.operands, range(self.config.depths[1])
         given.pipes.dout.consumer_wait(state)
         dout = operands.dout[None, None, None, state.index]
         acc = given.base + self.config.memory.dprob
         given.products.square.issue(acc, operands.v, dout, steps, False, zero)
         self.cluster.commit(given.pipes.dp_full)
+        if self.columns_apart:
+            given.pipes.dout.consumer_release(state)
 
-    def dv(
-        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
-    ) -> None:
-        operands = given.operands
+    def dv(self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Zero = 0) -> None:
+        ring, operands = self.columns_of(given.pipes, "dout", state), given.operands
         dout = operands.dout_t[None, None, None, state.index]
         acc = given.base + self.config.memory.dv
-        given.products.to_dv.issue(acc, operands.p, dout, STEPS, add, zero)
-        given.pipes.dout.consumer_release(state)
+        given.products.to_dv.issue(acc, moved(operands.p, zero), dout, STEPS, add, zero)
+        ring.consumer_release(state)
 
-    def dk(
-        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
-    ) -> None:
-        operands = given.operands
+    def dk(self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Zero = 0) -> None:
+        ring, operands = self.columns_of(given.pipes, "q", state), given.operands
         q = operands.q_t[None, None, None, state.index]
         acc = given.base + self.config.memory.dk
-        given.products.to_dk.issue(acc, operands.ds_t, q, STEPS, add, zero)
-        given.pipes.q.consumer_release(state)
+        given.products.to_dk.issue(acc, moved(operands.ds_t, zero), q, STEPS, add, zero)
+        ring.consumer_release(state)
 
-    def dq(self, given: Given, zero: Int32 | int = 0) -> None:
+    def columns_of(self, pipes: Any, name: str, state: pipeline.PipelineState) -> pipeline.PipelineTmaUmma:
+        """Ring of an operand that is taken by columns, whose stage is there: that of its rows, which was
+        waited for, or its own."""
+        if not self.columns_apart:
+            return getattr(pipes, name)
+        ring = getattr(pipes, f"{name}_t")
+        ring.consumer_wait(state)
+        return ring
+
+    def dq(self, given: Given, zero: Zero = 0) -> None:
         operands, steps = given.operands, range(self.config.tile_n // MMA_K)
         acc = given.base + self.config.memory.dq
         given.products.to_dq.issue(acc, operands.ds, operands.k_t, steps, False, zero)
         self.cluster.commit(given.pipes.dq_full)
 
 
-def moved(columns: list[cute.Pointer], zero: Int32 | int) -> list[cute.Pointer]:
+def moved(columns: list[cute.Pointer], zero: Zero) -> list[cute.Pointer]:
     return [column + zero for column in columns]

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Tiles
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, transposed
+from fa4flex.kernels.bwd_sm90.warpgroup import Made, Warpgroup
 from fa4flex.kernels.common.backward import KeyWork
-from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.fragment import multiply
-from fa4flex.kernels.common.transfer import release
+from fa4flex.kernels.common.transfer import States, release
 
 
 class ColumnConsumer(Consumer):
@@ -59,27 +59,26 @@ class ColumnConsumer(Consumer):
 
     def products(
         self,
-        given: tuple[Mmas, Operands, Collector],
-        made: tuple[cute.Tensor, cute.Tensor],
-        shared: Shared,
-        pipes: Pipes,
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-        where: tuple[Int32, Int32, Int32, Int32],
+        mine: Warpgroup,
+        collector: Collector,
+        made: Made,
+        states: States,
+        count: Int32,
+        parity: Int32,
     ) -> None:
-        (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
-        lane, w, count, parity = where
+        shared, mmas, operands, (q_state, do_state) = mine.shared, mine.mmas, mine.operands, states
         assert shared.p is not None and operands.p_t is not None and operands.ds_t is not None
-        self.share(shared.p[None, None, parity], mmas.scores, p, (lane, w), False)
-        self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
+        self.share(mine, shared.p[None, None, parity], mmas.scores, made.p, False)
+        self.share(mine, shared.ds[None, None, parity], mmas.scores, made.ds, self.along_keys)
         self.meet()
         p_t, ds_t = operands.p_t[None, None, None, parity], operands.ds_t[None, None, None, parity]
         multiply(mmas.dv, operands.dv, p_t, operands.dout_t[None, None, None, do_state.index], True)
         multiply(mmas.dk, operands.dk, ds_t, operands.q_t[None, None, None, q_state.index], True)
-        dq = [self.query_gradient(0, mmas, operands, parity)]
+        dq = [self.query_gradient(0, mine, parity)]
         # dQ comes last: the next tiles of Q and dO come under its product, and there is room for few.
         warpgroup.wait_group(2)
-        release(pipes.dout, do_state)
+        release(mine.pipes.dout, do_state)
         warpgroup.wait_group(1)
-        release(pipes.q, q_state)
+        release(mine.pipes.q, q_state)
         warpgroup.wait_group(0)
-        self.hand_sums(dq, shared, (lane, w, count))
+        self.hand_sums(mine, dq, count)

@@ -23,6 +23,7 @@ from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_cop
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, dq_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import DQ_EMPTY, DQ_FULL, SCORES, STORED, of_all
 from fa4flex.kernels.bwd_sm90.steps import like_steps, mixed_steps
+from fa4flex.kernels.bwd_sm90.warpgroup import LogSums, Made, Progress, Step, Warpgroup
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -103,22 +104,21 @@ class Consumer:
         # would wait for it. What is kept might be anything, so the remainder is said in bits.
         lane = computed_once(thread) & 127
         operands = self.operands(mmas, shared, lane, warpgroup_index)
+        mine = Warpgroup(lane, warpgroup_index, shared, pipes, mmas, operands)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        given, where = (mmas, operands), (lane, warpgroup_index)
 
         @cute.jit
-        def accumulate(work: KeyWork, phase: Int32, carry: tuple[States, Int32]) -> tuple[States, Int32]:
-            states, before = carry
-            states, count = self.tile(arguments, work, shared, pipes, given, states, (*where, before, phase))
+        def accumulate(work: KeyWork, phase: Int32, before: Progress) -> Progress:
+            after = self.tile(arguments, work, mine, before, phase)
             if const_expr(config.persistent):
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(pipes.keys_empty)
-            self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
-            return states, count
+            self.deliver(arguments, work, mine, stores, after.count - before.count, after.count)
+            return after
 
-        self.scheduler.walk(grid, arguments, pipes.next, accumulate, ((q_state, do_state), Int32(0)))
+        self.scheduler.walk(grid, arguments, pipes.next, accumulate, Progress(q_state, do_state, Int32(0)))
         if const_expr(config.persistent):
             # Shared memory must last until what leaves it was read.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -133,38 +133,31 @@ class Consumer:
         self,
         arguments: BackwardArguments,
         work: KeyWork,
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
-        given: cutlass.Constexpr[tuple[Mmas, Operands]],
-        states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
-    ) -> tuple[States, Int32]:
-        """dK and dV of a tile of keys; places: lane, warpgroup, how many steps were before, and the phase.
-        Returns how many steps there were with it."""
+        mine: cutlass.Constexpr[Warpgroup],
+        progress: Progress,
+        phase: Int32,
+    ) -> Progress:
+        """dK and dV of a tile of keys."""
         config = self.config
-        mmas, operands = given
-        lane, warpgroup_index, count, phase = places
-        q_state, do_state = states
-        operands.dk.fill(0.0)
-        operands.dv.fill(0.0)
+        mine.operands.dk.fill(0.0)
+        mine.operands.dv.fill(0.0)
         heads = Int32(arguments.q.shape[-2])
         if const_expr(config.ctas > 1):
             # Once: other keys come where V was.
-            self.await_keys(pipes, phase)
-            self.keep(mmas, operands, shared, lane)
-            self.kept(pipes)
+            self.await_keys(mine.pipes, phase)
+            self.keep(mine)
+            self.kept(mine.pipes)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
-            slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
+            slab = self.slab(arguments, work, h, heads, mine)
             queries = self.scheduler.queries(work, h, arguments)
-            collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
+            collector = self.collector(arguments, slab, sums, mine)
             collector.begin()
-            given_all = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
             if const_expr(config.ctas == 1):
-                self.await_keys(pipes, phase)
-                self.keep(mmas, operands, shared, lane)
+                self.await_keys(mine.pipes, phase)
+                self.keep(mine)
                 if const_expr(config.persistent):
                     # dK and dV of the tile before have been read: others of the warpgroup meet this warp
                     # before they write there anew.
@@ -173,19 +166,17 @@ class Consumer:
                         if g == 0:
                             # And those of another one, where dS of all is.
                             self.meet_others()
-            step = functools.partial(self.step, given_all, shared, pipes)
-            carried, where = (q_state, do_state, count), (lane, warpgroup_index)
+            step = functools.partial(self.step, mine, collector)
             if const_expr(config.deterministic and config.masked and not self.alike):
-                q_state, do_state, count = mixed_steps(step, queries, carried, where)
+                progress = mixed_steps(step, queries, progress)
             else:
                 masked_count = self.masked_count(queries)
-                carried = like_steps(step, queries, (0, masked_count), carried, where, True)
+                progress = like_steps(step, queries, 0, masked_count, progress, True)
                 if const_expr(self.alike or not config.one_body):
-                    carried = like_steps(step, queries, (masked_count, queries.count), carried, where, False)
-                q_state, do_state, count = carried
+                    progress = like_steps(step, queries, masked_count, queries.count, progress, False)
             collector.finish()
-        self.finish((mmas, operands), shared, pipes, (lane, count))
-        return (q_state, do_state), count
+        self.finish(mine, progress.count)
+        return progress
 
     def masked_count(self, queries: QueryTiles) -> Int32 | int:
         """Number of steps that are taken with a mask, which come first."""
@@ -196,17 +187,15 @@ class Consumer:
     def kept(self, pipes: Pipes) -> None:
         """Says that K or V is in registers: nobody waits for it here."""
 
-    def finish(
-        self, given: tuple[Mmas, Operands], shared: Shared, pipes: Pipes, where: tuple[Int32, Int32]
-    ) -> None:
-        """Does what steps left undone, once per tile of keys: nothing here. where: lane, and steps so far."""
+    def finish(self, mine: Warpgroup, count: Int32) -> None:
+        """Does what `count` steps so far left undone, once per tile of keys: nothing here."""
 
     def await_keys(self, pipes: Pipes, phase: Int32) -> None:
         phase = phase if self.config.persistent else 0
         cute.arch.mbarrier_wait(pipes.k_full, phase)
         cute.arch.mbarrier_wait(pipes.v_full, phase)
 
-    def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
+    def keep(self, mine: Warpgroup) -> None:
         """Takes what a warpgroup keeps of K or V in registers, once they are there: nothing here."""
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
@@ -245,13 +234,13 @@ class Consumer:
         return Tiles(k, v, shared.q, shared.dout, transposed(shared.q), transposed(shared.dout))
 
     def slab(
-        self, arguments: BackwardArguments, work: KeyWork, h: Int32, heads: Int32, w: Int32, lane: Int32
+        self, arguments: BackwardArguments, work: KeyWork, h: Int32, heads: Int32, mine: Warpgroup
     ) -> Slab:
         """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
         two from 2 (l % 4) on."""
         at = self.scheduler.place(work, h, heads, arguments)
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
-        return Slab(at, self.first_key(work, w, lane), (0, 8), columns)
+        return Slab(at, self.first_key(work, mine.number, mine.lane), (0, 8), columns)
 
     def first_key(self, work: KeyWork, w: Int32, lane: Int32) -> Int32:
         """The first of a thread's two."""
@@ -274,10 +263,10 @@ class Consumer:
         arguments: BackwardArguments,
         slab: Slab,
         sums: tuple[cute.Tensor, ...],
-        where: tuple[Int32, Int32],
+        mine: Warpgroup,
     ) -> Collector:
         """A query head's shares in the gradients of captured tensors."""
-        lane, w = where
+        lane, w = mine.lane, mine.number
         number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + 4 * w + lane // 32
         into = targets(tuple(arguments.gradients), number)
         return Collector(self.shares, slab, into, sums, lane % 32)
@@ -285,18 +274,16 @@ class Consumer:
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[tuple[Mmas, Operands, Collector]],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
+        mine: cutlass.Constexpr[Warpgroup],
+        collector: cutlass.Constexpr[Collector],
         states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
+        at: Step,
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries."""
-        _, lane, w, count = places
-        parity = count % 2
-        made = self.score_step(given, shared, pipes, states, places, masked)
-        self.products(given, made, shared, pipes, states, (lane, w, count, parity))
+        parity = at.count % 2
+        made = self.score_step(mine, collector, states, at.tile, masked)
+        self.products(mine, collector, made, states, at.count, parity)
 
     def await_step(self, pipes: Pipes, states: States) -> None:
         """Waits for Q and dO before products run: behind their operands, waits and reads of shared memory
@@ -307,26 +294,17 @@ class Consumer:
         pipes.dout.consumer_wait(do_state, do_there)
 
     def score_step(
-        self,
-        given: tuple[Mmas, Operands, Collector],
-        shared: Shared,
-        pipes: Pipes,
-        states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
-        masked: bool,
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """P' and dS' of a warpgroup, as operands, once Q and dO are there."""
-        mmas, operands, collector = given
-        slab = collector.slab
+        self, mine: Warpgroup, collector: Collector, states: States, tile: Int32, masked: bool
+    ) -> Made:
+        """P' and dS' of a warpgroup, once Q and dO are there."""
+        config, shared, mmas, operands = self.config, mine.shared, mine.mmas, mine.operands
+        lane, w = mine.lane, mine.number
         q_state, do_state = states
-        tile, lane, w, _ = places
-        config = self.config
         scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.queries)), Float32)
         dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
-        self.await_step(pipes, states)
-        lse2s = self.my_rows(shared.lse2[None, q_stage], w)
-        lse2 = self.statistics(lse2s, lane, 0, self.together)
+        self.await_step(mine.pipes, states)
+        log_sums = self.log_sums(self.my_rows(shared.lse2[None, q_stage], w), lane)
         self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
         depth, depth_v = config.depths
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
@@ -334,43 +312,45 @@ class Consumer:
         warpgroup.wait_group(1)
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
-        rows = (lse2s, lse2, lane)
         # Before exponentials are written down: dS' and its stores then pass between them.
         warpgroup.wait_group(0)
-        p, slopes = self.probabilities((scores, dprob), slab, rows, q_first, masked, shared.q.element_type)
-        self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
-        return p, self.narrowed(dprob, shared.q.element_type)
+        p = cute.make_rmem_tensor(as_operand(scores).shape, shared.q.element_type)
+        slopes = self.probabilities(Made(scores, dprob), p, collector.slab, log_sums, lane, q_first, masked)
+        self.take_captured(collector, rows_and_columns(dprob), slopes, q_first, masked, early)
+        return Made(p, self.narrowed(dprob, shared.q.element_type))
+
+    def log_sums(self, rows: cute.Tensor, lane: Int32) -> LogSums:
+        return LogSums(rows, self.statistics(rows, lane, 0, self.together))
 
     def products(
         self,
-        given: tuple[Mmas, Operands, Collector],
-        made: tuple[cute.Tensor, cute.Tensor],
-        shared: Shared,
-        pipes: Pipes,
+        mine: Warpgroup,
+        collector: Collector,
+        made: Made,
         states: States,
-        where: tuple[Int32, Int32, Int32, Int32],
+        count: Int32,
+        parity: Int32,
     ) -> None:
-        """`made` are P' and dS'; `where` is (lane, warpgroup, step, stage of what lies in shared memory)."""
-        (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
-        lane, w, count, parity = where
-        self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
+        """Products of P' and dS' of a step. parity: the stage of shared memory where they lie."""
+        mmas, operands, (p, ds), (q_state, do_state) = mine.mmas, mine.operands, made, states
+        self.share(mine, mine.shared.ds[None, None, parity], mmas.scores, ds, self.along_keys)
         # Runs while all warpgroups meet.
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         self.meet()
-        dq = [self.query_gradient(0, mmas, operands, parity)]
+        dq = [self.query_gradient(0, mine, parity)]
         warpgroup.wait_group(1)
-        release(pipes.dout, do_state)
+        release(mine.pipes.dout, do_state)
         # Only now, in the registers that P' had.
-        dq += [self.query_gradient(i, mmas, operands, parity) for i in range(1, len(mmas.dq))]
+        dq += [self.query_gradient(i, mine, parity) for i in range(1, len(mmas.dq))]
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
         warpgroup.wait_group(1)
-        self.hand_over(given, dq, shared, (lane, w, count))
+        self.hand_over(mine, collector, dq, count)
         warpgroup.wait_group(0)
-        release(pipes.q, q_state)
+        release(mine.pipes.q, q_state)
 
-    def query_gradient(self, i: int, mmas: Mmas, operands: Operands, parity: Int32) -> cute.Tensor:
+    def query_gradient(self, i: int, mine: Warpgroup, parity: Int32) -> cute.Tensor:
         """A warpgroup's part i of dQ, or of dQ', once its product is waited for."""
-        mma, (rows, columns), (ds, k_t) = mmas.dq[i], self.config.dq_shapes[i], operands.for_dq[i]
+        mma, (rows, columns), (ds, k_t) = mine.mmas.dq[i], self.config.dq_shapes[i], mine.operands.for_dq[i]
         shape, a, b = (rows, columns), ds[None, None, None, parity], k_t
         if self.config.transposes_dq:
             shape, a, b = (columns, rows), b, a
@@ -396,19 +376,18 @@ class Consumer:
 
     def probabilities(
         self,
-        products: tuple[cute.Tensor, cute.Tensor],
+        products: Made,
+        p: cute.Tensor,
         slab: Slab,
-        rows: tuple[cute.Tensor, cute.Tensor, Int32],
+        log_sums: LogSums,
+        lane: Int32,
         q_first: Int32,
         masked: bool,
-        kind: Any,
-    ) -> tuple[cute.Tensor, Slopes]:
-        """P' as an operand, and the slopes that are still to come in. `products` are S' and dP' less its
-        rows' sums, which becomes dS': P' times it, and times the score's slope.
-        `rows`: log-sum-exps in shared memory, those of the first part of the columns, and the lane."""
-        shared, lse2, lane = rows
+    ) -> Slopes:
+        """P' as an operand, to `p`; returns the slopes that are still to come in. `products` are S' and dP'
+        less its rows' sums, which becomes dS': P' times it, and times the score's slope."""
+        lse2 = log_sums.first
         grid, ds = (rows_and_columns(x) for x in products)
-        p = cute.make_rmem_tensor(as_operand(products[0]).shape, kind)
         later: Slopes = {}
         factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
         columns = self.config.queries // 4
@@ -416,9 +395,9 @@ class Consumer:
         for first in range(0, columns, together):
             here = lse2
             if first + together < columns:
-                lse2 = self.statistics(shared, lane, first + together, together)
-            slopes = self.exponentials(grid, slab.part(first, together), (here, factor), q_first, masked)
-            self.narrow_columns(products[0], p, first, together)
+                lse2 = self.statistics(log_sums.rows, lane, first + together, together)
+            slopes = self.exponentials(grid, slab.part(first, together), here, factor, q_first, masked)
+            self.narrow_columns(products.p, p, first, together)
             if not self.config.rounds_first:
                 for c in range(first, first + together):
                     for r in range(2):
@@ -429,19 +408,17 @@ class Consumer:
                 apply_slopes(ds, slopes)
         if self.config.rounds_first:
             multiply_narrow(ds, p)
-        return p, later
+        return later
 
     def exponentials(
-        self, grid: cute.Tensor, part: Slab, scale: tuple[cute.Tensor, Any], q_first: Int32, masked: bool
+        self, grid: cute.Tensor, part: Slab, lse2: cute.Tensor, factor: Any, q_first: Int32, masked: bool
     ) -> Slopes:
-        """Probabilities of a part of the columns, in place; returns slopes of its scores. scale: log-sum-exps
-        of the columns, and the factor of scores."""
-        here, factor = scale
+        """Probabilities of a part of the columns, in place; returns slopes of its scores."""
         slopes = part.slopes(self.hooks, grid, q_first, masked) or {}
         part.modify(self.hooks, grid, q_first, masked)
         for c in range(len(part.queries)):
             for r in range(2):
-                x = grid[r, part.first + c] * factor - here[c]
+                x = grid[r, part.first + c] * factor - lse2[c]
                 grid[r, part.first + c] = cute.math.exp2(x, fastmath=True)
         if masked:
             part.mask(self.hooks, grid, q_first)
@@ -471,14 +448,15 @@ class Consumer:
         collector: Collector,
         ds: cute.Tensor,
         slopes: Slopes,
-        places: tuple[Int32, bool],
+        q_first: Int32,
+        masked: bool,
         early: dict[int, Slopes],
     ) -> None:
         """Takes what a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of
         scaled ones, where `slopes` were left for here."""
-        collector.take(False, ds, *places, early)
+        collector.take(False, ds, q_first, masked, early)
         apply_slopes(ds, slopes)
-        collector.take(True, ds, *places, early)
+        collector.take(True, ds, q_first, masked, early)
 
     def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
         """16-bit numbers, as the A operand of a next product."""
@@ -488,54 +466,47 @@ class Consumer:
         return target
 
     def share(
-        self,
-        target: cute.Tensor,
-        mma: cute.TiledMma,
-        ds: cute.Tensor,
-        where: tuple[Int32, Int32],
-        along_keys: bool,
+        self, mine: Warpgroup, target: cute.Tensor, mma: cute.TiledMma, ds: cute.Tensor, along_keys: bool
     ) -> None:
         """dS' or P' of all warpgroups to shared memory, which holds it along the keys or the queries. Of its
         two stages, each is free when all warpgroups have met for the other one; and, where the writer copies
         it, when that is done with the dQ of the step before the last."""
-        lane, w = where
         order = LayoutEnum.COL_MAJOR if along_keys else LayoutEnum.ROW_MAJOR
         atom = sm90.sm90_get_smem_store_op(order, target.element_type, Float32)
-        copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
-        mine = cute.local_tile(transposed(target), (KEYS, self.config.queries), self.score_tile(w))
-        cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(mine.lane)
+        tile = cute.local_tile(transposed(target), (KEYS, self.config.queries), self.score_tile(mine.number))
+        cute.copy(copy, copy.retile(ds), copy.partition_D(tile))
 
     def score_tile(self, w: Int32) -> tuple[Int32, Int32]:
         """Position of a warpgroup's scores among all, by keys and queries."""
         return w, Int32(0)
 
     def hand_over(
-        self,
-        given: tuple[Mmas, Operands, Collector],
-        parts: list[cute.Tensor],
-        shared: Shared,
-        where: tuple[Int32, Int32, Int32],
+        self, mine: Warpgroup, collector: Collector, parts: list[cute.Tensor], count: Int32
     ) -> None:
-        """A warpgroup's parts of dQ; finished, where they are stored. where: lane, warpgroup, step."""
+        """A warpgroup's parts of dQ of a step; finished, where they are stored."""
         if not self.config.stores_dq:
-            return self.hand_sums(parts, shared, where)
-        config, (mmas, _, collector), (lane, w, count) = self.config, given, where
+            return self.hand_sums(mine, parts, count)
+        config, shared, w = self.config, mine.shared, mine.number
         (dq,), stage, kind = parts, count % config.dq_stages, shared.q.element_type
         dq.store(dq.load() * collector.slab.at.scale)
         narrowed = self.narrowed(dq, kind)
         sync(DQ_EMPTY, w, stage)
         rows = dq_rows(config, shared.dq[None, w, stage], kind)
-        put(mmas.dq[0], narrowed, rows, lane, config.transposes_dq)
+        put(mine.mmas.dq[0], narrowed, rows, mine.lane, config.transposes_dq)
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive(DQ_FULL, w, stage)
 
-    def hand_sums(self, parts: list[cute.Tensor], shared: Shared, where: tuple[Int32, Int32, Int32]) -> None:
-        """A warpgroup's parts of dQ, to be added up."""
-        lane, w, count = where
-        stage = count % self.config.dq_stages
-        memory = shared.dq[None, w, stage]
+    def dq_number(self, mine: Warpgroup) -> Int32:
+        """Number of a warpgroup among those that have parts of dQ."""
+        return mine.number
+
+    def hand_sums(self, mine: Warpgroup, parts: list[cute.Tensor], count: Int32) -> None:
+        """A warpgroup's parts of dQ of a step, to be added up."""
+        w, stage = self.dq_number(mine), count % self.config.dq_stages
+        memory = mine.shared.dq[None, w, stage]
         sync(DQ_EMPTY, w, stage)
-        stage_by_fours(parts, memory, lane, 128)
+        stage_by_fours(parts, memory, mine.lane, 128)
         arrive(DQ_FULL, w, stage)
 
     @cute.jit
@@ -543,22 +514,20 @@ class Consumer:
         self,
         arguments: BackwardArguments,
         work: KeyWork,
-        shared: cutlass.Constexpr[Shared],
-        given: cutlass.Constexpr[tuple[Mmas, Operands]],
+        mine: cutlass.Constexpr[Warpgroup],
         stores: cutlass.Constexpr[tuple[Any, ...]],
-        where: tuple[Int32, Int32],
-        steps: tuple[Int32, Int32],
+        steps: Int32,
+        count: Int32,
     ) -> None:
-        """dK and dV to global memory; steps: of this tile of keys, and of all so far."""
-        mmas, operands = given
-        lane, w = where
+        """dK and dV to global memory, after `steps` of this tile of keys, and `count` of all so far."""
+        mmas, operands, lane, w = mine.mmas, mine.operands, mine.lane, mine.number
         sums, products = (operands.dk, operands.dv), (mmas.dk, mmas.dv)
         operands.dk.store(operands.dk.load() * arguments.scale)
-        staged = staged_sums(self.config, shared, sums, w)
-        last = steps[1] % self.config.dq_stages
+        staged = staged_sums(self.config, mine.shared, operands.dk, operands.dv, w)
+        last = count % self.config.dq_stages
         if const_expr(not self.config.persistent):
             self.meet_others()
-        elif steps[0] > 0:
+        elif steps > 0:
             if const_expr(self.config.dk_by_ds):
                 # Products of all have read dS.
                 self.meet_others()
@@ -571,7 +540,7 @@ class Consumer:
         first_key = self.first_key(work, w, Int32(0))
         for batch in self.batches:
             if const_expr(batch != self.batches[0] and self.config.dk_by_ds):
-                if steps[0] > 0:
+                if steps > 0:
                     # The writer has read all of dQ.
                     sync(DQ_EMPTY, w, 1 - last)
             elif const_expr(batch != self.batches[0]):
@@ -582,10 +551,9 @@ class Consumer:
                 put(products[i], self.narrowed(sums[i], staged[i].element_type), staged[i], lane)
             rows = tuple(staged[i] for i in batch)
             if const_expr(len(stores) > 0):
-                store_by_copies(
-                    self.config, tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where
-                )
+                some = tuple(stores[i] for i in batch)
+                store_by_copies(self.config, some, rows, work, first_key // KEYS, lane, w)
             else:
                 targets = tuple(written(arguments)[i] for i in batch)
                 columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
-                store_by_threads(targets, rows, work, (first_key, columns), where)
+                store_by_threads(targets, rows, work, first_key, columns, lane, w)

@@ -22,22 +22,20 @@ WIDE = 8
 
 
 def staged_sums(
-    config: Config, shared: Shared, sums: tuple[cute.Tensor, cute.Tensor], w: Int32
+    config: Config, shared: Shared, dk: cute.Tensor, dv: cute.Tensor, w: Int32
 ) -> tuple[cute.Tensor, ...]:
     """Shared memory in which a warpgroup leaves dK and dV, (64 keys, columns): where K and V were; or, where
     the next ones are coming then, its share of dS and its part of a tile of dQ; or, where dS is too small,
     its parts of the tiles of dQ, which may be one."""
-    kinds = shared.k.element_type, shared.v.element_type
+    kinds, sums = (shared.k.element_type, shared.v.element_type), (dk, dv)
     if config.dk_by_ds:
-        dk = _rows(shared.ds, kinds[0], sums[0], config.consumers)[None, None, w]
-        return dk, _rows(shared.dq[None, w, 0], kinds[1], sums[1], 1)[None, None, 0]
+        rows = _rows(shared.ds, kinds[0], dk, config.consumers)[None, None, w]
+        return rows, _rows(shared.dq[None, w, 0], kinds[1], dv, 1)[None, None, 0]
+    memories, parts, part = [shared.k, shared.v], config.consumers, w
     if config.persistent:
         memories = [shared.dq[None, w, i % config.dq_stages] for i in range(2)]
-        return tuple(
-            _rows(x, kind, acc, 1)[None, None, 0] for x, kind, acc in zip(memories, kinds, sums, strict=True)
-        )
-    memories = [shared.k, shared.v]
-    parts, part = (1, 0) if config.split == "products" else (config.consumers, w)
+    if config.persistent or config.split == "products":
+        parts, part = 1, 0
     return tuple(
         _rows(x, kind, acc, parts)[None, None, part]
         for x, kind, acc in zip(memories, kinds, sums, strict=True)
@@ -70,11 +68,11 @@ def store_by_copies(
     staged: cutlass.Constexpr[tuple[cute.Tensor, ...]],
     work: KeyWork,
     number: Int32,
-    where: tuple[Int32, Int32],
+    lane: Int32,
+    w: Int32,
 ) -> None:
-    """Stores what a warpgroup staged, the sequence's 64 keys of this number, by its first warp, which does
+    """Stores what warpgroup w staged, the sequence's 64 keys of this number, by its first warp, which does
     not wait for it."""
-    lane, w = where
     cute.arch.fence_proxy("async.shared", space="cta")
     sync(STORED, w)
     if cute.arch.make_warp_uniform(lane // 32) == 0:
@@ -93,12 +91,12 @@ def store_by_threads(
     targets: cutlass.Constexpr[tuple[cute.Tensor, ...]],
     staged: cutlass.Constexpr[tuple[cute.Tensor, ...]],
     work: KeyWork,
-    first: tuple[Int32, tuple[Int32 | int, ...]],
-    where: tuple[Int32, Int32],
+    first_key: Int32,
+    columns: tuple[Int32 | int, ...],
+    lane: Int32,
+    w: Int32,
 ) -> None:
-    """Stores what a warpgroup staged of dK and dV, 16 bytes at a time. first: key, and the column of each."""
-    lane, w = where
-    first_key, columns = first
+    """Stores what warpgroup w staged of dK and dV, 16 bytes at a time, from these keys and columns on."""
     sync(STORED, w)
     # Read, and addressed, before the first branch: behind it, each piece would take that long by itself.
     found = []

@@ -13,13 +13,15 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.bwd_sm90.config import KEYS
-from fa4flex.kernels.bwd_sm90.product_split import Given, KeyGradient, ValueGradient
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, transposed
+from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Shared, transposed
 from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES, WEIGHTS_READ, of_all
+from fa4flex.kernels.bwd_sm90.warpgroup import Step, Warpgroup
 from fa4flex.kernels.common.backward import KeyWork
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import multiply
+from fa4flex.kernels.common.operand_gradients import Collector
 from fa4flex.kernels.common.transfer import States, release
 
 PAIR = Cluster(2)
@@ -34,20 +36,19 @@ class PairedValueGradient(ValueGradient):
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[Given],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
+        mine: cutlass.Constexpr[Warpgroup],
+        collector: cutlass.Constexpr[Collector],
         states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
+        at: Step,
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries. P' is read under the product for dV, and may then be overwritten."""
-        mmas, operands, _ = given
-        p = self.made(given, shared, pipes, states, places, masked)
-        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, states[1].index], True)
+        operands, (_, do_state) = mine.operands, states
+        p = self.made(mine, collector, states, at.tile, masked)
+        multiply(mine.mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         sync(of_all(WEIGHTS_READ, self.config.consumers))
         warpgroup.wait_group(0)
-        release(pipes.dout, states[1])
+        release(mine.pipes.dout, do_state)
 
 
 class PairedKeyGradient(KeyGradient):
@@ -55,6 +56,9 @@ class PairedKeyGradient(KeyGradient):
 
     def first_key(self, work: KeyWork, w: Int32, lane: Int32) -> Int32:
         return super().first_key(work, w, lane) + PAIR.rank() * KEYS
+
+    def dq_number(self, mine: Warpgroup) -> Int32:
+        return Int32(0)
 
     def kept(self, pipes: Pipes) -> None:
         cute.arch.sync_warp()
@@ -76,61 +80,49 @@ class PairedKeyGradient(KeyGradient):
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[Given],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
+        mine: cutlass.Constexpr[Warpgroup],
+        collector: cutlass.Constexpr[Collector],
         states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
+        at: Step,
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries, and dQ of the one before."""
-        mmas, operands, _ = given
-        _, lane, _, count = places
-        q_t = operands.q_t[None, None, None, states[0].index]
-        dprob = self.made(given, shared, pipes, states, lane)
-        ds = self.weighed(dprob, shared, lane)
+        mmas, operands, (q_state, _) = mine.mmas, mine.operands, states
+        q_t = operands.q_t[None, None, None, q_state.index]
+        dprob = self.dprob(mine, states)
+        ds = self.weighed(dprob, mine)
         arrive(of_all(WEIGHTS_READ, self.config.consumers))
-        self.put(shared, mmas, ds, places)
-        if count > 0:
-            before = count - 1
-            dq = self.pair_gradient((mmas, operands), pipes, before)
+        self.put(mine, ds, at.count)
+        if at.count > 0:
+            before = at.count - 1
+            dq = self.pair_gradient(mine, before)
             multiply(mmas.dk, operands.dk, ds, q_t, True)
             warpgroup.wait_group(1)
-            self.free(pipes, before)
-            self.hand_sums([dq], shared, (lane, Int32(0), before))
+            self.free(mine.pipes, before)
+            self.hand_sums(mine, [dq], before)
             warpgroup.wait_group(0)
         else:
             multiply(mmas.dk, operands.dk, ds, q_t, True)
             # Once, under a product.
-            cute.arch.mbarrier_wait(pipes.k_peer_full, 0)
+            cute.arch.mbarrier_wait(mine.pipes.k_peer_full, 0)
             warpgroup.wait_group(0)
-        release(pipes.q, states[0])
+        release(mine.pipes.q, q_state)
 
     @cute.jit
-    def finish(
-        self,
-        given: cutlass.Constexpr[tuple[Mmas, Operands]],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
-        where: tuple[Int32, Int32],
-    ) -> None:
+    def finish(self, mine: cutlass.Constexpr[Warpgroup], count: Int32) -> None:
         """dQ of the last tile of queries. Where there is none, keys are waited for that dV is not to meet."""
-        lane, count = where
         if count == 0:
-            cute.arch.mbarrier_wait(pipes.k_peer_full, 0)
+            cute.arch.mbarrier_wait(mine.pipes.k_peer_full, 0)
         else:
-            dq = self.pair_gradient(given, pipes, count - 1)
+            dq = self.pair_gradient(mine, count - 1)
             warpgroup.wait_group(0)
-            self.free(pipes, count - 1)
-            self.hand_sums([dq], shared, (lane, Int32(0), count - 1))
+            self.free(mine.pipes, count - 1)
+            self.hand_sums(mine, [dq], count - 1)
 
-    def put(
-        self, shared: Shared, mmas: Mmas, ds: cute.Tensor, places: tuple[Int32, Int32, Int32, Int32]
-    ) -> None:
+    def put(self, mine: Warpgroup, ds: cute.Tensor, count: Int32) -> None:
         """dS' to shared memory, from where it is sent to the other CTA."""
-        _, lane, w, count = places
         sync(DS_FREE)
-        self.share(shared.ds[None, None, count % SHARES], mmas.dprob, ds, (lane, w), False)
+        self.share(mine, mine.shared.ds[None, None, count % SHARES], mine.mmas.dprob, ds, False)
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive(DS_SHARED)
 
@@ -141,13 +133,12 @@ class PairedKeyGradient(KeyGradient):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier, other)
 
-    def pair_gradient(self, given: tuple[Mmas, Operands], pipes: Pipes, step: Int32) -> cute.Tensor:
+    def pair_gradient(self, mine: Warpgroup, step: Int32) -> cute.Tensor:
         """Half of the columns of dQ of a step, once its products are waited for. When dS' of the other CTA
         has come, this one's own is there too: who expects it has seen it."""
-        mmas, operands = given
-        mma, (shape,), stage = mmas.dq[0], self.config.dq_shapes, step % SHARES
-        (ds, own), (_, others) = operands.for_dq
-        cute.arch.mbarrier_wait(pipes.ds_full + stage, step // SHARES % 2)
+        mma, (shape,), stage = mine.mmas.dq[0], self.config.dq_shapes, step % SHARES
+        (ds, own), (_, others) = mine.operands.for_dq
+        cute.arch.mbarrier_wait(mine.pipes.ds_full + stage, step // SHARES % 2)
         dq = cute.make_rmem_tensor(mma.partition_shape_C(shape), cutlass.Float32)
         multiply(mma, dq, ds[None, None, None, stage], own, False)
         multiply(mma, dq, ds[None, None, None, SHARES + stage], others, True)

@@ -16,16 +16,16 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Tiles
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, transposed
+from fa4flex.kernels.bwd_sm90.resources import Shared, transposed
 from fa4flex.kernels.bwd_sm90.roles import SCORES, WEIGHED, of_all
+from fa4flex.kernels.bwd_sm90.warpgroup import LogSums, Step, Warpgroup
 from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyWork
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.fragment import as_operand, multiply, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.transfer import States, release
+from fa4flex.kernels.common.transposed import Slab
 from fa4flex.kernels.plan.topology import WARP, WARPGROUP
-
-Given = tuple[Mmas, Operands, Collector]
 
 LANES = WARP * WARPGROUP
 """Threads of a warpgroup."""
@@ -89,73 +89,60 @@ class ValueGradient(ProductConsumer):
         """Waits for K alone, which comes first."""
         cute.arch.mbarrier_wait(pipes.k_full, phase if self.config.persistent else 0)
 
-    def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
+    def keep(self, mine: Warpgroup) -> None:
         if self.config.keeps_k:
-            self.keep_rows(mmas.scores, shared.k, operands.k, lane)
+            self.keep_rows(mine.mmas.scores, mine.shared.k, mine.operands.k, mine.lane)
 
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[Given],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
+        mine: cutlass.Constexpr[Warpgroup],
+        collector: cutlass.Constexpr[Collector],
         states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
+        at: Step,
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries. P' is shown before dV is multiplied, so that dS' is made meanwhile."""
-        mmas, operands, _ = given
-        _, do_state = states
-        _, lane, w, count = places
-        p = self.made(given, shared, pipes, states, places, masked)
-        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
+        operands, (_, do_state) = mine.operands, states
+        p = self.made(mine, collector, states, at.tile, masked)
+        multiply(mine.mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         # Without a fence: what this warpgroup has written, no product reads.
         sync(of_all(SCORES, self.config.consumers))
-        dq = [self.query_gradient(0, mmas, operands, count % 2)]
+        dq = [self.query_gradient(0, mine, at.count % 2)]
         warpgroup.wait_group(1)
-        release(pipes.dout, do_state)
+        release(mine.pipes.dout, do_state)
         warpgroup.wait_group(0)
-        self.hand_sums(dq, shared, (lane, w, count))
+        self.hand_sums(mine, dq, at.count)
 
     def made(
-        self,
-        given: Given,
-        shared: Shared,
-        pipes: Pipes,
-        states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
-        masked: bool,
+        self, mine: Warpgroup, collector: Collector, states: States, tile: Int32, masked: bool
     ) -> cute.Tensor:
         """P' as an operand, which the other warpgroup has been told of."""
-        mmas, operands, collector = given
-        q_state, _ = states
-        tile, lane, w, _ = places
-        self.await_step(pipes, states)
-        lse2s = shared.lse2[None, q_state.index]
-        lse2 = self.statistics(lse2s, lane, 0, self.together)
+        mmas, operands, (q_state, _) = mine.mmas, mine.operands, states
+        self.await_step(mine.pipes, states)
+        log_sums = self.log_sums(mine.shared.lse2[None, q_state.index], mine.lane)
         scores = self.scores_of(mmas.scores)
         q = operands.q[None, None, None, q_state.index]
         multiply(mmas.scores, scores, operands.k, q, False, self.config.depths[0])
         warpgroup.wait_group(0)
-        q_first, rows = self.first_query(tile, w, lane), (lse2s, lse2, lane)
-        p = self.shown(scores, shared, collector, rows, (q_first, masked))
-        release(pipes.q, q_state)
+        q_first = self.first_query(tile, mine.number, mine.lane)
+        p = self.shown(mine, scores, collector.slab, log_sums, q_first, masked)
+        release(mine.pipes.q, q_state)
         arrive(of_all(WEIGHED, self.config.consumers))
         return p
 
     def shown(
         self,
+        mine: Warpgroup,
         scores: cute.Tensor,
-        shared: Shared,
-        collector: Collector,
-        rows: tuple[cute.Tensor, cute.Tensor, Int32],
-        where: tuple[Int32, bool],
+        slab: Slab,
+        log_sums: LogSums,
+        q_first: Int32,
+        masked: bool,
     ) -> cute.Tensor:
-        """P' as an operand; to shared memory, for dS', P' times the slopes of scores. rows: log-sum-exps in
-        shared memory, those of the first part of the columns, and the lane."""
-        lse2s, lse2, lane = rows
-        q_first, masked = where
-        slab, grid, together = collector.slab, rows_and_columns(scores), self.together
+        """P' as an operand; to shared memory, for dS', P' times the slopes of scores."""
+        shared, lane, lse2 = mine.shared, mine.lane, log_sums.first
+        grid, together = rows_and_columns(scores), self.together
         p = cute.make_rmem_tensor(as_operand(scores).shape, shared.v.element_type)
         factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
         assert shared.p is not None
@@ -164,8 +151,8 @@ class ValueGradient(ProductConsumer):
         for first in range(0, columns, together):
             here = lse2
             if first + together < columns:
-                lse2 = self.statistics(lse2s, lane, first + together, together)
-            slopes = self.exponentials(grid, slab.part(first, together), (here, factor), q_first, masked)
+                lse2 = self.statistics(log_sums.rows, lane, first + together, together)
+            slopes = self.exponentials(grid, slab.part(first, together), here, factor, q_first, masked)
             self.narrow_columns(scores, p, first, together)
             for (r, c), slope in slopes.items():
                 grid[r, c] = grid[r, c] * slope
@@ -181,60 +168,50 @@ class KeyGradient(ProductConsumer):
     sums = 0
     alike = True
 
-    def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
-        self.keep_rows(mmas.dprob, shared.v, operands.v, lane)
+    def keep(self, mine: Warpgroup) -> None:
+        self.keep_rows(mine.mmas.dprob, mine.shared.v, mine.operands.v, mine.lane)
 
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[Given],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
+        mine: cutlass.Constexpr[Warpgroup],
+        collector: cutlass.Constexpr[Collector],
         states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
+        at: Step,
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries. P' has been read when all have met, and is then written anew."""
-        mmas, operands, _ = given
-        q_state, _ = states
-        _, lane, w, count = places
-        parity = count % 2
-        dprob = self.made(given, shared, pipes, states, lane)
-        ds = self.weighed(dprob, shared, lane)
-        self.share(shared.ds[None, None, parity], mmas.dprob, ds, (lane, w), self.along_keys)
+        mmas, operands, (q_state, _) = mine.mmas, mine.operands, states
+        parity = at.count % 2
+        dprob = self.dprob(mine, states)
+        ds = self.weighed(dprob, mine)
+        self.share(mine, mine.shared.ds[None, None, parity], mmas.dprob, ds, self.along_keys)
         self.meet()
-        dq = [self.query_gradient(0, mmas, operands, parity)]
+        dq = [self.query_gradient(0, mine, parity)]
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
         warpgroup.wait_group(1)
-        self.hand_sums(dq, shared, (lane, w, count))
+        self.hand_sums(mine, dq, at.count)
         warpgroup.wait_group(0)
-        release(pipes.q, q_state)
+        release(mine.pipes.q, q_state)
 
-    def made(
-        self,
-        given: Given,
-        shared: Shared,
-        pipes: Pipes,
-        states: States,
-        lane: Int32,
-    ) -> cute.Tensor:
+    def dprob(self, mine: Warpgroup, states: States) -> cute.Tensor:
         """dP', less its rows' sums."""
-        mmas, operands, _ = given
-        _, do_state = states
-        self.await_step(pipes, states)
+        mmas, operands, (_, do_state) = mine.mmas, mine.operands, states
+        self.await_step(mine.pipes, states)
         dprob = self.scores_of(mmas.dprob)
-        self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
+        self.begin_dprob(dprob, mine.shared.delta[None, do_state.index], mine.lane)
         dout = operands.dout[None, None, None, do_state.index]
         multiply(mmas.dprob, dprob, operands.v, dout, True, self.config.depths[1])
         warpgroup.wait_group(0)
-        release(pipes.dout, do_state)
+        release(mine.pipes.dout, do_state)
         return dprob
 
-    def weighed(self, dprob: cute.Tensor, shared: Shared, lane: Int32) -> cute.Tensor:
+    def weighed(self, dprob: cute.Tensor, mine: Warpgroup) -> cute.Tensor:
         """dS' as an operand: dP', less its rows' sums, times what the other warpgroup shows."""
+        shared = mine.shared
         assert shared.p is not None
         sync(of_all(WEIGHED, self.config.consumers))
-        for registers, place in self.fours(dprob, shared.p, lane):
+        for registers, place in self.fours(dprob, shared.p, mine.lane):
             weights = cute.make_rmem_tensor((4,), cutlass.Float32)
             cute.autovec_copy(place, weights)
             for i in range(4):

@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from fa4flex.kernels.combine.workspace import Parts, parts_of, rows_of
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
-from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
+from fa4flex.kernels.common.softmax import LOG2_E, finish_row, finite, sink_of
 from fa4flex.kernels.plan.arguments import FORWARD, MERGE
 
 WARPS = 4
@@ -165,7 +165,7 @@ class Combine:
         """The weighted sum of a warp's splits."""
         sums, totals = into
         warp, lane = thread // 32, thread % 32
-        shift = select_(largest == -Float32.inf, Float32(0.0), largest)
+        shift = finite(largest)
         mine = cute.make_rmem_tensor((self.together, self.pieces), Float32)
         mine.fill(0.0)
         total = self.add(begun, shift, mine, Float32(0.0))
@@ -197,14 +197,11 @@ class Combine:
     def write(self, row: Row, thread: Int32, largest: Float32, found: Sums) -> None:
         """Two columns of the row by each thread, and its log-sum-exp."""
         sums, totals = found
-        state = running(1)
-        state.largest[0] = largest
-        state.shift[0] = select_(largest == -Float32.inf, Float32(0.0), largest) * LOG2_E
-        state.total[0] = (totals[0] + totals[1]) + (totals[2] + totals[3])
-        scales, lses = finish(state, row.sink, alone)
+        total = (totals[0] + totals[1]) + (totals[2] + totals[3])
+        scale, lse = finish_row(largest, finite(largest) * LOG2_E, total, row.sink)
         if const_expr(row.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if thread == 0:
-                row.lse[row.q] = lses[0]
+                row.lse[row.q] = lse
         pairs = cute.logical_divide(row.out, cute.make_layout(2))
         kind = row.out.element_type
         if 2 * thread < self.width:
@@ -212,10 +209,5 @@ class Combine:
             for i in cutlass.range_constexpr(2):
                 column = 2 * thread + i
                 total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
-                pair[i] = (total * scales[0]).to(kind)
+                pair[i] = (total * scale).to(kind)
             cute.autovec_copy(pair, pairs[None, thread])
-
-
-def sink_of(arguments: Any, h: Int32) -> Float32 | None:
-    """The sink of a head of queries."""
-    return None if arguments.sinks is None else arguments.sinks[h].to(Float32)

@@ -311,6 +311,15 @@ class Fragment:
             scores[r, start + place] = select_(allowed, scores[r, start + place], -Float32.inf)
 
 
+def quad_fragment(
+    at: At, rows: Rows, first_row: Int32, width: int, lane: Int32, offsets: tuple[int, ...] = (0,)
+) -> Fragment:
+    """Places of a lane in accumulators of `width` keys: of each 8 columns the two from 2 (lane % 4) on, of
+    rows at these offsets from the first."""
+    columns = tuple(8 * (c // 2) + c % 2 for c in range(width // 4))
+    return Fragment(at, rows, offsets, columns, first_row, lane % 4 * 2)
+
+
 @cute.jit
 def _compared_or_asked(
     fragment: cutlass.Constexpr[Fragment], hooks: cutlass.Constexpr[Hooks], kv_first: Int32

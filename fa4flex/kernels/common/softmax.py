@@ -9,22 +9,40 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import cutlass
 from cutlass import Boolean, Float32, cute, select_
 
-from fa4flex.kernels.common.fragment import numbers, quad_reduce
-
-Reduce = Callable[[Float32, Any], Float32]
-"""Combines a number over the lanes that share a row."""
+from fa4flex.kernels.common.fragment import numbers, quad_reduce, rows_and_columns
+from fa4flex.kernels.common.hooks import At, Hooks
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LOWEST = -(2.0**25)
 """Least factor * y: below, all y of a row count as -inf. Steps of float32 are 4 there, so that probabilities
 and gradients that come of the log-sum-exp mean nothing, and further down exponentials overflow."""
+
+
+def factor_of(hooks: Hooks, at: At) -> Float32:
+    """Factor of a head's scores in exponents of 2."""
+    return at.scale * LOG2_E if hooks.factor is None else hooks.factor(at)
+
+
+def sink_of(arguments: Any, h: Any, joins: Boolean | None = None) -> Float32 | None:
+    """Sink of a head of queries, or None where there are no sinks. joins: False where another kernel merges
+    this row with others and adds the sink there; absent: True."""
+    if arguments.sinks is None:
+        return None
+    sink = arguments.sinks[h].to(Float32)
+    return sink if joins is None else select_(joins, sink, -Float32.inf)
+
+
+def finite(largest: Float32) -> Float32:
+    """`largest`, or 0 where it is -inf, as no key was seen."""
+    return select_(largest == -Float32.inf, Float32(0.0), largest)
 
 
 @dataclass(frozen=True)
@@ -43,9 +61,144 @@ class Running:
     def rows(self) -> int:
         return cute.size(self.largest)
 
+    def clear(self) -> None:
+        """No key was seen yet: the first tile's maxima pass any ceiling."""
+        for r in range(self.rows):
+            self.largest[r] = -Float32.inf
+            self.ceiling[r] = -Float32.inf
+            self.shift[r] = Float32(0.0)
+            self.total[r] = Float32(0.0)
+            self.scale[r] = Float32(1.0)
+
+    def shift_to_merge(self) -> Float32:
+        """Shift of the only row, or -inf while it has seen no key."""
+        return select_(self.largest[0] == -Float32.inf, -Float32.inf, self.shift[0])
+
 
 def running(rows: int) -> Running:
     return Running(*(cute.make_rmem_tensor((rows,), Float32) for _ in range(5)))
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Softmax of a thread's rows while their scores come tile after tile. Four lanes share a row, as in
+    accumulators of Hopper's products. `factor` of scores in exponents of 2; `threshold` in log2 units by
+    which a score may pass the maximum in use before that is raised, and `slack` the same in units of y."""
+
+    state: Running
+    factor: Float32
+    slack: Float32
+    threshold: float
+
+    @classmethod
+    def of(cls, hooks: Hooks, at: At, threshold: float, state: Running) -> Self:
+        factor = factor_of(hooks, at)
+        return cls(state, factor, threshold * cute.arch.rcp_approx(factor), threshold)
+
+    def reduce(self, x: Float32, combine: Any) -> Float32:
+        """Combine a number over the lanes that share a row."""
+        return quad_reduce(x, combine)
+
+    def maxima(self, scores: cute.Tensor) -> list[Float32]:
+        """This thread's largest y per row of a tile, seen as (row, column)."""
+        return [_largest(scores[r, None]) for r in range(self.state.rows)]
+
+    def start(self, found: list[Float32]) -> None:
+        """Take the maxima of the first tile. A row without any finite score keeps -inf, and shift 0."""
+        for r, x in enumerate(found):
+            self._use(self.reduce(x, cute.arch.fmax), r)
+            self.state.total[r] = Float32(0.0)
+
+    def passes(self, found: list[Float32]) -> Boolean:
+        """True if maxima are to be raised: if any lane of the warp holds a y above a ceiling."""
+        if self.threshold <= 0:
+            return Boolean(True)
+        return self._any_above(found)
+
+    def _any_above(self, found: list[Float32]) -> Boolean:
+        above = (x > self.state.ceiling[r] for r, x in enumerate(found))
+        return cute.arch.vote_any_sync(functools.reduce(operator.or_, above))
+
+    def raise_maxima(self, found: list[Float32]) -> None:
+        """Take a tile's maxima into the running ones, and rescale the totals."""
+        state = self.state
+        for r, x in enumerate(found):
+            before = state.largest[r]
+            self._use(cute.arch.fmax(self.reduce(x, cute.arch.fmax), before), r)
+            scale = cute.math.exp2(before * self.factor - state.shift[r], fastmath=True)
+            state.scale[r] = scale
+            state.total[r] = state.total[r] * scale
+
+    def _use(self, largest: Float32, r: int) -> None:
+        largest = select_(largest * self.factor < LOWEST, -Float32.inf, largest)
+        self.state.largest[r] = largest
+        self.state.ceiling[r] = largest + self.slack
+        self.state.shift[r] = finite(largest) * self.factor
+
+    def exponentiate(self, scores: cute.Tensor) -> None:
+        """y of a tile, seen as (row, column), becomes its probability, up to the denominator, and part of its
+        row's total."""
+        state = self.state
+        for r in range(state.rows):
+            row = scores[r, None]
+            row.store(cute.math.exp2(row.load() * self.factor - state.shift[r], fastmath=True))
+            state.total[r] = _total(row, state.total[r])
+
+    def finish(self, sink: Float32 | None) -> list[Finished]:
+        """All rows, of heads that have this sink."""
+        state, found = self.state, []
+        for r in range(state.rows):
+            total = self.reduce(state.total[r], operator.add)
+            found.append(finish_row(state.largest[r], state.shift[r], total, sink))
+        return found
+
+
+Rows = Sequence[OnlineSoftmax]
+"""Rows of a thread, of which each may have a head, and so a factor, of its own."""
+
+
+class LaneSoftmax(OnlineSoftmax):
+    """Softmax of one row that a lane has to itself, as tensor memory hands it out."""
+
+    def reduce(self, x: Float32, combine: Any) -> Float32:
+        return x
+
+    def _any_above(self, found: list[Float32]) -> Boolean:
+        # "All may stay" costs an instruction less than "any may not" on the way to the exponentials.
+        return ~cute.arch.vote_all_sync(found[0] <= self.state.ceiling[0])
+
+
+def maxima(rows: Rows, scores: Sequence[cute.Tensor]) -> list[list[Float32]]:
+    """This thread's largest y of each row of a tile, seen as (row, column) for each of `rows`."""
+    return [one.maxima(mine) for one, mine in zip(rows, scores, strict=True)]
+
+
+def passed(rows: Rows, found: list[list[Float32]]) -> Boolean:
+    """True if a tile's maxima are to be taken into the running ones, for all rows of the warp at once."""
+    return functools.reduce(operator.or_, [one.passes(mine) for one, mine in zip(rows, found, strict=True)])
+
+
+def raise_maxima(rows: Rows, found: list[list[Float32]]) -> list[Float32]:
+    """Take a tile's maxima into the running ones; returns what outputs are to be multiplied by, by row."""
+    for one, mine in zip(rows, found, strict=True):
+        one.raise_maxima(mine)
+    return [one.state.scale[r] for one in rows for r in range(one.state.rows)]
+
+
+@cute.jit
+def take_maxima(rows: cutlass.Constexpr[Rows], scores: cutlass.Constexpr[Sequence[cute.Tensor]]) -> Boolean:
+    """Raise the running maxima to a tile's where one is passed. Returns whether one was: outputs are to be
+    rescaled then."""
+    found = maxima(rows, scores)
+    raised = passed(rows, found)
+    if raised:
+        raise_maxima(rows, found)
+    return raised
+
+
+def rescale(out: cute.Tensor, rows: Rows) -> None:
+    """Multiply what an output has of earlier tiles by what the last raise of maxima says."""
+    multiply_rows(rows_and_columns(out), [one.state.scale[r] for one in rows for r in range(one.state.rows)])
 
 
 def _largest(row: cute.Tensor) -> Float32:
@@ -65,84 +218,30 @@ def _total(row: cute.Tensor, before: Float32) -> Float32:
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
 
 
-def maxima(scores: cute.Tensor, state: Running) -> list:
-    """This thread's largest y per row of a tile, seen as (row, column)."""
-    return [_largest(scores[r, None]) for r in range(state.rows)]
+class Finished(NamedTuple):
+    """A row's last numbers: what its output is to be multiplied by, and the natural logarithm of its
+    denominator."""
+
+    scale: Float32
+    lse: Float32
 
 
-def passes(found: list, state: Running) -> Boolean:
-    """True if any lane of the warp holds a y above a ceiling."""
-    above = functools.reduce(operator.or_, (x > state.ceiling[r] for r, x in enumerate(found)))
-    return cute.arch.vote_any_sync(above)
-
-
-def start(found: list, factor: Float32, slack: Float32, state: Running) -> None:
-    """Maxima of the first tile. A row without any finite score keeps -inf, and shift 0."""
-    for r, x in enumerate(found):
-        _use(quad_reduce(x, cute.arch.fmax), factor, slack, state, r)
-        state.total[r] = Float32(0.0)
-
-
-def alone(x: Float32, combine: Any) -> Float32:
-    """Stand-in for `quad_reduce` for rows that lie in one lane each."""
-    return x
-
-
-def raise_maxima(
-    found: list, factor: Float32, slack: Float32, state: Running, reduce: Reduce = quad_reduce
-) -> None:
-    """Take a tile's maxima into the running ones, and rescale the totals."""
-    for r, x in enumerate(found):
-        before = state.largest[r]
-        _use(cute.arch.fmax(reduce(x, cute.arch.fmax), before), factor, slack, state, r)
-        scale = cute.math.exp2(before * factor - state.shift[r], fastmath=True)
-        state.scale[r] = scale
-        state.total[r] = state.total[r] * scale
-
-
-def _use(largest: Float32, factor: Float32, slack: Float32, state: Running, r: int) -> None:
-    largest = select_(largest * factor < LOWEST, -Float32.inf, largest)
-    state.largest[r] = largest
-    state.ceiling[r] = largest + slack
-    state.shift[r] = select_(largest == -Float32.inf, Float32(0.0), largest) * factor
-
-
-def exponentiate(row: cute.Tensor, factor: Float32, state: Running, r: int) -> None:
-    """y becomes its probability, up to the denominator."""
-    row.store(cute.math.exp2(row.load() * factor - state.shift[r], fastmath=True))
-
-
-def accumulate(row: cute.Tensor, state: Running, r: int) -> None:
-    """Take the probabilities of row r into its total."""
-    state.total[r] = _total(row, state.total[r])
-
-
-def finish(state: Running, sink: Float32 | None, reduce: Reduce = quad_reduce) -> tuple[list, list]:
-    """Per row: what to multiply the output by, and the natural logarithm of the denominator.
-
-    `sink` is a logit that joins the denominator and has no value. A row without keys gives 0 and -inf.
-    """
-    scales, lse = [], []
-    for r in range(state.rows):
-        total = reduce(state.total[r], operator.add)
-        empty: Boolean = state.largest[r] == -Float32.inf
-        shift = state.shift[r]
-        if sink is None:
-            scale = select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-            log2 = shift + cute.math.log2(total, fastmath=True)
-            lse.append(select_(empty, -Float32.inf, log2 * LN_2))
-        else:
-            # Relative to the larger of both, so that neither exponential overflows.
-            logit = sink * LOG2_E
-            common = select_(empty, logit, cute.arch.fmax(shift, logit))
-            finite = select_(common == -Float32.inf, Float32(0.0), common)
-            grown = select_(empty, Float32(0.0), total * cute.math.exp2(shift - finite, fastmath=True))
-            everything = grown + cute.math.exp2(logit - finite, fastmath=True)
-            scale = cute.math.exp2(shift - finite, fastmath=True) * cute.arch.rcp_approx(everything)
-            scale = select_(empty, Float32(0.0), scale)
-            lse.append((finite + cute.math.log2(everything, fastmath=True)) * LN_2)
-        scales.append(scale)
-    return scales, lse
+def finish_row(largest: Float32, shift: Float32, total: Float32, sink: Float32 | None) -> Finished:
+    """`sink` is a logit that joins the denominator and has no value. A row without keys, whose `largest` is
+    -inf, gives 0 and -inf."""
+    empty: Boolean = largest == -Float32.inf
+    if sink is None:
+        scale = select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+        log2 = shift + cute.math.log2(total, fastmath=True)
+        return Finished(scale, select_(empty, -Float32.inf, log2 * LN_2))
+    # Relative to the larger of both, so that neither exponential overflows.
+    logit = sink * LOG2_E
+    common = finite(select_(empty, logit, cute.arch.fmax(shift, logit)))
+    grown = select_(empty, Float32(0.0), total * cute.math.exp2(shift - common, fastmath=True))
+    everything = grown + cute.math.exp2(logit - common, fastmath=True)
+    scale = cute.math.exp2(shift - common, fastmath=True) * cute.arch.rcp_approx(everything)
+    scale = select_(empty, Float32(0.0), scale)
+    return Finished(scale, (common + cute.math.log2(everything, fastmath=True)) * LN_2)
 
 
 def multiply_rows(acc: cute.Tensor, scales: list) -> None:

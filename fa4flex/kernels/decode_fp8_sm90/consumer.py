@@ -11,25 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import cutlass
-from cutlass import Boolean, Float16, Float32, Int32, const_expr, cute, pipeline, select_
+from cutlass import Float16, Float32, Int32, const_expr, cute, pipeline, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.fragment import packed, quad_reduce
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Part, Tile, first_full, place_of, tile_of
-from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
-from fa4flex.kernels.common.softmax import (
-    LOG2_E,
-    accumulate,
-    exponentiate,
-    maxima,
-    multiply_rows,
-    passes,
-    raise_maxima,
-    running,
-)
+from fa4flex.kernels.common.packed_rows import Part, Tile, first_full, tile_of
+from fa4flex.kernels.common.softmax import maxima, multiply_rows, passed, raise_maxima
 from fa4flex.kernels.common.transfer import release
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WEIGHT, Config
 from fa4flex.kernels.decode_fp8_sm90.epilogue import Epilogue
@@ -38,7 +28,8 @@ from fa4flex.kernels.decode_fp8_sm90.queries import RegisterQueries, SharedQueri
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_fp8_sm90.scales import Scale, scale_of
 from fa4flex.kernels.decode_fp8_sm90.tiles import KeyBytes, Place, ValueBytes
-from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Mine, clear
+from fa4flex.kernels.decode_sm90 import consumer as base
+from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Mine
 
 COLUMNS = KEYS // 4
 """Scores that a lane has of each of its two rows: of each 8 keys the two from 2 (lane % 4) on."""
@@ -75,10 +66,12 @@ class Warp:
 States = tuple[pipeline.PipelineState, pipeline.PipelineState]
 
 
-class Consumer:
+class Consumer(base.Consumer):
+    config: Config
+
     def __init__(self, config: Config, hooks: Hooks) -> None:
-        self.config = config
-        self.hooks = hooks
+        super().__init__(config, hooks)
+        self.width = KEYS
         self.epilogue = Epilogue(config)
 
     @cute.jit
@@ -113,7 +106,7 @@ class Consumer:
         queries = SharedQueries(words, shared.q_address, number) if shares else RegisterQueries(words)
         for r in range(len(rows)):
             lift[r] = lift[r] * k_scale.whole
-            clear(rows[r].state)
+            rows[r].softmax.state.clear()
         out = cute.make_rmem_tensor((2, config.head_dim_v // 4), Float32)
         out.fill(0.0)
         largest = cute.make_rmem_tensor((1,), Float32)
@@ -135,18 +128,6 @@ class Consumer:
         for scale in (k_scale, v_scale):
             scale.ask(self.columns(warp, tile.first, Int32(0)))
         return warp
-
-    def row(self, arguments: Arguments, tile: Tile, number: Int32, lane: Int32) -> Mine:
-        """Lane l of a warp holds rows l / 4 and l / 4 + 8 of its 16, and of each 8 keys the two from 2 (l %
-        4) on."""
-        columns = tuple(8 * (c // 2) + c % 2 for c in range(COLUMNS))
-        row = tile.row(number)
-        at = place_of(row, tile, arguments, self.hooks)
-        terms = prepare_rows(self.hooks, at, row.q, (0,))
-        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
-        fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
-        return Mine(row, fragment, factor, slack, running(1), None)
 
     def columns(self, warp: Warp, i: Int32, step: Int32) -> Int32:
         """The first key of a lane's columns in a step of tile number i; of the tile after the last, of the
@@ -265,11 +246,9 @@ class Consumer:
     def take_maxima(self, warp: cutlass.Constexpr[Warp], grids: cutlass.Constexpr[list]) -> None:
         """Raise the running maxima to this step's, and rescale the output, where a score passes a ceiling or
         a value's scale is larger than all before."""
-        rows = warp.rows
-        found = [maxima(grid, mine.state) for mine, grid in zip(rows, grids)]
-        raised = Boolean(True)
-        if const_expr(self.config.rescale_threshold > 0):
-            raised = passes(found[0], rows[0].state) | passes(found[1], rows[1].state)
+        softmaxes = [mine.softmax for mine in warp.rows]
+        found = maxima(softmaxes, grids)
+        raised = passed(softmaxes, found)
         largest = warp.v_scale.largest()
         if const_expr(warp.v_scale.varies):
             raised = raised | cute.arch.vote_any_sync(largest > warp.largest[0])
@@ -285,8 +264,7 @@ class Consumer:
             weights = [warp.v_scale.coming[c] * inverse for c in range(COLUMNS)]
         words = []
         for mine, grid in zip(warp.rows, grids):
-            exponentiate(grid[0, None], mine.factor, mine.state, 0)
-            accumulate(grid[0, None], mine.state, 0)
+            mine.softmax.exponentiate(grid)
             scaled = [grid[0, c] * weights[c] for c in range(COLUMNS)]
             words.append([packed(scaled[c], scaled[c + 1], Float16) for c in range(0, COLUMNS, 2)])
         return words
@@ -311,11 +289,9 @@ class Consumer:
             column += 2 * width
 
 
-def raise_all(warp: Warp, found: list[Float32], largest: Float32) -> None:
+def raise_all(warp: Warp, found: list[list[Float32]], largest: Float32) -> None:
     """Take a step's maxima, and the largest scale of its values, into the running ones."""
-    for mine, one in zip(warp.rows, found):
-        raise_maxima(one, mine.factor, mine.slack, mine.state)
-    scales = [mine.state.scale[0] for mine in warp.rows]
+    scales = raise_maxima([mine.softmax for mine in warp.rows], found)
     if warp.v_scale.varies:
         before = warp.largest[0]
         now = cute.arch.fmax(before, quad_reduce(largest, cute.arch.fmax))

@@ -7,14 +7,14 @@ import operator
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Float32, Int32, const_expr, cute
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import quad_reduce
 from fa4flex.kernels.common.packed_rows import Row, Tile
-from fa4flex.kernels.common.softmax import alone, finish, running
+from fa4flex.kernels.common.softmax import finish_row, finite, sink_of
 from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, WEIGHT, Config
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_fp8_sm90.roles import MEET
@@ -40,7 +40,7 @@ class Epilogue:
         lane = cute.arch.lane_idx()
         self.meet()  # all bytes are read
         for r in cutlass.range_constexpr(len(OFFSETS)):
-            total = quad_reduce(warp.rows[r].state.total[0], operator.add)
+            total = quad_reduce(warp.rows[r].softmax.state.total[0], operator.add)
             if warp.rows[r].row.exists:
                 self.leave(shared, warp, r, total)
         self.meet()
@@ -62,8 +62,7 @@ class Epilogue:
         """A row's shift, total and output, for whoever merges it."""
         lane = cute.arch.lane_idx()
         place = lane // 4 + OFFSETS[r]
-        state, values = warp.rows[r].state, warp.values
-        shift = select_(state.largest[0] == -Float32.inf, -Float32.inf, state.shift[0])
+        shift, values = warp.rows[r].softmax.state.shift_to_merge(), warp.values
         if lane % 4 == 0:
             mine = shared.states[warp.number, place, None]
             factor = warp.v_scale.whole * warp.largest[0] * (1 / WEIGHT)
@@ -96,28 +95,22 @@ class Epilogue:
         common = states[0][0]
         for state in states[1:]:
             common = cute.arch.fmax(common, state[0])
-        empty = common == -Float32.inf
-        shift = select_(empty, Float32(0.0), common)
+        shift = finite(common)
         parts = [cute.math.exp2(state[0] - shift, fastmath=True) for state in states]
-        merged = running(1)
-        merged.largest[0], merged.shift[0] = common, shift
-        merged.total[0] = Float32(0.0)
+        total = Float32(0.0)
         for part, state in zip(parts, states):
-            merged.total[0] = merged.total[0] + part * state[1]
-        sink = None
-        if const_expr(arguments.sinks is not None):
-            sink = arguments.sinks[row.h].to(Float32)
-            sink = select_(tile.alone, sink, -Float32.inf)
-        scales, lses = finish(merged, sink, alone)
-        weights = [part * state[2] * scales[0] for part, state in zip(parts, states)]
+            total = total + part * state[1]
+        sink = sink_of(arguments, row.h, tile.alone)
+        scale, lse = finish_row(common, shift, total, sink)
+        weights = [part * state[2] * scale for part, state in zip(parts, states)]
         sums = [shared.sums[first + i, place, None] for i in range(sharers)]
         if tile.alone:
             if const_expr(arguments.lse is not None):  # noqa: SIM102  decided when compiled, and when run
                 if lane == 0:
-                    arguments.lse[tile.b, row.h, row.q] = lses[0]
+                    arguments.lse[tile.b, row.h, row.q] = lse
             self.store(arguments.out[tile.b, row.q, row.h, None], sums, weights, lane)
         else:
-            self.part(arguments, tile, row, (sums, weights, lses[0]), lane)
+            self.part(arguments, tile, row, (sums, weights, lse), lane)
 
     @cute.jit
     def part(

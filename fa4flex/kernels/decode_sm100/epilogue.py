@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, sync
 from fa4flex.kernels.common.packed_rows import Row, Tile
-from fa4flex.kernels.common.softmax import Running, alone, finish, running
+from fa4flex.kernels.common.softmax import Finished, finish_row, finite, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks
 from fa4flex.kernels.decode_sm100.config import LANES, MERGED, MERGED_STAGES, Config
 from fa4flex.kernels.decode_sm100.resources import Shared
@@ -42,28 +42,23 @@ class Epilogue:
         output: cute.Tensor,
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
-        sink = None
-        if const_expr(arguments.sinks is not None):
-            sink = arguments.sinks[mine.row.h].to(Float32)
-            sink = select_(tile.alone, sink, -Float32.inf)
+        sink = sink_of(arguments, mine.row.h, tile.alone)
         if tile.first < tile.last:
             cute.arch.mbarrier_wait(pipes.o_full, 0)
             scale, lse = self.weigh(mine, shared, sink)
             self.put_sum(arguments, tile, mine, lse)
             self.merge(arguments, tile, shared, output, scale)
         else:
-            _, lses = finish(mine.state, sink, alone)
-            self.put_sum(arguments, tile, mine, lses[0])
+            self.put_sum(arguments, tile, mine, mine.softmax.finish(sink)[0].lse)
             # Of a split without keys, nobody reads the output.
             if tile.alone:
                 self.put_zeros(arguments, tile)
 
-    def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> tuple[Float32, Float32]:
+    def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> Finished:
         """Factor of the thread's copy of its row, and the logarithm of the row's sum."""
         thread, rows = cute.arch.thread_idx()[0], self.config.rows
-        state, found = mine.state, running(1)
-        statistics = shared.statistics
-        mine_shift = select_(state.largest[0] == -Float32.inf, -Float32.inf, state.shift[0])
+        statistics, state = shared.statistics, mine.softmax.state
+        mine_shift = state.shift_to_merge()
         statistics[thread, 0] = mine_shift
         statistics[thread, 1] = state.total[0]
         meet()
@@ -74,18 +69,11 @@ class Epilogue:
         largest = copies[0][0]
         for shift, _ in copies[1:]:
             largest = cute.arch.fmax(largest, shift)
-        self.sum_up(copies, largest, found)
-        scales, lses = finish(found, sink, alone)
-        weight = cute.math.exp2(mine_shift - found.shift[0], fastmath=True)
-        return scales[0] * weight, lses[0]
-
-    def sum_up(self, copies: list[tuple[Float32, Float32]], largest: Float32, into: Running) -> None:
-        into.largest[0] = largest
-        into.shift[0] = select_(largest == -Float32.inf, Float32(0.0), largest)
-        into.total[0] = Float32(0.0)
-        for shift, total in copies:
-            weight = cute.math.exp2(shift - into.shift[0], fastmath=True)
-            into.total[0] = into.total[0] + total * weight
+        common, total = finite(largest), Float32(0.0)
+        for shift, part in copies:
+            total = total + part * cute.math.exp2(shift - common, fastmath=True)
+        scale, lse = finish_row(largest, common, total, sink)
+        return Finished(scale * cute.math.exp2(mine_shift - common, fastmath=True), lse)
 
     @cute.jit
     def merge(

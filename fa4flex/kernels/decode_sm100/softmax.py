@@ -21,7 +21,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, Words, prepare_rows
-from fa4flex.kernels.common.softmax import LOG2_E, Running, alone, raise_maxima, running
+from fa4flex.kernels.common.softmax import LaneSoftmax, running
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.decode_sm100.config import HELD, Config
 from fa4flex.kernels.decode_sm100.epilogue import Epilogue
@@ -43,9 +43,7 @@ class Mine:
     row: Row
     part: Int32
     fragment: Fragment
-    factor: Float32
-    slack: Float32
-    state: Running
+    softmax: LaneSoftmax
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Softmax:
         thread = cute.arch.thread_idx()[0]
         tile = tile_of(part, arguments, self.hooks, self.config)
         mine = self.mine(arguments, tile, thread)
-        self.clear(mine.state)
+        mine.softmax.state.clear()
         if tile.first < tile.last:
             self.queries(arguments, tile, mine.row, products, base)
             arrive_once(pipes.q_full)
@@ -98,19 +96,10 @@ class Softmax:
         row = tile.row(thread % self.config.rows)
         at = place_of(row, tile, arguments, self.hooks)
         terms = prepare_rows(self.hooks, at, row.q, (0,))
-        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
+        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, running(1))
         columns = tuple(range(self.config.part))
         fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
-        return Mine(row, part, fragment, factor, slack, running(1))
-
-    def clear(self, state: Running) -> None:
-        """A row that has seen no key: the first tile's maxima pass any ceiling."""
-        state.largest[0] = -Float32.inf
-        state.ceiling[0] = -Float32.inf
-        state.shift[0] = Float32(0.0)
-        state.total[0] = Float32(0.0)
-        state.scale[0] = Float32(1.0)
+        return Mine(row, part, fragment, softmax)
 
     @cute.jit
     def queries(
@@ -178,11 +167,12 @@ class Softmax:
         if const_expr(masked):
             mine.fragment.mask(row, kv_first, bits)
         self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
-        pairs = packed.exponentiate(row.numbers, mine.factor, mine.state.shift[0], SPECIAL, 0)
+        softmax = mine.softmax
+        pairs = packed.exponentiate(row.numbers, softmax.factor, softmax.state.shift[0], SPECIAL, 0)
         memory.probabilities.put(mine.part, packed.narrowed(pairs, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
-        mine.state.total[0] = packed.total_of(pairs, mine.state.total[0])
+        softmax.state.total[0] = packed.total_of(pairs, softmax.state.total[0])
 
     def allowed(self, mine: Mine, kv_first: Int32) -> Words:
         """Bits of the keys of this tile that the row sees."""
@@ -207,13 +197,10 @@ class Softmax:
     ) -> None:
         """Raise the running maxima to this tile's, and rescale the output, where a score of the warp's rows
         passes a ceiling."""
-        raised = Boolean(True)
-        if const_expr(self.config.rescale_threshold > 0):
-            raised = ~cute.arch.vote_all_sync(largest <= mine.state.ceiling[0])
-        if raised:
-            raise_maxima([largest], mine.factor, mine.slack, mine.state, alone)
+        if mine.softmax.passes([largest]):
+            mine.softmax.raise_maxima([largest])
             if later:
-                self.rescale(memory, mine.state.scale[0])
+                self.rescale(memory, mine.softmax.state.scale[0])
 
     @cute.jit
     def rescale(self, memory: cutlass.Constexpr[Memory], scale: Float32) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.ahead import Held
@@ -22,19 +22,9 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
-from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common.pointwise import Fragment, prepare_rows, quad_fragment
 from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
-from fa4flex.kernels.common.softmax import (
-    LOG2_E,
-    Running,
-    accumulate,
-    exponentiate,
-    maxima,
-    multiply_rows,
-    passes,
-    raise_maxima,
-    running,
-)
+from fa4flex.kernels.common.softmax import OnlineSoftmax, maxima, passed, raise_maxima, rescale, running
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.epilogue import Epilogue
 from fa4flex.kernels.decode_sm90.resources import Shared
@@ -51,9 +41,7 @@ class Mine:
 
     row: Row
     fragment: Fragment
-    factor: Float32
-    slack: Float32
-    state: Running
+    softmax: OnlineSoftmax
     held: Held | None
 
 
@@ -67,9 +55,13 @@ class Keys:
 
 
 class Consumer:
+    epilogue: Any
+
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.width = config.tile_n
+        """Keys of a product's scores, of which a lane has a quarter."""
         self.epilogue = Epilogue(config)
 
     @cute.jit
@@ -87,7 +79,7 @@ class Consumer:
         products = self.products(mma, shared, lane)
         rows = self.rows(arguments, tile, lane)
         for row in rows:
-            clear(row.state)
+            row.softmax.state.clear()
         products.out.fill(0.0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
@@ -128,21 +120,17 @@ class Consumer:
         return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
 
     def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[Mine, ...]:
-        """Lane l of the warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
-        two from 2 (l % 4) on."""
+        """Lane l of the warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16."""
         number = lane // 32 * 16 + lane % 32 // 4
-        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
-        found = []
-        for offset in OFFSETS:
-            row = tile.row(number + offset)
-            at = place_of(row, tile, arguments, self.hooks)
-            terms = prepare_rows(self.hooks, at, row.q, (0,))
-            factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-            slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
-            fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
-            held = Held() if self.reads_ahead else None
-            found.append(Mine(row, fragment, factor, slack, running(1), held))
-        return tuple(found)
+        return tuple(self.row(arguments, tile, number + offset, lane) for offset in OFFSETS)
+
+    def row(self, arguments: Arguments, tile: Tile, number: Int32, lane: Int32) -> Mine:
+        row = tile.row(number)
+        at = place_of(row, tile, arguments, self.hooks)
+        terms = prepare_rows(self.hooks, at, row.q, (0,))
+        softmax = OnlineSoftmax.of(self.hooks, at, self.config.rescale_threshold, running(1))
+        fragment = quad_fragment(at, terms, row.q, self.width, lane)
+        return Mine(row, fragment, softmax, Held() if self.reads_ahead else None)
 
     @property
     def reads_ahead(self) -> bool:
@@ -225,8 +213,7 @@ class Consumer:
         self, rows: cutlass.Constexpr[tuple[Mine, ...]], grids: cutlass.Constexpr[list]
     ) -> None:
         for mine, grid in zip(rows, grids):
-            exponentiate(grid[0, None], mine.factor, mine.state, 0)
-            accumulate(grid[0, None], mine.state, 0)
+            mine.softmax.exponentiate(grid)
 
     @cute.jit
     def take_maxima(
@@ -236,14 +223,11 @@ class Consumer:
         grids: cutlass.Constexpr[list],
     ) -> None:
         """Raise the running maxima to this tile's, and rescale the output, where a score passes a ceiling."""
-        found = [maxima(grid, mine.state) for mine, grid in zip(rows, grids)]
-        raised = Boolean(True)
-        if const_expr(self.config.rescale_threshold > 0):
-            raised = passes(found[0], rows[0].state) | passes(found[1], rows[1].state)
-        if raised:
-            for mine, mine_found in zip(rows, found):
-                raise_maxima(mine_found, mine.factor, mine.slack, mine.state)
-            multiply_rows(rows_and_columns(out), [mine.state.scale[0] for mine in rows])
+        softmaxes = [mine.softmax for mine in rows]
+        found = maxima(softmaxes, grids)
+        if passed(softmaxes, found):
+            raise_maxima(softmaxes, found)
+            rescale(out, softmaxes)
 
     @cute.jit
     def clear_past_end(
@@ -258,15 +242,6 @@ class Consumer:
             end = mine.fragment.at.kv_len - kv_first
             if end < self.config.tile_n:
                 zero_past(products.v_shared[None, None, v_state.index], end, Int32(WRITTEN.at()))
-
-
-def clear(state: Running) -> None:
-    """A row that has seen no key."""
-    state.largest[0] = -Float32.inf
-    state.ceiling[0] = -Float32.inf
-    state.shift[0] = Float32(0.0)
-    state.total[0] = Float32(0.0)
-    state.scale[0] = Float32(1.0)
 
 
 def _row_of(scores: cute.Tensor, r: int) -> cute.Tensor:

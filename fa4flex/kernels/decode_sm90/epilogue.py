@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
-from fa4flex.kernels.common.softmax import finish, multiply_rows
+from fa4flex.kernels.common.softmax import multiply_rows, sink_of
 from fa4flex.kernels.decode_sm90.config import Config
 
 
@@ -30,22 +30,16 @@ class Epilogue:
         lane: Int32,
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
-        scales, lses = [], []
+        finished = []
         for mine in rows:
-            sink = None
-            if const_expr(arguments.sinks is not None):
-                sink = arguments.sinks[mine.row.h].to(Float32)
-                sink = select_(tile.alone, sink, -Float32.inf)
-            scale, lse = finish(mine.state, sink)
-            scales += scale
-            lses += lse
+            finished += mine.softmax.finish(sink_of(arguments, mine.row.h, tile.alone))
         out = rows_and_columns(products.out)
-        multiply_rows(out, scales)
+        multiply_rows(out, [mine.scale for mine in finished])
         for r in cutlass.range_constexpr(len(rows)):
             if tile.alone:
-                self.whole(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
+                self.whole(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
             else:
-                self.part(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
+                self.part(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
 
     @cute.jit
     def whole(

@@ -23,15 +23,7 @@ from fa4flex.kernels.common.fragment import compute_before, computed_once, numbe
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
-from fa4flex.kernels.common.softmax import (
-    LN_2,
-    LOG2_E,
-    Running,
-    alone,
-    finish,
-    raise_maxima,
-    running,
-)
+from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, running, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work, put_statistic
@@ -53,9 +45,7 @@ class Tile:
     """Constants over the key tiles of one query tile."""
 
     fragment: Fragment
-    factor: Float32
-    slack: Float32
-    state: Running
+    softmax: LaneSoftmax
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,7 @@ class Softmax:
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
             tile = self.tile(at, q, state)
-            self.begin(state)
+            state.clear()
             passes = self.passes(keys)
             for p in cutlass.range_constexpr(len(passes)):
                 masked, first, end = passes[p]
@@ -147,20 +137,12 @@ class Softmax:
         )
 
     def tile(self, at: At, row: Int32, state: Running) -> Tile:
-        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
-        return Tile(self.fragment(at, row), factor, slack, state)
+        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
+        return Tile(self.fragment(at, row), softmax)
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
         rows = prepare_rows(self.hooks, at, row, (0,))
         return Fragment(at, rows, (0,), tuple(range(columns)), row, Int32(0), consecutive)
-
-    def begin(self, state: Running) -> None:
-        """No key was seen yet: the first tile's maxima pass any ceiling."""
-        state.largest[0] = -Float32.inf
-        state.ceiling[0] = -Float32.inf
-        state.shift[0] = Float32(0.0)
-        state.total[0] = Float32(0.0)
 
     @cute.jit
     def step(
@@ -178,10 +160,11 @@ class Softmax:
         words = self.allowed(tile, kv_first) if masked else None
         cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
         rows, largest = self.taken(tile, place, kv_first, words)
-        self.raise_maximum(tile, largest)
+        self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)
         pairs = self.probabilities(tile, place, rows, pipes)
-        tile.state.total[0] = total_of(pairs, tile.state.total[0])
+        total = tile.softmax.state.total
+        total[0] = total_of(pairs, total[0])
 
     @property
     def fragments(self) -> int:
@@ -292,17 +275,11 @@ class Softmax:
         return row.numbers
 
     @cute.jit
-    def raise_maximum(self, tile: cutlass.Constexpr[Tile], largest: Float32) -> None:
+    def raise_maximum(self, softmax: cutlass.Constexpr[LaneSoftmax], largest: Float32) -> None:
         """Raise the maximum in use where a score passes the ceiling, and say what that does to the output."""
-        state = tile.state
-        found = [largest]
-        state.scale[0] = Float32(1.0)
-        if const_expr(self.config.rescale_threshold > 0):
-            # "All may stay" costs an instruction less than "any may not" on the way to the exponentials.
-            if ~cute.arch.vote_all_sync(largest <= state.ceiling[0]):
-                raise_maxima(found, tile.factor, tile.slack, state, alone)
-        else:
-            raise_maxima(found, tile.factor, tile.slack, state, alone)
+        softmax.state.scale[0] = Float32(1.0)
+        if softmax.passes([largest]):
+            softmax.raise_maxima([largest])
 
     @cute.jit
     def hand_scale(
@@ -317,15 +294,15 @@ class Softmax:
         begin meanwhile."""
         later = i > 0
         cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
-        put_where(later, cell, tile.state.scale[0])
+        put_where(later, cell, tile.softmax.state.scale[0])
         cute.arch.sync_warp()
         arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
 
     def probabilities(self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes) -> list[Pair]:
         """To tensor memory, by fragment."""
-        pairs = []
+        pairs, softmax = [], tile.softmax
         for f, row in enumerate(rows):
-            found = exponentiate(row, tile.factor, tile.state.shift[0], self.config.exponential, f)
+            found = exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
             place.probabilities.put(f, narrowed(found, place.kind))
             pairs += found
             there = (f + 1) * FRAGMENT
@@ -347,17 +324,15 @@ class Softmax:
     ) -> None:
         """Write the row's statistics, and hand over what its output is to be multiplied by at last."""
         (shared, pipes), (q, phase) = handed, which
-        state = tile.state
-        sink = None
-        if const_expr(self.config.sinks):
-            sink = arguments.sinks[work.h].to(Float32)
-        scales, lse = finish(state, sink, alone)
+        softmax = tile.softmax
+        (finished,) = softmax.finish(sink_of(arguments, work.h))
         barrier = 4 * place.tile + place.warp
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
-        shared.finals[place.row, place.tile] = scales[0]
+        shared.finals[place.row, place.tile] = finished.scale
         arrive_once(pipes.final_full + barrier)
         if q < work.q_len:
             if const_expr(arguments.lse is not None):
-                put_statistic(arguments.lse, work, q, lse[0])
+                put_statistic(arguments.lse, work, q, finished.lse)
             if const_expr(arguments.max_scores is not None):
-                put_statistic(arguments.max_scores, work, q, state.largest[0] * tile.factor * LN_2)
+                largest = softmax.state.largest[0] * softmax.factor
+                put_statistic(arguments.max_scores, work, q, largest * LN_2)

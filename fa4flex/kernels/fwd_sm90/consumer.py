@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
@@ -26,20 +26,9 @@ from fa4flex.kernels.common.fragment import (
 )
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, RowEnds, row_ends, tile_at
-from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
+from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows, quad_fragment
 from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
-from fa4flex.kernels.common.softmax import (
-    LOG2_E,
-    Running,
-    accumulate,
-    exponentiate,
-    maxima,
-    multiply_rows,
-    passes,
-    raise_maxima,
-    running,
-    start,
-)
+from fa4flex.kernels.common.softmax import OnlineSoftmax, Running, rescale, running, take_maxima
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
@@ -51,20 +40,16 @@ from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Constants over the key tiles of one query tile."""
-
-    fragment: Fragment
-    factor: Float32
-    slack: Float32
-    state: Running
-
-
-@dataclass(frozen=True)
 class Mine:
-    """A warpgroup's part of a tile of queries: hook arguments and query of a thread's first row; the place of
-    its queries in shared memory, and the phase of their barriers."""
+    """A warpgroup's part of a tile of queries: its products, and running numbers of a thread's rows; hook
+    arguments and query of the first of these; the place of its queries in shared memory, and the phase of
+    their barriers."""
 
+    transfers: Transfers
+    shared: Shared
+    pipes: Pipes
+    products: Products
+    state: Running
     work: Work
     at: At
     query: Int32
@@ -73,6 +58,17 @@ class Mine:
     phase: Int32
     lane: Int32
     group: Int32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Constants over the key tiles of one query tile."""
+
+    pipes: Pipes
+    products: Products
+    group: Int32
+    fragment: Fragment
+    softmax: OnlineSoftmax
 
 
 @dataclass(frozen=True)
@@ -108,8 +104,7 @@ class Consumer:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 128
-        every, block = self.products(mma, shared, lane, group), (transfers, shared, pipes)
-        state = running(2)
+        every, state = self.products(mma, shared, lane, group), running(2)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
         self.open_turns(group)
@@ -125,69 +120,70 @@ class Consumer:
             own, query = self.rows.place(work, row)
             if const_expr(self.config.group > 1):
                 at = self.scheduler.place_of(own, grid, arguments)
-            mine = Mine(work, at, query, keys, place, turn.phase, lane, group)
-            kept = self.of_queries(every, mma, shared.q, lane, place), state
+            products = self.of_queries(every, mma, shared.q, lane, place)
+            mine = Mine(
+                transfers,
+                shared,
+                pipes,
+                products,
+                state,
+                work,
+                at,
+                query,
+                keys,
+                place,
+                turn.phase,
+                lane,
+                group,
+            )
             both = states[0], states[1]
             if const_expr(not self.config.passes):
-                both = self.attend(mine, kept, arguments, block, both)
+                both = self.attend(mine, arguments, both)
             elif first_row < self.rows.count(work):
-                both = self.attend(mine, kept, arguments, block, warp_uniform(both))
+                both = self.attend(mine, arguments, warp_uniform(both))
             else:
-                both = self.pass_by(mine, pipes, both)
+                both = self.pass_by(mine, both)
             return self.ring.carry(phase, states, both)
 
         begun = self.ring.open((k_state, v_state))
-        self.walk(attend, (arguments, grid), (shared, pipes), begun)
+        self.walk(attend, arguments, grid, shared, pipes, begun)
         self.epilogue.drain()
 
     @cute.jit
-    def attend(
-        self,
-        mine: cutlass.Constexpr[Mine],
-        kept: cutlass.Constexpr[tuple[Products, Running]],
-        arguments: Arguments,
-        block: cutlass.Constexpr[tuple[Transfers, Shared, Pipes]],
-        states: States,
-    ) -> States:
+    def attend(self, mine: cutlass.Constexpr[Mine], arguments: Arguments, states: States) -> States:
         """All keys of a warpgroup's rows, and what they give."""
-        (products, state), (transfers, shared, pipes), keys = kept, block, mine.keys
-        ends = row_ends(arguments.tables, mine.at, self.config.row_ends)
-        tile = self.tile(mine.at, mine.query, mine.lane, state, ends)
-        products.out.fill(0.0)
+        pipes, keys = mine.pipes, mine.keys
+        tile = self.tile(mine, row_ends(arguments.tables, mine.at, self.config.row_ends))
+        mine.products.out.fill(0.0)
         cute.arch.mbarrier_wait(pipes.q_full + mine.place, mine.phase)
-        begun = tile_at(keys, Int32(0)), mine.group
-        states = self.first(products, tile, pipes, begun, states[0])
+        states = self.first(tile, tile_at(keys, Int32(0)), states[0])
 
         @cute.jit
-        def steps(span: tuple[Any, Any], states: States, masked: cutlass.Constexpr[bool]) -> States:
+        def steps(first: Any, end: Any, states: States, masked: cutlass.Constexpr[bool]) -> States:
             k_state, v_state = states
-            for i in cutlass.range(span[0], span[1], unroll=1):
-                which = tile_at(keys, i), mine.group
-                k_state, v_state = self.step(products, tile, pipes, which, (k_state, v_state), masked)
+            for i in cutlass.range(first, end, unroll=1):
+                k_state, v_state = self.step(tile, tile_at(keys, i), (k_state, v_state), masked)
             return k_state, v_state
 
         if const_expr(self.config.one_body):
-            states = steps((1, keys.count), states, True)
+            states = steps(1, keys.count, states, True)
         else:
-            states = steps((1, keys.masked_count), states, True)
-            states = steps((cutlass.max(keys.masked_count, 1), keys.count), states, False)
+            states = steps(1, keys.masked_count, states, True)
+            states = steps(cutlass.max(keys.masked_count, 1), keys.count, states, False)
         if const_expr(self.config.frees_queries):
             self.release_queries(pipes, mine.place)
         k_state, v_state = states
-        self.last(products, pipes, v_state)
-        where = (tile.factor, self.storing_lane(mine.lane, tile), mine.group)
-        self.epilogue.run(arguments, mine.work, transfers, shared, products, tile.state, where)
+        self.last(tile, v_state)
+        self.epilogue.run(arguments, mine, tile.softmax, self.storing_lane(mine.lane, tile))
         if const_expr(not self.config.frees_queries):
             self.release_queries(pipes, mine.place)
         return k_state, v_state
 
     @cute.jit
-    def pass_by(
-        self, mine: cutlass.Constexpr[Mine], pipes: cutlass.Constexpr[Pipes], states: States
-    ) -> States:
+    def pass_by(self, mine: cutlass.Constexpr[Mine], states: States) -> States:
         """The same barriers, of a warpgroup all of whose rows are past the last: it computes nothing, and the
         others have the tensor cores."""
-        k_state = states[0]
+        k_state, pipes = states[0], mine.pipes
         cute.arch.mbarrier_wait(pipes.q_full + mine.place, mine.phase)
         pipes.k.consumer_wait(k_state)
         pipes.k.consumer_release(k_state)
@@ -211,11 +207,10 @@ class Consumer:
         return k_state, v_state
 
     def walk(
-        self, attend: Any, call: tuple[Arguments, Grid], block: tuple[Shared, Pipes], states: States
+        self, attend: Any, arguments: Arguments, grid: Grid, shared: Any, pipes: Pipes, states: States
     ) -> None:
         """Tile after tile of a block."""
-        arguments, grid = call
-        self.scheduler.walk(grid, arguments, block[1].next, attend, states)
+        self.scheduler.walk(grid, arguments, pipes.next, attend, states)
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
         tiles = shared.q[None, None, group], shared.k, shared.v
@@ -231,30 +226,21 @@ class Consumer:
         tile = scores.get_slice(lane).partition_A(q[None, None, place])
         return replace(products, q=scores.make_fragment_A(tile))
 
-    def tile(self, at: At, query: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
-        """Lane l of a warpgroup holds rows l / 4, of this query, and l / 4 + 8 of its warp's 16, and of each
-        8 columns the two from 2 (l % 4) on."""
-        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
-        offsets = self.rows.offsets
-        rows = prepare_rows(self.hooks, at, query, offsets, ends)
-        fragment = Fragment(at, rows, offsets, columns, query, lane % 4 * 2)
-        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
-        return Tile(fragment, factor, slack, state)
+    def tile(self, mine: Mine, ends: RowEnds | None) -> Tile:
+        """Lane l of a warpgroup holds rows l / 4, of this query, and l / 4 + 8 of its warp's 16."""
+        at, offsets = mine.at, self.rows.offsets
+        rows = prepare_rows(self.hooks, at, mine.query, offsets, ends)
+        fragment = quad_fragment(at, rows, mine.query, self.config.tile_n, mine.lane, offsets)
+        softmax = OnlineSoftmax.of(self.hooks, at, self.config.rescale_threshold, mine.state)
+        return Tile(mine.pipes, mine.products, mine.group, fragment, softmax)
 
     @cute.jit
     def first(
-        self,
-        products: cutlass.Constexpr[Products],
-        tile: cutlass.Constexpr[Tile],
-        pipes: cutlass.Constexpr[Pipes],
-        which: tuple[Int32, Int32],
-        k_state: pipeline.PipelineState,
+        self, tile: cutlass.Constexpr[Tile], key_tile: Int32, k_state: pipeline.PipelineState
     ) -> States:
-        """Scores and softmax of the first key tile; its values follow in the next step. which: key tile, and
-        warpgroup."""
-        key_tile, group = which
-        begun = self.begin(products, tile, key_tile, True)
+        """Scores and softmax of the first key tile; its values follow in the next step."""
+        pipes, products = tile.pipes, tile.products
+        begun = self.begin(tile, key_tile, True)
         k = products.k[None, None, None, k_state.index]
         pipes.k.consumer_wait(k_state)
         self.multiply_queries(products, begun, k)
@@ -262,64 +248,58 @@ class Consumer:
         pipes.k.consumer_release(k_state)
         self.modify(begun, tile, True)
         grid = begun.grid
-        start(maxima(grid, tile.state), tile.factor, tile.slack, tile.state)
-        self.probabilities(grid, tile)
+        tile.softmax.start(tile.softmax.maxima(grid))
+        tile.softmax.exponentiate(grid)
         narrow(as_operand(begun.scores), products.p)
         v_state = k_state.clone()
         k_state.advance()
-        self.clear_past_end(products, tile, pipes, key_tile, v_state, group)
+        self.clear_past_end(tile, key_tile, v_state)
         return k_state, v_state
 
     @cute.jit
     def step(
         self,
-        products: cutlass.Constexpr[Products],
         tile: cutlass.Constexpr[Tile],
-        pipes: cutlass.Constexpr[Pipes],
-        which: tuple[Int32, Int32],
+        key_tile: Int32,
         states: States,
         masked: cutlass.Constexpr[bool],
     ) -> States:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
-        key_tile, group = which
-        k_state, v_state = states
+        (k_state, v_state), pipes, products = states, tile.pipes, tile.products
         # Between a turn and its last product, nothing should be computed that could have been before.
-        begun = self.begin(products, tile, key_tile, masked)
+        begun = self.begin(tile, key_tile, masked)
         k = products.k[None, None, None, k_state.index]
         v = products.v[None, None, None, v_state.index]
         pipes.k.consumer_wait(k_state)
         if const_expr(self.hooks.start is not None):
             compute_before(begun.scores[cute.size(begun.scores) - 1])
-        self.take_turn(group)
+        self.take_turn(tile.group)
         self.multiply_queries(products, begun, k)
         pipes.v.consumer_wait(v_state)
         multiply(products.values, products.out, products.p, v, True)
-        self.give_turn(self.next(group))
+        self.give_turn(self.next(tile.group))
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
         self.modify(begun, tile, masked)
         grid = begun.grid
-        raised = self.take_maxima(grid, tile)
+        raised = take_maxima((tile.softmax,), (grid,))
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
-        self.probabilities(grid, tile)
+        tile.softmax.exponentiate(grid)
         narrow(as_operand(begun.scores), products.p)
-        self.rescale(products.out, tile, raised)
+        if raised:
+            rescale(products.out, (tile.softmax,))
         # Values take the same course through their ring as keys, one tile behind.
         v_state = k_state.clone()
         k_state.advance()
         if const_expr(masked):
-            self.clear_past_end(products, tile, pipes, key_tile, v_state, group)
+            self.clear_past_end(tile, key_tile, v_state)
         return k_state, v_state
 
     @cute.jit
-    def last(
-        self,
-        products: cutlass.Constexpr[Products],
-        pipes: cutlass.Constexpr[Pipes],
-        v_state: pipeline.PipelineState,
-    ) -> None:
+    def last(self, tile: cutlass.Constexpr[Tile], v_state: pipeline.PipelineState) -> None:
         """Values of the last key tile."""
+        pipes, products = tile.pipes, tile.products
         pipes.v.consumer_wait(v_state)
         multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
@@ -327,25 +307,19 @@ class Consumer:
 
     @cute.jit
     def clear_past_end(
-        self,
-        products: cutlass.Constexpr[Products],
-        tile: cutlass.Constexpr[Tile],
-        pipes: cutlass.Constexpr[Pipes],
-        key_tile: Int32,
-        v_state: pipeline.PipelineState,
-        group: Int32,
+        self, tile: cutlass.Constexpr[Tile], key_tile: Int32, v_state: pipeline.PipelineState
     ) -> None:
         """Zero the values of a masked tile past the end of a sequence, before the next step multiplies them.
         Dense tensors end where TMA fills in zeros itself."""
         if const_expr(self.config.lengths != "dense"):
             end = tile.fragment.at.kv_len - key_tile * self.config.tile_n
             if end < self.config.tile_n:
-                pipes.v.consumer_wait(v_state)
-                zero_past(products.v_shared[None, None, v_state.index], end, WRITTEN.at(group))
+                tile.pipes.v.consumer_wait(v_state)
+                zero_past(tile.products.v_shared[None, None, v_state.index], end, WRITTEN.at(tile.group))
 
-    def begin(self, products: Products, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
+    def begin(self, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
         """Scores to accumulate into, and what the variant computes without them."""
-        shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
+        shape = tile.products.scores.partition_shape_C((ROWS, self.config.tile_n))
         scores = cute.make_rmem_tensor(shape, Float32)
         kv_first = key_tile * self.config.tile_n
         grid = rows_and_columns(scores)
@@ -365,37 +339,10 @@ class Consumer:
         if masked:
             tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
 
-    def probabilities(self, grid: cute.Tensor, tile: Tile) -> None:
-        for r in range(tile.state.rows):
-            exponentiate(grid[r, None], tile.factor, tile.state, r)
-            accumulate(grid[r, None], tile.state, r)
-
     def storing_lane(self, lane: Int32, tile: Tile) -> Int32:
         """The lane, for the epilogue, whose addresses depend on nothing else: the compiler computes them
         before all tiles and keeps head_dim_v / 16 registers. Two spans per row leave no room for that."""
         return computed_once(lane) if tile.fragment.rows.most_spans > 1 else lane
-
-    @cute.jit
-    def take_maxima(self, grid: cute.Tensor, tile: cutlass.Constexpr[Tile]) -> Boolean:
-        """Raise the running maxima to this tile's; with a threshold, only where a score passes a ceiling.
-        Returns whether the output must be rescaled."""
-        found = maxima(grid, tile.state)
-        raised = Boolean(True)
-        if const_expr(self.config.rescale_threshold > 0):
-            raised = passes(found, tile.state)
-            if raised:
-                raise_maxima(found, tile.factor, tile.slack, tile.state)
-        else:
-            raise_maxima(found, tile.factor, tile.slack, tile.state)
-        return raised
-
-    @cute.jit
-    def rescale(self, out: cute.Tensor, tile: cutlass.Constexpr[Tile], raised: Boolean) -> None:
-        if const_expr(self.config.rescale_threshold > 0):
-            if raised:
-                multiply_rows(rows_and_columns(out), [tile.state.scale[0], tile.state.scale[1]])
-        else:
-            multiply_rows(rows_and_columns(out), [tile.state.scale[0], tile.state.scale[1]])
 
     # --- turns ------------------------------------------------------------------------------------------
 

@@ -14,11 +14,10 @@ from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
-from fa4flex.kernels.common.softmax import LN_2, Running, finish, multiply_rows
-from fa4flex.kernels.common.transfer import Transfers, partition
+from fa4flex.kernels.common.softmax import LN_2, Finished, OnlineSoftmax, multiply_rows, sink_of
+from fa4flex.kernels.common.transfer import partition
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.resources import Shared
 from fa4flex.kernels.fwd_sm90.roles import WRITTEN
 from fa4flex.kernels.fwd_sm90.rows import rows_of
 
@@ -32,25 +31,19 @@ class Epilogue:
     def run(
         self,
         arguments: Arguments,
-        work: Work,
-        transfers: cutlass.Constexpr[Transfers],
-        shared: cutlass.Constexpr[Shared],
-        products: cutlass.Constexpr[Any],
-        state: cutlass.Constexpr[Running],
-        where: cutlass.Constexpr[tuple[Float32, Int32, Int32]],
+        mine: cutlass.Constexpr[Any],
+        softmax: cutlass.Constexpr[OnlineSoftmax],
+        lane: Int32,
     ) -> None:
-        """`where` is (factor, lane of the warpgroup, warpgroup)."""
-        factor, lane, group = where
+        """What a warpgroup has of a tile of queries; lane: the number of a thread in it."""
+        work, group = mine.work, mine.group
         row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
-        sink = None
-        if const_expr(arguments.sinks is not None):
-            sink = arguments.sinks[self.rows.place(work, row)[0].h].to(Float32)
-        scales, lse = finish(state, sink)
-        self.statistics(arguments, work, row, lane, lse, state, factor)
-        out = rows_and_columns(products.out)
-        multiply_rows(out, scales)
-        if const_expr(self.config.lengths == "dense" and transfers.out is not None):
-            self.store(work, transfers, shared, products, lane, group)
+        finished = softmax.finish(sink_of(arguments, self.rows.place(work, row)[0].h))
+        self.statistics(arguments, work, row, lane, finished, softmax)
+        out = rows_and_columns(mine.products.out)
+        multiply_rows(out, [mine.scale for mine in finished])
+        if const_expr(self.config.lengths == "dense" and mine.transfers.out is not None):
+            self.store(mine, lane)
         else:
             self.store_rows(arguments, work, out, row, lane)
 
@@ -61,32 +54,31 @@ class Epilogue:
         work: Work,
         row: Int32,
         lane: Int32,
-        lse: cutlass.Constexpr[list],
-        state: cutlass.Constexpr[Running],
-        factor: Float32,
+        finished: cutlass.Constexpr[list[Finished]],
+        softmax: cutlass.Constexpr[OnlineSoftmax],
     ) -> None:
         """Natural logarithms of the denominators and largest scores; one lane of four writes a row's."""
         if lane % 4 == 0:
-            for r in cutlass.range_constexpr(state.rows):
+            for r in cutlass.range_constexpr(softmax.state.rows):
                 mine = row + 8 * r
                 if mine < self.rows.count(work):
                     head, q = self.rows.place(work, mine)
                     if const_expr(arguments.lse is not None):
-                        put_statistic(arguments.lse, head, q, lse[r])
+                        put_statistic(arguments.lse, head, q, finished[r].lse)
                     if const_expr(arguments.max_scores is not None):
-                        put_statistic(arguments.max_scores, head, q, state.largest[r] * factor * LN_2)
+                        largest = softmax.state.largest[r] * softmax.factor
+                        put_statistic(arguments.max_scores, head, q, largest * LN_2)
 
     @cute.jit
-    def store(
-        self,
-        work: Work,
-        transfers: cutlass.Constexpr[Transfers],
-        shared: cutlass.Constexpr[Shared],
-        products: cutlass.Constexpr[Any],
-        lane: Int32,
-        group: Int32,
-    ) -> None:
+    def store(self, mine: cutlass.Constexpr[Any], lane: Int32) -> None:
         """Registers to shared memory, then one TMA store per warpgroup, which clips what is past the end."""
+        transfers, shared, products, work, group = (
+            mine.transfers,
+            mine.shared,
+            mine.products,
+            mine.work,
+            mine.group,
+        )
         if const_expr(not self.config.alias_output):
             self.drain()
         # The last tile's store may still be reading; or, where the queries lie there, another warp's product.
@@ -96,8 +88,7 @@ class Epilogue:
         narrow.store(products.out.load().to(kind))
         atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, kind, Float32)
         copy = cute.make_tiled_copy_C(atom, products.values).get_slice(lane)
-        mine = shared.out[None, None, group]
-        cute.copy(copy, copy.retile(narrow), copy.partition_D(mine))
+        cute.copy(copy, copy.retile(narrow), copy.partition_D(shared.out[None, None, group]))
         cute.arch.fence_proxy("async.shared", space="cta")
         sync(WRITTEN, group)
         if cute.arch.make_warp_uniform(lane // 32) == 0:

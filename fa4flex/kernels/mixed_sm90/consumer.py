@@ -24,11 +24,8 @@ class Consumer(forward.Consumer):
         self.few_rows = FewRows(config, hooks)
 
     def walk(
-        self, attend: Any, call: tuple[Arguments, Grid], block: tuple[Any, Pipes], states: States
+        self, attend: Any, arguments: Arguments, grid: Grid, shared: Any, pipes: Pipes, states: States
     ) -> None:
-        arguments, grid = call
-        shared, pipes = block
-
         @cute.jit
         def attend_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:
             return self.few_rows.attend((work, cut), arguments, shared, pipes, phase, warp_uniform(states))

@@ -16,27 +16,18 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, sync
-from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
+from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, quad_reduce, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
 from fa4flex.kernels.common.products import Products, products_of, tiled_products, zero_past
-from fa4flex.kernels.common.softmax import (
-    accumulate,
-    exponentiate,
-    finish,
-    maxima,
-    multiply_rows,
-    passes,
-    quad_reduce,
-    raise_maxima,
-)
+from fa4flex.kernels.common.softmax import finite, multiply_rows, rescale, sink_of, take_maxima
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
 from fa4flex.kernels.decode_sm90 import consumer, epilogue
-from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Keys, Mine, clear
+from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Keys, Mine
 from fa4flex.kernels.fwd_sm90.roles import WRITTEN
 from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
 from fa4flex.kernels.mixed_sm90.merging import Merging
@@ -90,7 +81,7 @@ class FewRows(consumer.Consumer):
         tile = few_tile(work, cut, arguments, self.hooks, self.mixed)
         rows = self.rows(arguments, tile, lane)
         for row in rows:
-            clear(row.state)
+            row.softmax.state.clear()
         products = self.halves(shared, lane, group)
         products.out.fill(0.0)
         cute.arch.mbarrier_wait(pipes.q_full + group, phase)
@@ -181,13 +172,13 @@ class FewRows(consumer.Consumer):
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
         self.modify(rows, grids, early, half, masked)
-        raised = self.raised(rows, grids)
+        raised = take_maxima([mine.softmax for mine in rows], grids)
         self.probabilities(rows, grids)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         narrow(as_operand(scores), products.p)
         if raised:
-            multiply_rows(rows_and_columns(products.out), [mine.state.scale[0] for mine in rows])
+            rescale(products.out, [mine.softmax for mine in rows])
         v_state = k_state.clone()
         k_state.advance()
         if const_expr(masked):
@@ -209,26 +200,13 @@ class FewRows(consumer.Consumer):
         return tuple(MyRow(**vars(one), used=first + n < tile.rows) for n, one in zip(OFFSETS, mine))
 
     @cute.jit
-    def raised(self, rows: cutlass.Constexpr[tuple[MyRow, ...]], grids: cutlass.Constexpr[list]) -> Boolean:
-        """True if the running maxima were raised to this tile's: where a score passes a ceiling."""
-        found = [maxima(grid, mine.state) for mine, grid in zip(rows, grids)]
-        raised = Boolean(True)
-        if const_expr(self.config.rescale_threshold > 0):
-            raised = passes(found[0], rows[0].state) | passes(found[1], rows[1].state)
-        if raised:
-            for mine, mine_found in zip(rows, found):
-                raise_maxima(mine_found, mine.factor, mine.slack, mine.state)
-        return raised
-
-    @cute.jit
     def probabilities(
         self, rows: cutlass.Constexpr[tuple[MyRow, ...]], grids: cutlass.Constexpr[list]
     ) -> None:
         """Most tiles have fewer rows than a product. Of others nothing is kept."""
         for mine, grid in zip(rows, grids):
             if mine.used:
-                exponentiate(grid[0, None], mine.factor, mine.state, 0)
-                accumulate(grid[0, None], mine.state, 0)
+                mine.softmax.exponentiate(grid)
 
     @cute.jit
     def copy_queries(
@@ -262,9 +240,10 @@ class FewRows(consumer.Consumer):
         if group == 1 and used:
             cute.autovec_copy(_line(out), shared.sums[lane, None])
             for offset, mine in zip(OFFSETS, rows):
-                total = quad_reduce(mine.state.total[0], operator.add)
+                state = mine.softmax.state
+                total = quad_reduce(state.total[0], operator.add)
                 if lane % 4 == 0:
-                    for i, x in enumerate((mine.state.largest[0], mine.state.shift[0], total)):
+                    for i, x in enumerate((state.largest[0], state.shift[0], total)):
                         shared.kept[first + offset, i] = x
         sync(BOTH)
         if group == 0 and used:
@@ -309,11 +288,11 @@ def _line(registers: cute.Tensor) -> cute.Tensor:
 def _joined(mine: Mine, theirs: list[Float32]) -> tuple[Float32, Float32]:
     """Weights of a row's own sums and of the others, and a state of both. Who has seen no key of a row has no
     weight there."""
-    state, (largest, shift, total) = mine.state, theirs
+    state, (largest, shift, total) = mine.softmax.state, theirs
     none = -Float32.inf
     own_none, none_there = state.largest[0] == none, largest == none
     common = cute.arch.fmax(select_(own_none, none, state.shift[0]), select_(none_there, none, shift))
-    common = select_(common == none, Float32(0.0), common)
+    common = finite(common)
     own = cute.math.exp2(state.shift[0] - common, fastmath=True)
     other = cute.math.exp2(shift - common, fastmath=True)
     own, other = select_(own_none, Float32(0.0), own), select_(none_there, Float32(0.0), other)
@@ -336,25 +315,19 @@ class Epilogue(epilogue.Epilogue):
         """Packed rows and their log-sum-exps, or what a part of the keys leaves of them. Sinks join here
         where there are no parts; otherwise where these are merged."""
         work, cut = one
-        scales, lses = [], []
+        finished = []
         for mine in rows:
-            sink = None
-            if const_expr(arguments.sinks is not None):
-                sink = arguments.sinks[mine.row.h].to(Float32)
-                sink = select_(cut.parts == 1, sink, -Float32.inf)
-            scale, lse = finish(mine.state, sink)
-            scales += scale
-            lses += lse
+            finished += mine.softmax.finish(sink_of(arguments, mine.row.h, cut.parts == 1))
         out = rows_and_columns(products.out)
-        multiply_rows(out, scales)
+        multiply_rows(out, [mine.scale for mine in finished])
         number = lane // 32 * 16 + lane % 32 // 4
         for r in cutlass.range_constexpr(len(rows)):
             row = rows[r].row
             if cut.parts == 1:
-                self.packed(arguments, work, row, out[r, None], lses[r], lane)
+                self.packed(arguments, work, row, out[r, None], finished[r].lse, lane)
             else:
                 place = cut.first + number + OFFSETS[r], row.exists
-                self.partial(arguments, place, out[r, None], lses[r], lane)
+                self.partial(arguments, place, out[r, None], finished[r].lse, lane)
 
     @cute.jit
     def packed(

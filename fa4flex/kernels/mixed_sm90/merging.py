@@ -8,10 +8,9 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, select_
 
-from fa4flex.kernels.combine.kernel import sink_of
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.packed_rows import Tile
-from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
+from fa4flex.kernels.common.softmax import LOG2_E, finish_row, finite, sink_of
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
 from fa4flex.kernels.plan.arguments import TAKEN
@@ -63,7 +62,7 @@ class Merging:
             largest = cute.arch.fmax(largest, sums[first + part * tile.rows])
         for distance in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << distance))
-        shift = select_(largest == -Float32.inf, Float32(0.0), largest)
+        shift = finite(largest)
         mine = cute.make_rmem_tensor((self.together,), Float32)
         mine.fill(0.0)
         total = Float32(0.0)
@@ -110,20 +109,15 @@ class Merging:
     ) -> None:
         (number, lane), (largest, shift, total, mine) = which, found
         row = tile.row(number)
-        state = running(1)
-        state.largest[0], state.shift[0], state.total[0] = largest, shift * LOG2_E, total
-        sink = None
-        if const_expr(arguments.sinks is not None):
-            sink = sink_of(arguments, row.h)
-        scales, lses = finish(state, sink, alone)
+        scale, lse = finish_row(largest, shift * LOG2_E, total, sink_of(arguments, row.h))
         if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if lane == 0:
-                put_statistic(arguments.lse, work._replace(h=row.h), row.q, lses[0])
+                put_statistic(arguments.lse, work._replace(h=row.h), row.q, lse)
         target = arguments.out[work.q_offset + row.q, row.h, None]
         if lane * self.together < arguments.v.shape[3]:
             kind = target.element_type
-            merged = cute.make_rmem_tensor((self.together,), kind)
+            rounded = cute.make_rmem_tensor((self.together,), kind)
             for j in cutlass.range_constexpr(self.together):
-                merged[j] = (mine[j] * scales[0]).to(kind)
+                rounded[j] = (mine[j] * scale).to(kind)
             pieces = cute.logical_divide(target, cute.make_layout(self.together))
-            cute.autovec_copy(merged, pieces[None, lane])
+            cute.autovec_copy(rounded, pieces[None, lane])

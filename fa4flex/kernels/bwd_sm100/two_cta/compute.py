@@ -10,18 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100 import compute as base
-from fa4flex.kernels.bwd_sm100.compute import WIDE, Head
+from fa4flex.kernels.bwd_sm100.compute import WIDE
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.bwd_sm100.resources import of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT, PACKED
-from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
-from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 
 SENT, HELD = 0, 1
@@ -32,15 +29,13 @@ EIGHTS = FRAGMENT // WIDE
 
 
 @dataclass(frozen=True)
-class Place(base.Place):
+class Place(base.ApartPlace):
     """target: where in the `other` CTA's shared memory a thread's key has its row of dS, and `turn`, by what
-    eights of that row are exchanged: the swizzle of 128 bytes. first: of a warpgroup's queries in a step, by
-    fragment."""
+    eights of that row are exchanged: the swizzle of 128 bytes."""
 
     other: Int32
     target: Any
     turn: Int32
-    first: tuple[Int32, Int32]
 
 
 class Compute(base.Compute):
@@ -70,63 +65,30 @@ class Compute(base.Compute):
             Blocks.load(load, fragments(memory.dprob + half * FRAGMENT, FRAGMENT, KEPT), row),
             Blocks.store(store, fragments(of_half(memory.ds, half), PACKED, KEPT), row),
             cute.domain_offset((0, half * EIGHTS), eights),
-            other,
-            shared.sent + cute.assume(key * KEPT, divby=KEPT),
-            row % 8,
-            tuple(at * KEPT + half * FRAGMENT for at in (other, rank)),
+            other=other,
+            target=shared.sent + cute.assume(key * KEPT, divby=KEPT),
+            turn=row % 8,
+            first=tuple(at * KEPT + half * FRAGMENT for at in (other, rank)),
         )
 
-    @cute.jit
-    def step(
-        self,
-        given: cutlass.Constexpr[Head],
-        place: cutlass.Constexpr[Place],
-        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-        which: tuple[Int32, Int32],
-        masked: cutlass.Constexpr[bool],
-    ) -> None:
-        """One tile of queries: its number, and the phase of what is there once per step."""
-        shared, pipes = handed
-        lse2, delta = states
-        tile, phase = which
-        kind = shared.q.element_type
-        scores = cute.make_rmem_tensor((FRAGMENT, CTAS), Float32)
-        weights, handed_on = [], []
-        cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
-        cute.arch.mbarrier_wait(pipes.s_full, phase)
+    def take(
+        self, f: int, place: base.Place, scores: cute.Tensor, pipes: Any, lse2: tuple[cute.Tensor, Int32]
+    ) -> cute.Tensor:
         # Both, before the first probabilities are written over one of them.
-        for f in cutlass.range_constexpr(CTAS):
-            place.scores.take(f, scores[None, f])
-        cute.arch.fence_view_async_tmem_load()
-        for f in cutlass.range_constexpr(CTAS):
-            rows = self.numbers(shared.lse2, lse2.index, place.first[f] // FRAGMENT)
-            p = self.to_change(scores[None, f])
-            slopes = self.probabilities(given, p, rows, tile * ROWS + place.first[f], masked)
-            packed = self.narrowed(p, kind)
-            place.probabilities.put(f, packed)
-            weights.append(self.weights(p, packed, slopes, kind))
-        cute.arch.fence_view_async_tmem_store()
-        arrive_once(pipes.p_full, first=True)
-        arrive_once(pipes.lse2_empty + lse2.index)
-        cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
-        cute.arch.mbarrier_wait(pipes.dp_full, phase)
-        for f in cutlass.range_constexpr(CTAS):
-            rows = self.numbers(shared.delta, delta.index, place.first[f] // FRAGMENT)
-            ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
-            place.dprob.take(f, ds)
+        if f == 0:
+            for one in range(CTAS):
+                place.scores.take(one, scores[None, one])
             cute.arch.fence_view_async_tmem_load()
-            self.gradients(ds, rows, weights[f], kind)
-            self.take_captured(given, ds, scores[None, f], tile * ROWS + place.first[f], masked)
-            handed_on.append(self.narrowed(ds, kind))
-            place.ds.put(f, handed_on[f])
-        cute.arch.fence_view_async_tmem_store()
-        arrive_once(pipes.ds_full, first=True)
-        arrive_once(pipes.delta_empty + delta.index)
+        return self.numbers(*lse2, place.number(f))
+
+    def share_fragment(self, place: base.Place, packed: cute.Tensor, kind: Any, f: int) -> None:
+        """Nothing yet: products still read the last step's."""
+
+    def hand_on(self, place: Any, fragments: list[cute.Tensor], kind: Any, pipes: Any, phase: Int32) -> None:
         # The dQ before has read what lies in shared memory, in both CTAs.
         cute.arch.mbarrier_wait(pipes.dq_full, phase ^ 1)
-        self.send(place, handed_on[SENT], pipes.ds_come)
-        self.share(place.ds_row, handed_on[HELD], kind, 0)
+        self.send(place, fragments[SENT], pipes.ds_come)
+        self.share(place.ds_row, fragments[HELD], kind, 0)
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(pipes.ds_come)
 

@@ -9,11 +9,11 @@ lies over the second half of the scores, which are read when their probabilities
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Int32, cute, pipeline
+from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import mma as base
 from fa4flex.kernels.bwd_sm100.config import ROWS
-from fa4flex.kernels.bwd_sm100.mma import STEPS, Given, moved
+from fa4flex.kernels.bwd_sm100.mma import Given
 from fa4flex.kernels.bwd_sm100.resources import Products, fragment_columns
 from fa4flex.kernels.bwd_sm100.two_cta.config import KEPT, PACKED
 from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
@@ -26,6 +26,8 @@ SENT_BYTES = 2 * KEPT * ROWS
 
 
 class Mma(base.Mma):
+    columns_apart = True
+
     @cute.jit
     def run(
         self,
@@ -122,31 +124,3 @@ class Mma(base.Mma):
     def operand_columns(self) -> tuple[list[int], list[int]]:
         memory = self.config.memory
         return fragment_columns(memory.probabilities, PACKED), fragment_columns(memory.ds, KEPT)
-
-    def scores(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
-        super().scores(given, state, zero)
-        given.pipes.q.consumer_release(state)
-
-    def dprob(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
-        super().dprob(given, state, zero)
-        given.pipes.dout.consumer_release(state)
-
-    def dv(
-        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
-    ) -> None:
-        operands = given.operands
-        given.pipes.dout_t.consumer_wait(state)
-        dout = operands.dout_t[None, None, None, state.index]
-        acc = given.base + self.config.memory.dv
-        given.products.to_dv.issue(acc, moved(operands.p, zero), dout, STEPS, add, zero)
-        given.pipes.dout_t.consumer_release(state)
-
-    def dk(
-        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
-    ) -> None:
-        operands = given.operands
-        given.pipes.q_t.consumer_wait(state)
-        q = operands.q_t[None, None, None, state.index]
-        acc = given.base + self.config.memory.dk
-        given.products.to_dk.issue(acc, moved(operands.ds_t, zero), q, STEPS, add, zero)
-        given.pipes.q_t.consumer_release(state)

@@ -11,11 +11,11 @@ while dQ(j) is multiplied.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Int32, cute, pipeline
+from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import mma as base
 from fa4flex.kernels.bwd_sm100.config import HALF
-from fa4flex.kernels.bwd_sm100.mma import STEPS, Given, moved
+from fa4flex.kernels.bwd_sm100.mma import Given
 from fa4flex.kernels.bwd_sm100.resources import Products, Shared, fragment_columns
 from fa4flex.kernels.bwd_sm100.wide_heads.config import PACKED
 from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
@@ -67,21 +67,3 @@ class Mma(base.Mma):
     def operand_columns(self) -> tuple[list[int], list[int]]:
         memory = self.config.memory
         return fragment_columns(memory.probabilities, PACKED), fragment_columns(memory.ds, HALF)
-
-    def dv(
-        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
-    ) -> None:
-        operands = given.operands
-        dout = operands.dout_t[None, None, None, state.index]
-        acc = given.base + self.config.memory.dv
-        given.products.to_dv.issue(acc, moved(operands.p, zero), dout, STEPS, add, zero)
-        given.pipes.dout.consumer_release(state)
-
-    def dk(
-        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
-    ) -> None:
-        operands = given.operands
-        q = operands.q_t[None, None, None, state.index]
-        acc = given.base + self.config.memory.dk
-        given.products.to_dk.issue(acc, moved(operands.ds_t, zero), q, STEPS, add, zero)
-        given.pipes.q.consumer_release(state)
