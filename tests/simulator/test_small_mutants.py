@@ -19,7 +19,7 @@ from test_sequences import assert_right, call_of, causal_keys, kernel_of
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
-from fa4flex.codegen.analyze.reach import extents_of
+from fa4flex.codegen.analyze.extents import extents_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
 from fa4flex.variants import causal

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fa4flex.codegen.analyze.reach import extents_of
+from fa4flex.codegen.analyze.extents import extents_of
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.exact import exactly
 from fa4flex.kernels.plan.arguments import FORWARD, Source
