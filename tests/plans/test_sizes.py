@@ -47,10 +47,9 @@ def questions(draw: random.Random, lengths: Lengths, keys_used: bool) -> list[Qu
         draw.choice(most) for most in ((0, 1, 7, 64, 900), (1, 50, 700), (0, 1, 5, 66), (64, 128))
     )
     return [
-        (lambda s: s.batch.at_most(few), lambda e: e[0] <= few),
-        (lambda s: s.batch.power_of_two(), lambda e: power(e[0])),
+        (lambda s: s.batch_power(), lambda e: power(e[0])),
         (lambda s: s.q.at_most(n), lambda e: e[1] <= n),
-        (lambda s: s.q.at_most(m * s.batch.power_of_two()), lambda e: (e[1] <= m * power(e[0]), power(e[0]))),
+        (lambda s: s.q.at_most(m * s.batch_power()), lambda e: (e[1] <= m * power(e[0]), power(e[0]))),
         (lambda s: s.q.more_than(m), lambda e: e[1] > m),
         (lambda s: s.rows.at_most(n), lambda e: e[1] * (HEADS // KV_HEADS) <= n),
         (lambda s: s.kv.more_than(n), lambda e: e[2] > n),
@@ -93,7 +92,7 @@ def test_ranges_end_where_answers_change() -> None:
     """Of a single extent; those of products hold what they can as a box."""
     sizes = sizes_at((2, 300, 500))
     assert sizes.q.at_most(512) and sizes.q.more_than(128) and sizes.rows.at_most(4 * 400 + 3)
-    assert sizes.kv.more_than(499) and sizes.batch.power_of_two() == 2
+    assert sizes.kv.more_than(499) and sizes.batch_power() == 2
     assert (sizes.valid.least, sizes.valid.most[:2]) == ((2, 129, 500), (3, 400))
     for few, least, most in ((8, (0, 0, 0), (2, None, 512)), (7, (2, 0, 385), (None, None, None))):
         sizes = sizes_at((2, 300, 500))
@@ -105,4 +104,4 @@ def test_ranges_end_where_answers_change() -> None:
 def test_nothing_is_known_of_unknown_sizes() -> None:
     for quantity in (UNKNOWN.q, UNKNOWN.kv, UNKNOWN.rows, UNKNOWN.usual_keys, UNKNOWN.tiles(64)):
         assert not quantity.at_most(1 << 40) and not quantity.more_than(0)
-    assert UNKNOWN.batch.power_of_two() == 1 and UNKNOWN.valid == Reach()
+    assert UNKNOWN.batch_power() == 1 and UNKNOWN.valid == Reach()

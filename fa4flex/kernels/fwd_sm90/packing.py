@@ -64,4 +64,4 @@ def _short_in_all(request: ForwardRequest) -> int:
     group, narrow = sizes.group, max(problem.head_dim, problem.head_dim_v) <= NARROW
     saved = COPIED - COPIED // group
     each = SHORT_SEQUENCES * saved * (2 if narrow else 1) // (2 if request.facts.mask is TRUE else 1)
-    return min(each * sizes.batch.power_of_two() * 3 // 2, MOST_PACKED // group)
+    return min(each * sizes.batch_power() * 3 // 2, MOST_PACKED // group)
