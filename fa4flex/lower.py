@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from fa4flex.codegen.analyze.domain import Shape, slots_read
+from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, prove_queries
 from fa4flex.codegen.analyze.tile_bounds import tile_bounds
@@ -26,8 +27,9 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.block_tables.plan import TablesPlan
 from fa4flex.kernels.plan.captured_sums import CapturedSum, separate, sums_of
 from fa4flex.kernels.plan.inputs import Inputs
-from fa4flex.kernels.plan.pipeline import BackwardPlan, Direction, ForwardPlan
+from fa4flex.kernels.plan.pipeline import Direction
 from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.sequences.plan import plan_sequences
@@ -67,7 +69,7 @@ class Given:
 @dataclass(frozen=True, eq=False)
 class Lowered:
     """A pass of a program, down to the source of its kernel. facts: what it was made of; sums: memory for the
-    gradients of captured tensors."""
+    gradients of captured tensors; valid: extents of calls for which it is the same, by these alone."""
 
     direction: Direction
     facts: Facts
@@ -75,6 +77,7 @@ class Lowered:
     plan: Any
     source: Source
     sums: tuple[CapturedSum, ...] = ()
+    valid: Reach = Reach()
 
     def compile(self, signature: Signature) -> Kernel:
         """The kernel for arguments that look like this. What FA4FLEX_DEBUG asks for is printed.
@@ -103,10 +106,12 @@ class Lowered:
 def lower_forward(given: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
     target = given.target.leaving(given.schedule.sm_margin)
-    problem = dispatch.by_pairs(given.facts, _proved(given), target, given.schedule)
+    sizes = Sizes(given.inputs)
+    problem = dispatch.by_pairs(given.facts, _proved(given), target, given.schedule, sizes)
     problem = replace(problem, **given.changes)
-    plan, source = _forward(dispatch.PIPELINES, given.facts, problem, target, given.schedule)
-    return Lowered("forward", given.facts, plan.problem, plan, source)
+    plan: Any = dispatch.plan_forward(given.facts, problem, target, given.schedule, sizes=sizes)
+    source = _emitted(emit_forward, given.facts, plan)
+    return Lowered("forward", given.facts, plan.problem, plan, source, valid=sizes.valid)
 
 
 def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
@@ -114,20 +119,22 @@ def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
     facts, inputs = given.facts, given.inputs
     target = given.target.leaving(given.schedule.sm_margin)
     deterministic = given.schedule.deterministic
-    problem = backward_problem(_proved(given), facts, inputs, target, deterministic)
+    sizes = Sizes(inputs)
+    problem = backward_problem(_proved(given), facts, deterministic)
     queries = None if deterministic else prove_queries(facts, given.proved_for, given.captured)
     if queries is not None:
         problem = by_queries(problem, queries)
     problem = replace(problem, **given.changes)
-    pipeline = dispatch.choose("backward", problem, target)
+    pipeline = dispatch.choose("backward", problem, target, sizes)
     if pipeline.splits_groups and inputs.kv_heads < inputs.extents.heads:
         problem = replace(problem, grouped=True)
     sums = sums_of(facts, inputs, problem, pipeline.zero_fills, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
-    plan, source = _backward(dispatch.PIPELINES, facts, problem, target)
+    plan: Any = dispatch.plan_backward(facts, problem, target, sizes=sizes)
+    source = _emitted(emit_backward, facts, plan)
     if deterministic:
         sums = separate(sums, facts, inputs, plan)
-    return Lowered("backward", facts, problem, plan, source, sums)
+    return Lowered("backward", facts, problem, plan, source, sums, sizes.valid)
 
 
 def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
@@ -171,30 +178,10 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
 def _proved(given: Given) -> Problem:
     """The proof, and the problem of a forward pass."""
     proved = given.prove(given.facts, given.proved_for, given.captured)
-    return forward_problem(given.facts, given.inputs, proved, given.target)
+    return forward_problem(given.facts, given.inputs, proved)
 
 
-# Equal programs are one kernel, whose source has no lines of a user's. The pipelines are a part of the keys:
-# a plan that was made before the table changed is not found after it.
-
-
-@lru_cache(maxsize=256)
-def _forward(
-    pipelines: tuple[dispatch.Entry, ...], facts: Facts, problem: Problem, target: Target, schedule: Schedule
-) -> tuple[ForwardPlan, Source]:
-    plan = dispatch.plan_forward(facts, problem, target, schedule)
-    return plan, emit_forward(facts, plan)
-
-
-@lru_cache(maxsize=256)
-def _backward(
-    pipelines: tuple[dispatch.Entry, ...], facts: Facts, problem: Problem, target: Target
-) -> tuple[BackwardPlan, Source]:
-    plan = dispatch.plan_backward(facts, problem, target)
-    return plan, emit_backward(facts, plan)
-
-
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _emitted(emit: Callable[[Facts, Any], Source], facts: Facts, plan: Any) -> Source:
-    """The source of what is launched before a pass."""
+    """The source of a plan. Equal programs are one kernel, whose source has no lines of a user's."""
     return emit(facts, plan)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import apply, sym
@@ -35,9 +35,9 @@ TILES = Tiles(2, 128, 128, 128, (2, 2), 2)
 
 
 @cache
-def planned(d: int, dv: int, **more: Any) -> BlackwellPlan:
+def planned(d: int, dv: int, queries: int = 200, **more: Any) -> BlackwellPlan:
     facts = Facts() if more.get("mask_form", "none") == "none" else CAUSAL
-    plan = plan_forward(facts, Problem(d, dv, **more), SM100A)
+    plan = plan_forward(facts, Problem(d, dv, **more), SM100A, sizes=sizes_of(queries))
     assert isinstance(plan, BlackwellPlan)
     return plan
 
@@ -45,8 +45,8 @@ def planned(d: int, dv: int, **more: Any) -> BlackwellPlan:
 def every_plan() -> Iterator[BlackwellPlan]:
     """Plans of all supported widths, lengths and masks; equal pipelines may come more than once."""
     forms = (("dense", "none"), ("dense", "tables"), ("packed", "spans"), ("used", "none"))
-    for (d, dv), (lengths, mask_form), few in product(WIDTHS, forms, (False, True)):
-        yield planned(d, dv, lengths=lengths, mask_form=mask_form, few_queries=few)
+    for (d, dv), (lengths, mask_form), queries in product(WIDTHS, forms, (200, 100)):
+        yield planned(d, dv, queries, lengths=lengths, mask_form=mask_form)
     for d, dv, rows in ((128, 128, 16), (64, 64, 2), (96, 96, 128)):
         yield planned(d, dv, lengths="packed", mask_form="spans", page_rows=rows)
 

@@ -12,7 +12,6 @@ from unittest.mock import patch
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.bwd_sm90 import plan as hopper
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TWO_CTA, TwoCtaPlan, plan_two_cta
-from fa4flex.kernels.plan import specialize
 from fa4flex.kernels.plan.request import Request
 from fa4flex.runtime.cuda import engine
 
@@ -26,15 +25,27 @@ def hopper_pairs(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_tiles(wanted: bool) -> Iterator[None]:
-    """Tiles of keys of dense lengths are few, or none are, however many there are."""
-    with patch.object(specialize, "_few_tiles", lambda *_: 1 << 20 if wanted else -1), _apart():
+    """Tiles of keys of dense lengths are few where not all keys are, or none are, however many there are."""
+
+    def few(request: Request) -> bool:
+        dense = request.problem.lengths == "dense"
+        return wanted and dense and not request.sizes.kv.at_most(hopper.FEW_KEYS)
+
+    with patch.object(hopper, "_few_tiles", few), _apart():
         yield
 
 
 @contextlib.contextmanager
 def long_steps() -> Iterator[None]:
     """Steps of queries are long where scores are plain, however few queries there are."""
-    with patch.object(specialize, "_counts_steps", lambda *_: False), _apart():
+    with patch.object(hopper, "FEW_STEPS", {False: 0, True: 0}), _apart():
+        yield
+
+
+@contextlib.contextmanager
+def many_keys() -> Iterator[None]:
+    """Keys of Hopper's backward passes are many, however few there are: sums of dQ are added up."""
+    with patch.object(hopper, "FEW_KEYS", 0), _apart():
         yield
 
 
@@ -60,7 +71,7 @@ def in_pairs() -> Iterator[None]:
         planned.append(plan_two_cta(request))
         return planned[-1]
 
-    always = replace(TWO_CTA, accepts=lambda problem, target: target.family == "sm100", plan=noted)
+    always = replace(TWO_CTA, accepts=lambda problem, target, sizes: target.family == "sm100", plan=noted)
     with patch.object(dispatch, "PIPELINES", (always, *dispatch.PIPELINES)), _apart():
         yield
     assert planned, "no backward pass by pairs of CTAs was planned"

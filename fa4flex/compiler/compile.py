@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ENTRY = "attention"
 HERE = Path(__file__).parent
 KERNELS = HERE.parent / "kernels"
-PLANS = HERE.parent / "codegen" / "plan"
+PLANS = HERE.parent / "kernels" / "plan"
 """Folder that kernels and entry points read beside their own: sizes, places in memory, rows of arguments."""
 
 SETTINGS = "CUTE_DSL_"

@@ -10,23 +10,20 @@ from typing import NamedTuple
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import reads_by_blocks
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.plan.few_rows import asks_for_order
+from fa4flex.kernels.plan.few_rows import asks_for_order, few_rows
 from fa4flex.kernels.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest, Request
+from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
 from fa4flex.kernels.plan.target import SM90A, Target
 from fa4flex.primitives.schedule import Schedule
 
 
-def _always(problem: Problem) -> bool:
+def _always(problem: Problem, sizes: Sizes) -> bool:
     return True
 
 
-def _few_rows(problem: Problem) -> bool:
-    return problem.few_rows
-
-
-def _packed_pages(problem: Problem) -> bool:
+def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.page_rows > 0
 
 
@@ -40,7 +37,7 @@ class Unloaded(NamedTuple):
     family: str
     package: str
     name: str
-    may: Callable[[Problem], bool] = _always
+    may: Callable[[Problem, Sizes], bool] = _always
 
     def load(self) -> Pipeline:
         plans = import_module(f"fa4flex.kernels.{self.package}.plan")
@@ -51,11 +48,11 @@ class Unloaded(NamedTuple):
 Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
-    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", _few_rows),
-    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", _few_rows),
+    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_rows),
+    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_rows),
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
-    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", _few_rows),
+    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_rows),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
     Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),
@@ -72,29 +69,29 @@ def loaded(direction: Direction) -> list[Pipeline]:
     return [one.load() if isinstance(one, Unloaded) else one for one in mine]
 
 
-def _candidates(direction: Direction, problem: Problem, target: Target) -> Iterator[Pipeline]:
+def _candidates(direction: Direction, problem: Problem, target: Target, sizes: Sizes) -> Iterator[Pipeline]:
     """Pipelines that may accept the problem, in order, each loaded when it is its turn."""
     for one in PIPELINES:
         if one.direction == direction:
             if isinstance(one, Pipeline):
                 yield one
-            elif one.family == target.family and one.may(problem):
+            elif one.family == target.family and one.may(problem, sizes):
                 yield one.load()
 
 
-def accepting(direction: Direction, problem: Problem, target: Target) -> Pipeline | None:
+def accepting(direction: Direction, problem: Problem, target: Target, sizes: Sizes) -> Pipeline | None:
     """The first pipeline that accepts the problem."""
-    for pipeline in _candidates(direction, problem, target):
+    for pipeline in _candidates(direction, problem, target, sizes):
         reads = pipeline.kv_dtype == problem.kv_dtype
         writes = pipeline.writes_float32 or not problem.wide_output
-        if reads and writes and pipeline.accepts(problem, target):
+        if reads and writes and pipeline.accepts(problem, target, sizes):
             return pipeline
     return None
 
 
-def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
+def choose(direction: Direction, problem: Problem, target: Target, sizes: Sizes = UNKNOWN) -> Pipeline:
     """The first pipeline that accepts the problem. Raises UnsupportedError where none does."""
-    found = accepting(direction, problem, target)
+    found = accepting(direction, problem, target, sizes)
     if found is not None:
         return found
     raise UnsupportedError(
@@ -107,7 +104,7 @@ def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
     )
 
 
-def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule) -> Problem:
+def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule, sizes: Sizes) -> Problem:
     """The same forward problem, its mask asked of every pair where that is better than block tables, else as
     it is.
 
@@ -115,13 +112,13 @@ def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule)
     launches take longer than a step does, split keys, and read pages in place. Tables stay where they leave
     out keys that need not be read: a map's blocks, documents.
     """
-    if problem.mask_form != "tables" or not problem.few_rows or asks_for_order(schedule):
+    if problem.mask_form != "tables" or asks_for_order(schedule) or not few_rows(problem, sizes):
         return problem
     in_place = problem.page_rows > 0 or problem.kv_dtype
     if not in_place and (problem.row_ends or reads_by_blocks(facts.mask)):
         return problem
     asked = replace(problem, mask_form="pairs", row_ends=0)
-    return problem if accepting("forward", asked, target) is None else asked
+    return problem if accepting("forward", asked, target, sizes) is None else asked
 
 
 def plan_forward(
@@ -130,22 +127,28 @@ def plan_forward(
     target: Target = SM90A,
     schedule: Schedule = Schedule(),
     rescale_threshold: float | None = None,
+    sizes: Sizes = UNKNOWN,
 ) -> ForwardPlan:
     """The plan of a forward kernel, which fits the chip. For `rescale_threshold` see ForwardRequest.
 
     Raises UnsupportedError for what the chip or kernel does not have, InputError where facts and problem
     contradict each other.
     """
-    request = ForwardRequest(facts, problem, target, schedule, rescale_threshold)
-    plan: ForwardPlan = choose("forward", problem, target).plan(request)
+    request = ForwardRequest(facts, problem, target, schedule, sizes, rescale_threshold)
+    plan: ForwardPlan = choose("forward", problem, target, sizes).plan(request)
     plan.check_resources()
     return plan
 
 
 def plan_backward(
-    facts: Facts, problem: Problem, target: Target, schedule: Schedule = Schedule()
+    facts: Facts,
+    problem: Problem,
+    target: Target,
+    schedule: Schedule = Schedule(),
+    sizes: Sizes = UNKNOWN,
 ) -> BackwardPlan:
     """The plan of a backward kernel, which fits the chip. Raises UnsupportedError where there is none."""
-    plan: BackwardPlan = choose("backward", problem, target).plan(Request(facts, problem, target, schedule))
+    request = Request(facts, problem, target, schedule, sizes)
+    plan: BackwardPlan = choose("backward", problem, target, sizes).plan(request)
     plan.check_resources()
     return plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from fa4flex.codegen.analyze.reach import Extents
+from fa4flex.codegen.analyze.extents import Extents
 from fa4flex.codegen.build import Trace
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen

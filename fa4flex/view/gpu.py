@@ -208,7 +208,7 @@ def _computed(program: Program, found: Lowered, shape: Shape) -> tuple[float | N
     if problem.mask_form in ("none", "pairs"):
         return 1.0, 1.0
     try:
-        tiles = tiles_of(program, Setting(shape), (max(rows // problem.packed_heads, 1), keys))
+        tiles = tiles_of(program, Setting(shape), (max(rows // found.plan.packed_heads, 1), keys))
     except Fa4flexError:
         return None, None
     return max(tiles.density, NONE), tiles.used_columns

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +17,15 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged, Shape
-from fa4flex.codegen.analyze.prove import Proved
-from fa4flex.codegen.analyze.reach import ANY, LEAST_BOUND, Reach, generous
+from fa4flex.codegen.analyze.extents import ANY, Reach
+from fa4flex.codegen.analyze.reach import LEAST_BOUND, generous
 from fa4flex.codegen.evaluate import PastTheEnd
 from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.bwd_sm90.plan import LONG_TILE, SHORT_TILE, TILE
 from fa4flex.kernels.plan.arguments import BACKWARD, FORWARD, Schema
-from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.specialize import (
-    backward_problem,
-    forward_problem,
-    same_backward_problem,
-    same_problem,
-)
 from fa4flex.kernels.plan.target import SM90A, SM100A, Target
+from fa4flex.lower import Lowered
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import run_backward
@@ -92,8 +86,8 @@ def launched(recorder: Recorder) -> dict[str, Any]:
 def test_new_lengths_share_proof_kernel_and_launch(
     recorder: Recorder, proofs: list[Shape], mask: Any
 ) -> None:
-    """Few queries, whose groups of two heads share tiles of 64 rows, have one set, up to 256 of narrow heads
-    another, and all others a third."""
+    """Few queries, whose groups of two heads share tiles of 64 rows, have one kernel, up to 256 of narrow
+    heads another, and all others a third. One proof serves all."""
     many = (
         (2, 300, 300),
         (2, 300, 301),
@@ -108,7 +102,7 @@ def test_new_lengths_share_proof_kernel_and_launch(
     engine, call = call_of(fa4flex.compile(alibi, mask), tensors(*many[0]))
     for sets, sizes in enumerate((many, short, few), 1):
         share(recorder, engine, call, sizes)
-        assert len(recorder.problems) == sets == len(proofs)
+        assert len(recorder.problems) == sets and len(proofs) == 1
 
 
 def share(recorder: Recorder, engine: Engine, call: Call, sizes: tuple[tuple[int, int, int], ...]) -> None:
@@ -205,7 +199,7 @@ def test_tables_of_distances_are_proved_for_as_long_as_they_are(
     for n in (500, 501, 77, 1000):
         engine.run(resized(call, 1, 1, n))
     assert len(recorder.problems) == 1 and recorder.problems[0].in_range
-    assert len(proofs) == 2, "for a generous bound, and for that of the table"
+    assert len(proofs) == 4, "for a generous bound, the call alone, its few queries, and that of the table"
     engine.run(resized(call, 1, 1, 1001))
     assert not recorder.problems[-1].in_range
 
@@ -219,7 +213,7 @@ def test_indices_that_nothing_proves_in_range_are_asked_about_once(
     )
     for n in (500, 501, 999, 1000):
         engine.run(resized(call, 1, 1, n))
-    assert not recorder.problems[0].in_range and len(recorder.problems) == 1 and len(proofs) == 3
+    assert not recorder.problems[0].in_range and len(recorder.problems) == 1 and len(proofs) == 6
 
 
 # --- the same as for each alone -----------------------------------------------------------------------------
@@ -305,40 +299,6 @@ def alike(schema: Schema, given: tuple[Any, ...]) -> list[Any]:
     return [shown(name, x) for name, x in zip(schema.names, given, strict=True)]
 
 
-@pytest.mark.parametrize("target", (SM90A, SM100A), ids=lambda target: target.name)
-@pytest.mark.parametrize("lengths", ("dense", "packed", "used"))
-def test_flags_are_the_same_within_reach(target: Target, lengths: Any, seed: int) -> None:
-    """And other ones are seen next to its ends, where there are any; but what tiles of keys there are in all,
-    and how long packed sequences are, is known of as many sequences alone."""
-    draw = random.Random(seed)
-    facts = fa4flex.compile(mask=lambda b, h, q, kv: q >= kv).program.facts
-
-    def inputs(extents: tuple[int, int, int], keys_used: bool) -> Inputs:
-        batch, q_len, kv_len = extents
-        shape = (Shape if lengths == "dense" else Ragged)(batch, 4, q_len, kv_len)
-        return Inputs(shape, 2, 64, 64, lengths=lengths, keys_used=keys_used)
-
-    def problems(given: Inputs) -> tuple[Any, Any]:
-        forward = forward_problem(facts, given, Proved("spans", False, True), target)
-        return forward, backward_problem(forward, facts, given, target, False)
-
-    edges = (0, 1, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2048, 2049, 2050, 9999)
-    for _ in range(200):
-        keys_used = lengths == "used" and draw.random() < 0.5
-        one, other = ((draw.choice((1, 2, 5)), draw.choice(edges), draw.choice(edges)) for _ in "ab")
-        at, there = inputs(one, keys_used), inputs(other, keys_used)
-        (forward, backward), (forward_there, backward_there) = problems(at), problems(there)
-        assert same_problem(facts, at, target).holds(one) and same_backward_problem(at, target).holds(one)
-        if same_problem(facts, at, target).holds(other):
-            assert forward == forward_there
-        elif lengths != "packed" or one[0] == other[0]:
-            assert forward != forward_there
-        if same_backward_problem(at, target).holds(other):
-            assert backward == backward_there
-        elif lengths != "packed" and (one[0] == other[0] or lengths != "dense" or not target.halved_tile):
-            assert backward != backward_there
-
-
 # --- backward passes ---------------------------------------------------------------------------------------
 
 
@@ -373,24 +333,32 @@ def test_keys_that_fit_one_tile_share_a_backward_pass_of_their_own(recorder: Rec
         found = backward_of(engine, resized(call, *extents))
         given = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))
         assert (given["dq_sum"] is None) == few and given["dq"] is found.dq
-    assert [problem.few_keys for problem in recorder.problems] == [False, True]
+    assert len(recorder.problems) == 2
 
 
 @pytest.mark.parametrize(("mask", "most"), ((None, 512), (causal, 1024)))
-def test_few_steps_are_those_of_plain_scores(recorder: Recorder, mask: Any, most: int) -> None:
+def test_few_steps_are_those_of_plain_scores(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, mask: Any, most: int
+) -> None:
     """Steps of wide heads are long where queries are many, and scores take no registers, as capped ones
-    do. What is decided anew is found to be the same: kernels are kept by their problems."""
+    do."""
+    tiles: list[tuple[int, int]] = []
+    compiled = Lowered.compile
+
+    def noted(lowered: Lowered, signature: Signature) -> Any:
+        tiles.append(lowered.plan.tile)
+        return compiled(lowered, signature)
+
+    monkeypatch.setattr(Lowered, "compile", noted)
     wide = tensors(6, 300, 300, width=128)
     engine, call = call_of(fa4flex.compile(mask=mask), wide)
     for q_len in (300, most, most + 1, 4096, 17, 1025):
         backward_of(engine, resized(call, 6, q_len, 600))
-    few, many = dict.fromkeys(recorder.problems)
-    assert few.few_steps and replace(few, few_steps=False) == many
-    recorder.problems.clear()
+    assert tiles == [SHORT_TILE, LONG_TILE]
     engine, call = call_of(fa4flex.compile(softcap(20.0), mask=mask), wide)
     for q_len in (300, 2000):
         backward_of(engine, resized(call, 6, q_len, 600))
-    assert not any(problem.few_steps for problem in recorder.problems)
+    assert tiles[2:] == [TILE]
 
 
 def test_few_tiles_share_a_backward_pass_of_their_own(recorder: Recorder) -> None:
@@ -399,7 +367,7 @@ def test_few_tiles_share_a_backward_pass_of_their_own(recorder: Recorder) -> Non
     few, many = ((5, 300, 300), (5, 301, 384), (1, 7, 200)), ((5, 300, 385), (5, 7, 4096), (6, 300, 400))
     for extents in (*few, *many, *few, *many):
         backward_of(engine, resized(call, *extents))
-    assert [problem.few_tiles for problem in recorder.problems] == [True, False]
+    assert len(recorder.problems) == 2
 
 
 def test_gradients_of_captured_tensors_are_added_up_as_for_each_call_alone(

@@ -14,7 +14,8 @@ from torch import Tensor
 import fa4flex
 from fa4flex import Varlen
 from fa4flex.compiler.signature import Signature
-from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.fwd_sm90.plan import HopperPlan
+from fa4flex.lower import Lowered
 from fa4flex.runtime import launch
 from fa4flex.variants import causal
 
@@ -23,16 +24,16 @@ RATIOS = {(8, 8): 1, (8, 4): 2, (8, 2): 4, (16, 4): 4, (8, 1): 8, (6, 2): 1}
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """The problems whose kernels are launched."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Plans whose kernels are launched."""
     calls_on_gpu(monkeypatch)
-    found: list[Problem] = []
+    found: list[Any] = []
 
-    def compiled(source: Any, problem: Problem, signature: Signature, arch: str) -> Any:
-        launch = staticmethod(lambda *given: found.append(problem))
-        return type("Kernel", (), {"launch": launch, "key": repr(problem)})
+    def compiled(lowered: Lowered, signature: Signature) -> Any:
+        launch = staticmethod(lambda *given: found.append(lowered.plan))
+        return type("Kernel", (), {"launch": launch, "key": lowered.source.key})
 
-    monkeypatch.setattr("fa4flex.lower.compile_kernel", compiled)
+    monkeypatch.setattr(Lowered, "compile", compiled)
     return found
 
 
@@ -58,7 +59,7 @@ def qkv(heads: tuple[int, int], q_len: int, kv_len: int, layout: str) -> list[Te
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
 def test_each_call_has_the_kernel_of_its_ratio(
-    launched: list[Problem], looked_for: list[Tensor], layout: Any, seed: int
+    launched: list[Any], looked_for: list[Tensor], layout: Any, seed: int
 ) -> None:
     """Whichever way it takes: most are served by those of repeated calls."""
     draw, attn, kernels = random.Random(seed), fa4flex.compile(layout=layout), set()
@@ -74,16 +75,18 @@ def test_each_call_has_the_kernel_of_its_ratio(
     assert len(kernels) == len(RATIOS) and len(looked_for) < len(launched) / 2
 
 
-def test_few_rows_and_many_take_turns(launched: list[Problem]) -> None:
+def test_few_rows_and_many_take_turns(launched: list[Any]) -> None:
     attn = fa4flex.compile()
     for _ in range(5):
         for q_len, few in ((16, True), (17, False), (16, True), (300, False), (1, True)):
             attn(*qkv((8, 2), q_len, 50, "bhsd"))
-            assert (launched[-1].few_rows, launched[-1].packed_heads) == (few, 1 if few else 4)
+            module = "decode_sm90" if few else "fwd_sm90"
+            assert launched[-1].module.endswith(module)
+            assert launched[-1].packed_heads == (1 if few else 4)
 
 
 def test_short_sequences_and_long_ones_take_turns(
-    launched: list[Problem], looked_for: list[Tensor], seed: int
+    launched: list[Any], looked_for: list[Tensor], seed: int
 ) -> None:
     """Each call of packed sequences has the kernel that its average length asks for: of heads of 64, 4 of
     which share one of keys, up to 1,056 of 3/2 of the power of two that the batch has."""
@@ -98,5 +101,5 @@ def test_short_sequences_and_long_ones_take_turns(
         for _ in range(draw.randint(1, 3)):
             attn(q, kv, kv, varlen=Varlen(cu, cu))
             assert launched[-1].packed_heads == (4 if tokens <= most else 1), (batch, tokens)
-    assert len({problem.packed_heads for problem in launched if problem.mask_form == "spans"}) == 2
+    assert {plan.packed_heads for plan in launched if isinstance(plan, HopperPlan)} == {1, 4}
     assert len(looked_for) < len(launched)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Varlen
-from fa4flex.kernels.plan.problem import QUERY_CLASSES
+from fa4flex.kernels.fwd_sm90.tiles import FEW_QUERIES
 from fa4flex.runtime import launch
 from fa4flex.variants import alibi, causal
 
@@ -43,7 +43,7 @@ def dense(draw: random.Random) -> Given:
 
 def prompts(draw: random.Random) -> Given:
     """Longer ones than those whose tiles another kernel takes."""
-    batch, n = draw.randint(1, 3), draw.randint(QUERY_CLASSES[-1] + 1, 900)
+    batch, n = draw.randint(1, 3), draw.randint(FEW_QUERIES + 1, 900)
     return (drawn(batch, 8, n, 64), drawn(batch, 2, n, 64), drawn(batch, 2, n, 64)), {}
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from checked_plans import sizes_of
 
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.plan.lengths import Lengths
@@ -51,16 +52,13 @@ def test_entries_say_which_chips_and_passes_theirs_are_for(entry: dispatch.Entry
     pipeline = entry.load()
     assert pipeline.direction == entry.direction
     widths = [Problem(width, width) for width in (64, 128, 256)]
-    problems = [
-        replace(one, few_rows=few, few_queries=few, row_class=16 * few, kv_dtype=kv_dtype)
-        for one in widths
-        for few in (False, True)
-        for kv_dtype in ("", "float8_e4m3fn")
-    ]
-    refused = [one for one in every_lengths(problems) if not entry.may(one)]
-    assert not any(pipeline.accepts(one, target) for one in refused for target in TARGETS)
-    others = [target for target in TARGETS if target.family != entry.family]
-    assert others and not any(pipeline.accepts(one, target) for one in problems for target in others)
+    problems = [replace(one, kv_dtype=kv_dtype) for one in widths for kv_dtype in ("", "float8_e4m3fn")]
+    for sizes in (sizes_of(1), sizes_of(5000)):
+        refused = [one for one in every_lengths(problems) if not entry.may(one, sizes)]
+        assert not any(pipeline.accepts(one, target, sizes) for one in refused for target in TARGETS)
+        others = [target for target in TARGETS if target.family != entry.family]
+        assert others
+        assert not any(pipeline.accepts(one, target, sizes) for one in problems for target in others)
 
 
 def test_a_forward_pass_loads_those_of_its_chip() -> None:

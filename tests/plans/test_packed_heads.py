@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,14 @@ from checked_plans import plan_forward
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
-from fa4flex.errors import InputError
+from fa4flex.kernels.fwd_sm90.packing import GROUPS, MOST_PACKED
 from fa4flex.kernels.plan.inputs import Inputs
-from fa4flex.kernels.plan.problem import PACKED_HEADS, Problem
-from fa4flex.kernels.plan.specialize import MOST_PACKED, backward_problem, forward_problem, same_problem
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.specialize import forward_problem
 from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.variants import alibi, causal, softcap
 
@@ -27,13 +28,20 @@ PLAIN = Facts()
 GIVEN = Inputs(Shape(4, 16, 1537, 1537), 4, 128, 128)
 
 
-def problem(facts: Facts, inputs: Inputs, target: Target = SM90A) -> Problem:
-    form: Any = "none" if facts.mask is PLAIN.mask else "spans"
-    return forward_problem(facts, inputs, Proved(form, False, True), target)
+def planned(facts: Facts, inputs: Inputs, target: Target = SM90A, form: Any = None) -> tuple[Any, Reach]:
+    """The plan, and extents for which it is valid."""
+    form = form or ("none" if facts.mask is PLAIN.mask else "spans")
+    problem, sizes = forward_problem(facts, inputs, Proved(form, False, True)), Sizes(inputs)
+    return plan_forward(facts, problem, target, sizes=sizes), sizes.valid
 
 
-def packed(inputs: Inputs, facts: Facts = PLAIN, target: Target = SM90A) -> int:
-    return problem(facts, inputs, target).packed_heads
+def packed(inputs: Inputs, facts: Facts = PLAIN, target: Target = SM90A, form: Any = None) -> int:
+    heads: int = planned(facts, inputs, target, form)[0].packed_heads
+    return heads
+
+
+def valid(facts: Facts, inputs: Inputs) -> Reach:
+    return planned(facts, inputs)[1]
 
 
 @pytest.mark.parametrize("group", range(1, 130))
@@ -55,7 +63,6 @@ OTHERS: dict[str, tuple[Facts, Inputs, Target]] = {
     ),
     "padded sequences": (PLAIN, replace(GIVEN, extents=Ragged(4, 16, 1537, 1537), lengths="used"), SM90A),
     "pages": (PLAIN, replace(GIVEN, page_rows=128), SM90A),
-    "8-bit keys": (PLAIN, replace(GIVEN, kv_dtype="float8_e4m3fn"), SM90A),
     "few rows": (PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 1537)), SM90A),
     "rows that 32 bits do not count": (
         PLAIN,
@@ -77,10 +84,10 @@ def test_a_launch_serves_all_lengths_of_its_ratio() -> None:
     for width in (64, 128):
         given = replace(GIVEN, head_dim=width, head_dim_v=width)
         for length in (17, 256, 257, 1537, MOST_PACKED // 4):
-            reach = same_problem(PLAIN, replace(given, extents=Shape(4, 16, length, 9)), SM90A)
+            reach = valid(PLAIN, replace(given, extents=Shape(4, 16, length, 9)))
             assert (reach.least[1], reach.most[1]) == (17, MOST_PACKED // 4)
-    few = same_problem(PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 9)), SM90A)
-    beyond = same_problem(PLAIN, replace(GIVEN, extents=Shape(4, 16, MOST_PACKED // 4 + 1, 9)), SM90A)
+    few = valid(PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 9)))
+    beyond = valid(PLAIN, replace(GIVEN, extents=Shape(4, 16, MOST_PACKED // 4 + 1, 9)))
     assert few.most[1] == 16 and beyond.least[1] == MOST_PACKED // 4 + 1
 
 
@@ -111,7 +118,7 @@ def test_a_launch_serves_sequences_that_are_short_and_others_that_are_not() -> N
     for _ in range(300):
         batch, tokens = draw.randint(1, 200), draw.randint(0, 200 * limit)
         mine = packed(sequences(batch, tokens), CAUSAL)
-        reach = same_problem(CAUSAL, sequences(batch, tokens), SM90A)
+        reach = valid(CAUSAL, sequences(batch, tokens))
         least = 2 ** int(math.log2(batch))
         assert reach.holds((batch, tokens, 5)) and mine == (4 if tokens <= 1.5 * least * limit else 1)
         assert reach.holds((least, tokens, 5)) and reach.holds((2 * least - 1, tokens, 5))
@@ -131,7 +138,6 @@ WITHOUT: dict[str, tuple[Facts, Inputs]] = {
     "a group that no copy has": (CAUSAL, sequences(4, 400, 7)),
     "heads without a group": (CAUSAL, sequences(4, 400, 1)),
     "pages": (CAUSAL, sequences(4, 400, page_rows=128)),
-    "8-bit keys": (CAUSAL, sequences(4, 400, kv_dtype="float8_e4m3fn")),
     "padded sequences": (CAUSAL, sequences(4, 100, lengths="used")),
 }
 
@@ -147,8 +153,7 @@ def test_scores_sinks_and_float32_outputs_of_8_heads_may_share_tiles() -> None:
     scored = fa4flex.compile(alibi, mask=causal).program.facts
     assert packed(sequences(4, 400, 8), scored) == packed(sequences(4, 400, 8, sinks=True), CAUSAL) == 8
     assert packed(sequences(4, 400, 8, out_dtype="float32"), CAUSAL) == 8
-    tables = Proved("tables", False, True)
-    assert forward_problem(CAUSAL, sequences(4, 400), tables, SM90A).packed_heads == 1
+    assert packed(sequences(4, 400), CAUSAL, form="tables") == 1
 
 
 def visits(lengths: list[int], queries: int) -> int:
@@ -168,31 +173,19 @@ def test_visits_that_random_lengths_save(mean: int, least: float, most: float) -
     assert least <= 1 - together / apart <= most
 
 
-def test_backward_passes_have_none() -> None:
-    forward = problem(PLAIN, GIVEN)
-    assert backward_problem(forward, PLAIN, GIVEN, SM90A, False).packed_heads == 1
-
-
 def test_the_kernel_is_told_and_so_are_readers() -> None:
-    plan = plan_forward(PLAIN, problem(PLAIN, GIVEN), SM90A)
-    alone = plan_forward(PLAIN, replace(plan.problem, packed_heads=1), SM90A)
+    plan, _ = planned(PLAIN, GIVEN)
+    alone = plan_forward(PLAIN, plan.problem, SM90A)
     assert (plan.config().group, alone.config().group) == (4, 1)
     assert (plan.memory, plan.topology, plan.registers) == (alone.memory, alone.topology, alone.registers)
-    assert "rows of 4 heads" in plan.explain() and "4 heads share tiles" in plan.problem.explain()
-    assert not {"rows of", "share tiles"} & set(re.findall("rows of|share tiles", alone.explain()))
+    assert "rows of 4 heads" in plan.explain() and "rows of" not in alone.explain()
 
 
 @pytest.mark.parametrize("width", (64, 128, 256))
 def test_tiles_are_never_more(width: int) -> None:
     """Than those of heads by themselves, and fewer where these end within a tile."""
     rows, _ = plan_forward(PLAIN, Problem(width, width), SM90A).tile
-    for group in PACKED_HEADS:
+    for group in (1, *GROUPS):
         for length in range(1, 700):
             together, apart = -(-length * group // rows), group * -(-length // rows)
             assert together <= apart and (together < apart) == (-length % rows * group >= rows)
-
-
-def test_only_groups_with_a_kernel_are_taken() -> None:
-    for wrong in (0, 3, 128):
-        with pytest.raises(InputError, match="packed_heads"):
-            Problem(64, 64, packed_heads=wrong)

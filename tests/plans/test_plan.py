@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 
 import fa4flex
 from fa4flex.codegen.analyze.facts import SCORE, Facts
@@ -586,6 +586,7 @@ def test_mask_forms_are_all_planned() -> None:
         plan_forward(Facts(SCORE, TRUE), Problem(64, 64, mask_form="queries"))
     with pytest.raises(UnsupportedError, match="asked of every pair"):
         plan_forward(Facts(SCORE, CAUSAL), Problem(64, 64, mask_form="pairs"))
-    plan = plan_forward(Facts(SCORE, CAUSAL), Problem(64, 64, mask_form="pairs", few_rows=True))
+    pairs = Problem(64, 64, mask_form="pairs")
+    plan = plan_forward(Facts(SCORE, CAUSAL), pairs, sizes=sizes_of(64))
     assert plan.module == "fa4flex.kernels.decode_sm90"
     assert plan_forward(Facts(SCORE, TRUE), Problem(64, 64, mask_form="spans")).order == "linear"

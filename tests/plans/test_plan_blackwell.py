@@ -18,7 +18,7 @@ from blackwell_plans import (
     with_columns,
     with_role,
 )
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import UnsupportedError
@@ -93,7 +93,7 @@ def test_columns_that_are_not_there_are_refused() -> None:
             bad.check()
     assert first_columns(planned(128, 128).columns) == planned(128, 128).config().memory
     assert planned(128, 128).config().memory.probabilities == (64, 192)
-    assert planned(64, 64, few_queries=True).config().memory.outputs == (256,)
+    assert planned(64, 64, 128).config().memory.outputs == (256,)
 
 
 # --- plans ---------------------------------------------------------------------------------------------
@@ -101,43 +101,41 @@ def test_columns_that_are_not_there_are_refused() -> None:
 
 def test_few_queries_take_one_tile() -> None:
     for d, dv in WIDTHS:
-        few, many = planned(d, dv, few_queries=True), planned(d, dv)
+        few, many = planned(d, dv, 128), planned(d, dv, 129)
         assert (few.tiles.q_tiles, few.tile) == (1, (128, 128)) and many.tiles.q_tiles == 2
-        assert few.config().q_tiles == 1 and few.config().tile_m == SM100A.few_queries
+        assert few.config().q_tiles == 1 and few.config().tile_m == 128
         assert sum(few.tiles.kv_stages) >= sum(many.tiles.kv_stages)  # room that other queries leave
-    problem = Problem(64, 64, few_queries=True)
-    assert eval(repr(problem)) == problem != Problem(64, 64) and "few queries" in problem.explain()
-    wanted = plan_forward(Facts(), problem, SM100A, Schedule(tile=(256, 128)))
+    problem, tile = Problem(64, 64), Schedule(tile=(256, 128))
+    wanted = plan_forward(Facts(), problem, SM100A, tile, sizes=sizes_of(100))
     assert wanted.tile == (256, 128)  # the schedule has the last word
-    assert SM90A.few_queries == 0
-    assert plan_forward(Facts(), problem).tile == plan_forward(Facts(), Problem(64, 64)).tile
+    few, many = (plan_forward(Facts(), problem, SM100A, sizes=sizes_of(n)) for n in (100, 200))
+    assert few.tile != many.tile
 
 
 def test_many_queries_take_pairs_of_ctas() -> None:
     """Pairs are taken if every tile of queries visits every key, and V splits into whole blocks of
     columns."""
     for (d, dv), ctas in {(64, 64): 1, (96, 96): 1, (128, 128): 2, (192, 128): 2}.items():
-        plan = planned(d, dv, many_queries=True)
+        plan = planned(d, dv, 257)
         assert plan.config().ctas == ctas and plan.tile == (256 * ctas, 128)
-        assert planned(d, dv, many_queries=True, mask_form="spans").config().ctas == 1
-    alone, paired = planned(128, 128), planned(128, 128, many_queries=True)
+        assert planned(d, dv, 257, mask_form="spans").config().ctas == 1
+    alone, paired = planned(128, 128, 256), planned(128, 128, 257)
     assert sum(paired.tiles.kv_stages) > sum(alone.tiles.kv_stages)  # room that half of K and V leaves
-    assert SM100A.many_queries == 256 and SM90A.many_queries == 0
 
 
 def test_pages_that_can_be_read_in_place_are() -> None:
     """One CTA for each tile of queries, even where all are many and see every key."""
     for rows, (d, least) in product((1, 2, 16, 128), ((128, 1), (64, 1), (96, 2), (192, 1))):
-        problem = Problem(d, min(d, 128), lengths="used", page_rows=rows, many_queries=True)
-        assert FWD_SM100.accepts(problem, SM100A) == (rows >= least)
+        problem = Problem(d, min(d, 128), lengths="used", page_rows=rows)
+        assert FWD_SM100.accepts(problem, SM100A, sizes_of()) == (rows >= least)
         if rows >= least:
-            plan = planned(d, min(d, 128), lengths="used", page_rows=rows, many_queries=True)
+            plan = planned(d, min(d, 128), 5000, lengths="used", page_rows=rows)
             config = plan.config()
             assert config.paged and (config.box_rows, config.ctas) == (rows, 1)
             assert f"brought in {128 // rows} x {rows} keys" in plan.explain()
-    assert FWD_SM100.accepts(replace(problem, mask_form="tables"), SM100A)
+    assert FWD_SM100.accepts(replace(problem, mask_form="tables"), SM100A, sizes_of())
     for refused in ({"mask_form": "pairs"}, {"head_dim": 200}, {"head_dim_v": 136}):
-        assert not FWD_SM100.accepts(replace(problem, **refused), SM100A)  # type: ignore[arg-type]
+        assert not FWD_SM100.accepts(replace(problem, **refused), SM100A, sizes_of())  # type: ignore[arg-type]
     assert not planned(128, 128).config().paged and planned(128, 128).box_rows == 0
     with pytest.raises(UnsupportedError, match="sorted by their keys"):
         plan_forward(Facts(), problem, SM100A, Schedule(order="longest_first"))
@@ -146,22 +144,22 @@ def test_pages_that_can_be_read_in_place_are() -> None:
 @pytest.mark.parametrize(("ctas", "mask_form"), [(1, "spans"), (2, "none")])
 def test_a_schedule_asks_for_launch_control(ctas: int, mask_form: str) -> None:
     """Pairs of CTAs stay pairs; those that count do not, as each would take a number of its own."""
-    problem = Problem(128, 128, mask_form=mask_form, many_queries=True)  # type: ignore[arg-type]
+    problem = Problem(128, 128, mask_form=mask_form)  # type: ignore[arg-type]
     facts = Facts() if mask_form == "none" else CAUSAL
-    plan = plan_forward(facts, problem, SM100A, Schedule(next_tile="launch_control"))
+    plan = plan_forward(facts, problem, SM100A, Schedule(next_tile="launch_control"), sizes=sizes_of())
     assert isinstance(plan, BlackwellPlan) and plan.tiles.ctas == ctas
     assert plan.cancel and not plan.dynamic and "not started" in plan.explain()
     assert plan.memory["next"].size == 16 and plan.memory["next"].offset % 16 == 0
-    counted = plan_forward(facts, problem, SM100A, Schedule(next_tile="counter"))
+    counted = plan_forward(facts, problem, SM100A, Schedule(next_tile="counter"), sizes=sizes_of())
     assert isinstance(counted, BlackwellPlan) and counted.tiles.ctas == 1 and counted.dynamic
-    in_turn = plan_forward(facts, problem, SM100A, Schedule(next_tile="in_turn"))
+    in_turn = plan_forward(facts, problem, SM100A, Schedule(next_tile="in_turn"), sizes=sizes_of())
     assert isinstance(in_turn, BlackwellPlan) and not in_turn.dynamic and not in_turn.cancel
     with pytest.raises(UnsupportedError, match="cannot cancel"):
         plan_forward(facts, problem, SM90A, Schedule(next_tile="launch_control"))
 
 
 def test_the_share_of_polynomials_is_by_width_and_topology() -> None:
-    paired = planned(128, 128, many_queries=True)
+    paired = planned(128, 128, 257)
     assert paired.exponential == Exponential(degree=3, every=5, count=2, skip=1)
     assert planned(128, 128).exponential == Exponential(3, 8, 2, 1)
     assert [row.head_dim for row in TABLE] == [64, 128, 192]
@@ -239,4 +237,4 @@ def test_explain_says_what_will_run() -> None:
     ):  # fmt: skip
         assert words in text, words
     assert "softmax 1:" not in text and max(map(len, text.splitlines())) <= 125
-    assert "idle" in planned(64, 64, few_queries=True).explain()
+    assert "idle" in planned(64, 64, 128).explain()

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from barrier_counts import counts_of
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, with_ring, wrong_counts
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
@@ -24,13 +24,13 @@ from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.signals import arrivals_of
-from fa4flex.kernels.plan.specialize import same_problem
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM100A, SM103A
 from fa4flex.kernels.plan.topology import Event
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.primitives.schedule import Schedule
 
-FEW = Problem(128, 128, few_rows=True, row_class=32)
+FEW = Problem(128, 128)
 PAGED = replace(FEW, lengths="used", page_rows=16)
 WIDTHS = (*((d, d) for d in range(8, 129, 8)), (192, 128), (136, 64), (64, 128))
 TILES = ([1], [2], [3], [9])
@@ -38,8 +38,8 @@ TILES = ([1], [2], [3], [9])
 
 
 @cache
-def planned(problem: Problem = FEW, schedule: Schedule = Schedule()) -> BlackwellDecodePlan:
-    plan = plan_forward(Facts(), problem, SM100A, schedule)
+def planned(problem: Problem = FEW, schedule: Schedule = Schedule(), rows: int = 32) -> BlackwellDecodePlan:
+    plan = plan_forward(Facts(), problem, SM100A, schedule, sizes=sizes_of(rows))
     assert isinstance(plan, BlackwellDecodePlan)
     return plan
 
@@ -49,24 +49,27 @@ def planned(problem: Problem = FEW, schedule: Schedule = Schedule()) -> Blackwel
 
 def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
     for target in (SM100A, SM103A):
-        assert dispatch.choose("forward", FEW, target) is DECODE_SM100
+        assert dispatch.choose("forward", FEW, target, sizes_of(64)) is DECODE_SM100
+        assert dispatch.choose("forward", FEW, target, sizes_of(65)) is FWD_SM100
     for changes in (
-        {"few_rows": False, "row_class": 0},
         {"mask_form": "tables"},
         {"lengths": "packed"},
         {"statistics": ("lse", "max_scores")},
         {"head_dim": 200},
         {"head_dim_v": 136},
     ):
-        assert dispatch.choose("forward", replace(FEW, **changes), SM100A) is FWD_SM100  # type: ignore[arg-type]
+        problem = replace(FEW, **changes)  # type: ignore[arg-type]
+        assert dispatch.choose("forward", problem, SM100A, sizes_of(64)) is FWD_SM100
 
 
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
     for schedule in (Schedule(tile=(128, 128)), Schedule(order="row_major"), Schedule(next_tile="counter")):
         for problem in (FEW, PAGED):
-            assert isinstance(plan_forward(Facts(), problem, SM100A, schedule), BlackwellPlan)
+            assert isinstance(
+                plan_forward(Facts(), problem, SM100A, schedule, sizes=sizes_of(1)), BlackwellPlan
+            )
     with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
-        plan_forward(Facts(), PAGED, SM100A, Schedule(order="longest_first"))
+        plan_forward(Facts(), PAGED, SM100A, Schedule(order="longest_first"), sizes=sizes_of(1))
 
 
 @pytest.mark.parametrize(
@@ -77,20 +80,21 @@ def test_kernels_serve_calls_with_as_many_copies(group: int, most: tuple[int, in
     fewest, few = most
     sides = [range(1, fewest + 1), range(fewest + 1, few + 1), range(few + 1, few + 3)]
     for side in filter(len, sides):
-        reach = same_problem(Facts(), Inputs(Shape(2, 2 * group, side[0], 500), 2, 64, 64), SM100A)
+        sizes = Sizes(Inputs(Shape(2, 2 * group, side[0], 500), 2, 64, 64))
+        plan_forward(Facts(), Problem(64, 64), SM100A, sizes=sizes)
         for q_len in range(1, few + 3):
-            assert reach.holds((2, q_len, 500)) == (q_len in side), (side, q_len)
+            assert sizes.valid.holds((2, q_len, 500)) == (q_len in side), (side, q_len)
 
 
 def test_copies_fill_the_lanes() -> None:
     """Four of up to 32 rows, two of up to 64: a thread has a quarter, or half, of a tile's scores."""
-    for rows, copies in ((32, 4), (0, 2)):
-        plan = planned(replace(FEW, row_class=rows))
+    for rows, copies in ((32, 4), (33, 2)):
+        plan = planned(rows=rows)
         config = plan.config()
         assert (config.copies, config.rows, config.part) == (copies, 128 // copies, 64 // copies)
         assert plan.tile == (config.rows, 64)
-    with pytest.raises(PlanError, match="4 copies"):
-        replace(planned(replace(FEW, row_class=0)), copies=4).check()
+    with pytest.raises(PlanError, match="8 copies"):
+        replace(planned(), copies=8).check()
 
 
 # --- what fits ----------------------------------------------------------------------------------------
@@ -98,8 +102,8 @@ def test_copies_fill_the_lanes() -> None:
 
 @pytest.mark.parametrize("d, dv", WIDTHS)
 def test_every_width_has_a_plan(d: int, dv: int) -> None:
-    for lengths, rows in product(("dense", "used"), (32, 0)):
-        plan = planned(Problem(d, dv, lengths=lengths, few_rows=True, row_class=rows))  # type: ignore[arg-type]
+    for lengths, rows in product(("dense", "used"), (32, 64)):
+        plan = planned(Problem(d, dv, lengths=lengths), rows=rows)  # type: ignore[arg-type]
         in_flight = plan.blocks * (plan.memory["k"].size + plan.memory["v"].size)
         assert plan.kv_stages >= 2 and in_flight >= 160 << 10, "memory would wait for the next copy"
         columns = plan.config().memory.allocated
@@ -114,7 +118,7 @@ def test_a_plan_that_does_not_hold_is_refused() -> None:
         replace(plan, blocks=3),
         replace(plan, blocks=1, kv_stages=1, tile_n=512),
         replace(plan, rescale_threshold=100.0),
-        replace(planned(Problem(192, 128, few_rows=True)), blocks=2),
+        replace(planned(Problem(192, 128), rows=64), blocks=2),
     ):
         with pytest.raises((PlanError, fa4flex.UnsupportedError)):
             wrong.check()
@@ -145,7 +149,7 @@ def test_it_is_explained() -> None:
 @pytest.mark.parametrize("lengths", ["dense", "used"])
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (192, 128)])
 def test_it_runs_in_any_order(widths: tuple[int, int], lengths: str, seed: int) -> None:
-    plan = planned(Problem(*widths, lengths=lengths, few_rows=True))  # type: ignore[arg-type]
+    plan = planned(Problem(*widths, lengths=lengths), rows=64)  # type: ignore[arg-type]
     for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
         for tiles in TILES:
             simulate(plan.topology, tiles, pick)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from barrier_counts import counts_of
 from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, refuses_columns, wrong_counts
-from checked_plans import plan_backward
+from checked_plans import plan_backward, sizes_of
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import UnsupportedError
@@ -24,6 +24,7 @@ from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.signals import arrivals_of
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.topology import Event
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
@@ -139,8 +140,8 @@ def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
 
 
 def test_a_pair_is_chosen_where_it_pays() -> None:
-    many = Problem(128, 128, many_keys=True)
-    assert plan_backward(Facts(), many, SM100A).tile == (128, 256)
+    many, sizes = Problem(128, 128, met_alike=True), sizes_of(kv_len=1025)
+    assert plan_backward(Facts(), many, SM100A, sizes=sizes).tile == (128, 256)
     for alike in (
         {"mask_form": "spans"},
         {"lengths": "used"},
@@ -148,14 +149,17 @@ def test_a_pair_is_chosen_where_it_pays() -> None:
         {"deterministic": True},
         {"sloped": True, "gradients": ((0, "sum"),)},
     ):
-        assert plan_backward(Facts(), replace(many, **alike), SM100A).tile == (128, 256)  # type: ignore[arg-type]
+        problem = replace(many, **alike)  # type: ignore[arg-type]
+        assert plan_backward(Facts(), problem, SM100A, sizes=sizes).tile == (128, 256)
     for other in (
-        {"many_keys": False},
+        {"met_alike": False},
         {"head_dim": 64},
         {"head_dim_v": 96},
         {"long_scores": True},
     ):
-        assert plan_backward(Facts(), replace(many, **other), SM100A).tile == (128, 128)  # type: ignore[arg-type]
+        problem = replace(many, **other)  # type: ignore[arg-type]
+        assert plan_backward(Facts(), problem, SM100A, sizes=sizes).tile == (128, 128)
+    assert plan_backward(Facts(), many, SM100A, sizes=sizes_of(kv_len=1024)).tile == (128, 128)
 
 
 def test_how_many_keys_a_sequence_has() -> None:
@@ -167,14 +171,16 @@ def test_how_many_keys_a_sequence_has() -> None:
         (SequenceLengths(ends, ends), 2100),
         (SequenceLengths(ends, ends, used, used), 2100),
     ):
-        assert Call(q, Contiguous(k, k), (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
+        usual = Sizes(Call(q, Contiguous(k, k), (), None, lengths, *rest).inputs(q.dtype)).usual_keys
+        assert usual.at_most(kv_len) and usual.more_than(kv_len - 1)
     q, k = torch.empty(3, 4, 70, 64), torch.empty(3, 2, 2050, 64)
     for lengths, kv_len in (
         (NO_LENGTHS, 2050),
         (SequenceLengths(seqused_q=used), 2050),
         (SequenceLengths(seqused_k=used), 1025),
     ):
-        assert Call(q, Contiguous(k, k), (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
+        usual = Sizes(Call(q, Contiguous(k, k), (), None, lengths, *rest).inputs(q.dtype)).usual_keys
+        assert usual.at_most(kv_len) and usual.more_than(kv_len - 1)
 
 
 @pytest.mark.parametrize("width", (64, 128))

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import InputError
 from fa4flex.kernels import dispatch
@@ -23,7 +24,7 @@ from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem, page_rows
-from fa4flex.kernels.plan.specialize import same_problem
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
 from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.kernels.plan.topology import Role, Topology
@@ -31,11 +32,11 @@ from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
 
 FACTS = fa4flex.compile().program.facts
-FEW = Problem(128, 128, few_rows=True)
+FEW = Problem(128, 128)
 
 
 def planned(problem: Problem, schedule: Schedule = Schedule()) -> DecodePlan:
-    plan = plan_forward(FACTS, problem, SM90A, schedule)
+    plan = plan_forward(FACTS, problem, SM90A, schedule, sizes=sizes_of(64))
     assert isinstance(plan, DecodePlan)
     return plan
 
@@ -44,30 +45,36 @@ def planned(problem: Problem, schedule: Schedule = Schedule()) -> DecodePlan:
 
 
 def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
-    assert dispatch.choose("forward", FEW, SM90A) is DECODE_SM90
+    assert dispatch.choose("forward", FEW, SM90A, sizes_of(64)) is DECODE_SM90
+    assert dispatch.choose("forward", FEW, SM90A, sizes_of(65)) is FWD_SM90
     for changes in (
-        {"few_rows": False},
         {"mask_form": "tables"},
         {"lengths": "packed"},
         {"statistics": ("lse", "max_scores")},
     ):
-        assert dispatch.choose("forward", replace(FEW, **changes), SM90A) is FWD_SM90  # type: ignore[arg-type]
-    assert dispatch.choose("forward", FEW, SM100A) is not DECODE_SM90
+        problem = replace(FEW, **changes)  # type: ignore[arg-type]
+        assert dispatch.choose("forward", problem, SM90A, sizes_of(64)) is FWD_SM90
+    assert dispatch.choose("forward", FEW, SM100A, sizes_of(64)) is not DECODE_SM90
 
 
 @pytest.mark.parametrize("group, most", [(1, 64), (4, 16), (7, 9), (64, 1)])
 def test_rows_are_queries_times_heads_of_a_group(group: int, most: int) -> None:
     """The launch of one call serves others on its side of the limit."""
     for q_len, few in ((most, True), (most + 1, False)):
-        inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64)
-        reach = same_problem(Facts(), inputs, SM90A)
+        reach = valid(Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64))
         assert reach.holds((2, q_len, 500)) and not reach.holds((2, most + few, 500))
-    assert not same_problem(Facts(), Inputs(Shape(1, 65, 1, 500), 1, 64, 64), SM90A).holds((1, 0, 500))
+    assert not valid(Inputs(Shape(1, 65, 1, 500), 1, 64, 64)).holds((1, 0, 500))
+
+
+def valid(inputs: Inputs) -> Reach:
+    sizes = Sizes(inputs)
+    plan_forward(Facts(), Problem(64, 64), SM90A, sizes=sizes)
+    return sizes.valid
 
 
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
     for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):
-        assert isinstance(plan_forward(FACTS, FEW, SM90A, schedule), HopperPlan)
+        assert isinstance(plan_forward(FACTS, FEW, SM90A, schedule, sizes=sizes_of(64)), HopperPlan)
 
 
 # --- pages --------------------------------------------------------------------------------------------
@@ -98,10 +105,10 @@ def test_page_sizes_have_classes() -> None:
 def test_no_other_kernel_takes_pages() -> None:
     wide = replace(PAGED, head_dim=256, head_dim_v=256)
     with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
-        dispatch.choose("forward", wide, SM100A)
+        dispatch.choose("forward", wide, SM100A, sizes_of(64))
     for schedule in (Schedule(tile=(192, 64)), Schedule(order="longest_first")):
         with pytest.raises(fa4flex.UnsupportedError, match="pages"):
-            plan_forward(FACTS, PAGED, SM90A, schedule)
+            plan_forward(FACTS, PAGED, SM90A, schedule, sizes=sizes_of(64))
 
 
 def test_pages_are_explained() -> None:
@@ -114,7 +121,7 @@ def test_pages_are_explained() -> None:
 
 
 def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
-    plan = plan_forward(FACTS, replace(problem, few_rows=False), SM90A, schedule)
+    plan = plan_forward(FACTS, problem, SM90A, schedule, sizes=sizes_of(65))
     assert isinstance(plan, HopperPlan)
     return plan
 
@@ -126,8 +133,8 @@ def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
     """Boxes make up tiles, and lie in one page each; two consumers leave the producer its registers. The rows
     of smaller pages are copied by four warps."""
     for rows, lengths in product(PAGE_ROWS, ("used", "packed")):
-        problem = replace(PAGED, head_dim=d, head_dim_v=dv, page_rows=rows, lengths=lengths, few_rows=False)
-        assert forward_plan.accepts(problem, SM90A)
+        problem = replace(PAGED, head_dim=d, head_dim_v=dv, page_rows=rows, lengths=lengths)
+        assert forward_plan.accepts(problem, SM90A, sizes_of(65))
         plan = many_rows(problem)
         config = plan.config()
         box, whole = config.boxes.rows, config.boxes.whole
@@ -169,7 +176,7 @@ def test_a_schedule_has_its_tiles_with_pages() -> None:
 @pytest.mark.parametrize("d, dv", [*((d, d) for d in range(8, 257, 8)), (192, 128), (128, 256), (64, 256)])
 def test_every_width_has_a_plan_with_two_stages_at_least(d: int, dv: int) -> None:
     for dtype, lengths, sinks in product(("bfloat16", "float16"), ("dense", "used"), (False, True)):
-        plan = planned(Problem(d, dv, dtype, dtype, lengths, sinks=sinks, few_rows=True))  # type: ignore[arg-type]
+        plan = planned(Problem(d, dv, dtype, dtype, lengths, sinks=sinks))  # type: ignore[arg-type]
         assert plan.kv_stages >= 2 and plan.config().head_dim >= d
         in_flight = plan.blocks * (plan.memory["k"].size + plan.memory["v"].size)
         assert in_flight >= 160 << 10, "less than what a multiprocessor's share of the memory needs"

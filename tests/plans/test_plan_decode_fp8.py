@@ -7,12 +7,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 from test_plan_decode import is_red, with_role
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import InputError
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, WARPS
@@ -23,42 +22,41 @@ from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.specialize import same_problem
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
 
 FACTS = fa4flex.compile().program.facts
-FEW = Problem(
-    128, 128, few_rows=True, kv_dtype="float8_e4m3fn", k_scales="head", v_scales="head", row_class=16
-)
+FEW = Problem(128, 128, kv_dtype="float8_e4m3fn", k_scales="head", v_scales="head")
 
 
-def planned(problem: Problem, schedule: Schedule = Schedule()) -> DecodePlan:
-    plan = plan_forward(FACTS, problem, SM90A, schedule)
+def planned(problem: Problem, schedule: Schedule = Schedule(), rows: int = 16) -> DecodePlan:
+    plan = plan_forward(FACTS, problem, SM90A, schedule, sizes=sizes_of(rows))
     assert isinstance(plan, DecodePlan)
     return plan
 
 
 def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
-    assert dispatch.choose("forward", FEW, SM90A) is DECODE_FP8_SM90
-    assert dispatch.choose("forward", replace(FEW, kv_dtype=""), SM90A) is not DECODE_FP8_SM90
-    for problem, target in (
-        (replace(FEW, few_rows=False, row_class=0), SM90A),
-        (replace(FEW, mask_form="tables"), SM90A),
-        (replace(FEW, lengths="packed"), SM90A),
-        (FEW, SM100A),
+    assert dispatch.choose("forward", FEW, SM90A, sizes_of(16)) is DECODE_FP8_SM90
+    other = dispatch.choose("forward", replace(FEW, kv_dtype=""), SM90A, sizes_of(16))
+    assert other is not DECODE_FP8_SM90
+    for problem, target, rows in (
+        (FEW, SM90A, 65),
+        (replace(FEW, mask_form="tables"), SM90A, 16),
+        (replace(FEW, lengths="packed"), SM90A, 16),
+        (FEW, SM100A, 16),
     ):
         with pytest.raises(
             fa4flex.UnsupportedError, match=r"e4m3 keys and values, k scaled by head and v(.|\n)*dequantised"
         ):
-            dispatch.choose("forward", problem, target)
+            dispatch.choose("forward", problem, target, sizes_of(rows))
     with pytest.raises(fa4flex.UnsupportedError, match="8-bit cache, with tiles"):
-        plan_forward(FACTS, FEW, SM90A, Schedule(tile=(64, 64)))
+        planned(FEW, Schedule(tile=(64, 64)))
 
 
-@pytest.mark.parametrize("wrong", [{"kv_dtype": "float8_e5m2"}, {"row_class": 5}, {"k_scales": "row"}])
+@pytest.mark.parametrize("wrong", [{"kv_dtype": "float8_e5m2"}, {"k_scales": "row"}])
 def test_problems_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         replace(FEW, **wrong)  # type: ignore[arg-type]
@@ -70,7 +68,10 @@ def test_rows_have_classes(group: int) -> None:
 
     def rows(q_len: int) -> int:
         inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64, kv_dtype="float8_e4m3fn")
-        reach = same_problem(Facts(), inputs, SM90A)
+        sizes, problem = Sizes(inputs), Problem(64, 64, kv_dtype="float8_e4m3fn")
+        if dispatch.accepting("forward", problem, SM90A, sizes) is not None:
+            dispatch.plan_forward(FACTS, problem, SM90A, sizes=sizes)
+        reach = sizes.valid
         assert reach.holds((2, q_len, 500))
         held = [n for n in range(1, 70) if reach.holds((2, n, 500))]
         classes = {next((c for c in (16, 32, 64) if n * group <= c), 0) for n in held}
@@ -85,12 +86,12 @@ def test_rows_have_classes(group: int) -> None:
 def test_every_width_has_a_plan_up_to_the_widest(d: int, dv: int) -> None:
     for rows, per, lengths in product((16, 32, 64), ("", "head", "token"), ("dense", "used")):
         scales = {"k_scales": per, "v_scales": per}
-        problem = replace(FEW, head_dim=d, head_dim_v=dv, row_class=rows, lengths=lengths, **scales)  # type: ignore[arg-type]
+        problem = replace(FEW, head_dim=d, head_dim_v=dv, lengths=lengths, **scales)  # type: ignore[arg-type]
         if max(d, dv) > WIDEST[rows > 16, per == "token"]:
             with pytest.raises(fa4flex.UnsupportedError):
-                planned(problem)
+                planned(problem, rows=rows)
             continue
-        plan = planned(problem)
+        plan = planned(problem, rows=rows)
         config = plan.config()
         assert plan.kv_stages >= 2 and config.head_dim >= d
         assert (
@@ -119,7 +120,7 @@ def test_it_is_explained() -> None:
     assert "every 4th part of the keys" in text and "e4m3 becomes float16 in registers" in text
     sizes = {"q_len": 1, "kv_len": 600, "heads": 8, "kv_heads": 2}
     assert "over an 8-bit cache" in fa4flex.compile().source("plan", kv_dtype="float8_e4m3fn", **sizes)
-    assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64, row_class=64)).explain()
+    assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64), rows=64).explain()
     paged = replace(FEW, lengths="used", page_rows=32, k_scales="page", v_scales="")
     text = planned(paged).explain()
     assert "brought in 4 x 32 keys" in text and "k scaled by page" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from checked_plans import plan_forward
+from checked_plans import plan_forward, sizes_of
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import UnsupportedError
@@ -63,7 +63,7 @@ def test_kernels_that_do_not_write_it() -> None:
     assert dispatch.choose("forward", mixed, SM90A) is MIXED_SM90
     assert dispatch.choose("forward", replace(mixed, out_dtype="float32"), SM90A) is FWD_SM90
     assert dispatch.choose("forward", replace(mixed, out_dtype="float32"), SM100A) is FWD_SM100
-    cache = Problem(128, 128, kv_dtype="float8_e4m3fn", few_rows=True, row_class=16)
-    dispatch.choose("forward", cache, SM90A)
+    cache = Problem(128, 128, kv_dtype="float8_e4m3fn")
+    dispatch.choose("forward", cache, SM90A, sizes_of(16))
     with pytest.raises(UnsupportedError, match="dequantised first"):
-        dispatch.choose("forward", replace(cache, out_dtype="float32"), SM90A)
+        dispatch.choose("forward", replace(cache, out_dtype="float32"), SM90A, sizes_of(16))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from barrier_counts import counts_of
 from blackwell_plans import broken, dropped, edges, fault_of, find, moved, ordered, with_role, wrong_counts
-from checked_plans import plan_backward
+from checked_plans import plan_backward, sizes_of
 from helpers import Width, widths
 
 import fa4flex
@@ -40,6 +40,7 @@ from fa4flex.kernels.bwd_sm90.plan import (
 from fa4flex.kernels.plan.groups import groups_of
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.signals import arrivals_of
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.kernels.plan.topology import Event, Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
@@ -48,10 +49,16 @@ WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")
 
 
-def planned(problem: Problem, paired: int = 0) -> HopperBackwardPlan:
+LARGE = sizes_of()
+FEW_KEYS, FEW_STEPS = sizes_of(kv_len=128), sizes_of(512)
+FEW_TILES = sizes_of(kv_len=33 * 128, heads=2)
+"""33 tiles of each head: half of the multiprocessors are 66."""
+
+
+def planned(problem: Problem, paired: int = 0, sizes: Sizes = LARGE) -> HopperBackwardPlan:
     """The plan where CTAs come in pairs for heads up to `paired` wide."""
     with patch.object(planner, "PAIRED", paired):
-        plan = plan_backward(Facts(), problem, SM90A)
+        plan = plan_backward(Facts(), problem, SM90A, sizes=sizes)
     assert isinstance(plan, HopperBackwardPlan)
     return plan
 
@@ -84,12 +91,6 @@ def test_every_plan_fits(width: int) -> None:
         ({"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),), "long_scores": True}, TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True}, ROOMY_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True, "pair_reads": True}, TILE),
-        ({"few_keys": True}, SHORT_TILE),
-        ({"few_steps": True}, SHORT_TILE),
-        ({"head_dim": 64, "head_dim_v": 64, "few_keys": True}, ROOMY_TILE),
-        ({"head_dim": 192, "few_keys": True}, LONG_LATENT_TILE),
-        ({"few_tiles": True}, HALF_TILE),
-        ({"head_dim": 64, "head_dim_v": 64, "few_tiles": True, "gradients": ((0, "sum"),)}, HALF_TILE),
         ({"head_dim": 192}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "spans", "deterministic": True}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "tables"}, LATENT_TILE),
@@ -107,6 +108,29 @@ def test_queries_of_a_step(changes: dict[str, object], tile: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize(
+    ("sizes", "changes", "tile"),
+    [
+        (FEW_KEYS, {}, SHORT_TILE),
+        (sizes_of(kv_len=129), {}, LONG_TILE),
+        (sizes_of(1024), {}, SHORT_TILE),
+        (sizes_of(1025), {}, LONG_TILE),
+        (sizes_of(512), {"mask_form": "none"}, SHORT_TILE),
+        (sizes_of(513), {"mask_form": "none"}, LONG_TILE),
+        (FEW_KEYS, {"head_dim": 64, "head_dim_v": 64}, ROOMY_TILE),
+        (FEW_KEYS, {"head_dim": 192}, LONG_LATENT_TILE),
+        (FEW_TILES, {}, HALF_TILE),
+        (FEW_TILES, {"lengths": "used"}, TILE),
+        (FEW_TILES, {"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),)}, HALF_TILE),
+        (sizes_of(kv_len=33 * 128 + 1, heads=2), {}, LONG_TILE),
+        (sizes_of(kv_len=16 * 128, heads=2, batch=2), {}, HALF_TILE),
+        (sizes_of(kv_len=17 * 128, heads=2, batch=2), {}, LONG_TILE),
+    ],
+)
+def test_queries_of_a_step_by_sizes(sizes: Sizes, changes: dict[str, object], tile: tuple[int, int]) -> None:
+    assert planned(replace(LIGHT, **changes), sizes=sizes).tile == tile  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("changes", "split", "keeps_k"),
     [
         ({}, "keys", False),
@@ -119,14 +143,18 @@ def test_queries_of_a_step(changes: dict[str, object], tile: tuple[int, int]) ->
         ({"head_dim": 192, "head_dim_v": 192, "gradients": ((0, "sum"),)}, "columns", False),
         ({"head_dim": 192, "head_dim_v": 256}, "columns", False),
         ({"head_dim": 256, "head_dim_v": 256}, "columns", False),
-        ({"head_dim": 64, "head_dim_v": 96, "few_tiles": True}, "keys", False),
-        ({"few_tiles": True}, "columns", False),
     ],
     ids=str,
 )
 def test_what_warpgroups_share_out(changes: dict[str, object], split: str, keeps_k: bool) -> None:
     config = planned(replace(LIGHT, **changes)).config()  # type: ignore[arg-type]
     assert (config.split, config.keeps_k) == (split, keeps_k)
+
+
+def test_what_warpgroups_share_out_of_few_tiles() -> None:
+    narrow = replace(LIGHT, head_dim=64, head_dim_v=96)
+    for problem, split in ((narrow, "keys"), (LIGHT, "columns")):
+        assert planned(problem, sizes=FEW_TILES).config().split == split
 
 
 def test_which_ctas_come_in_pairs() -> None:
@@ -212,7 +240,6 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
     ("changes", "stores"),
     [
         ({}, True),
-        ({"few_keys": False}, False),
         ({"head_dim": 40, "head_dim_v": 64}, True),
         ({"deterministic": True, "mask_form": "tables"}, True),
         ({"long_scores": True, "grouped": True, "gradients": ((0, "once"),)}, True),
@@ -224,14 +251,15 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
 )
 def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool) -> None:
     """Keys are few, their tile holds them, and a warpgroup's part of dQ is one product's."""
-    plan = planned(replace(LIGHT, few_keys=True, **changes) if "few_keys" not in changes else LIGHT)  # type: ignore[arg-type]
+    problem = replace(LIGHT, **changes)  # type: ignore[arg-type]
+    assert not planned(problem, sizes=sizes_of(kv_len=129)).stores_dq
+    plan = planned(problem, sizes=FEW_KEYS)
     config = plan.config()
     assert plan.stores_dq == config.stores_dq == stores
     assert ("dQ is written by the block" in plan.explain()) == stores
-    assert ("keys are few, but" in plan.explain()) == (plan.problem.few_keys and not stores)
     if stores:
         ((rows, columns),) = config.dq_shapes
-        assert config.tile_n >= SM90A.few_keys and rows * columns * 2 <= 4 * config.dq_room
+        assert config.tile_n >= 128 and rows * columns * 2 <= 4 * config.dq_room
     plan.check()
 
 
@@ -240,12 +268,9 @@ def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool)
     [
         ({}, True),
         ({"grouped": True}, True),
-        ({"few_steps": True}, False),
         ({"mask_form": "tables"}, True),
         ({"head_dim": 192}, True),
         ({"mask_form": "none"}, False),
-        ({"few_keys": True}, False),
-        ({"few_tiles": True}, False),
         ({"lengths": "packed"}, False),
         ({"lengths": "used"}, False),
         ({"deterministic": True}, False),
@@ -256,6 +281,8 @@ def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool)
 )
 def test_blocks_that_follow_each_other_clear_sums(changes: dict[str, Any], clears: bool) -> None:
     """Heads go in sections, and a block clears for another one that takes a tile after its own."""
+    for few in (FEW_KEYS, FEW_STEPS, FEW_TILES):
+        assert not planned(LIGHT, 192, few).clears
     plan = planned(replace(LIGHT, **changes), 192)
     assert plan.clears == plan.config().clears == clears
     assert ("sums of dQ are cleared" in plan.explain()) == clears
@@ -295,7 +322,6 @@ def test_what_heads_are_padded_with_is_left_out(
     [
         ({}, True),
         ({"mask_form": "none"}, True),
-        ({"few_steps": True}, False),
         ({"head_dim": 96, "head_dim_v": 96}, False),
         ({"head_dim": 192}, False),
         ({"deterministic": True}, False),
@@ -309,6 +335,7 @@ def test_dk_leaves_by_ds_where_dq_has_one_stage(changes: dict[str, Any], by_ds: 
     if by_ds:
         assert plan.memory["ds"].size >= 2 * config.tile_n * config.head_dim
         assert planned(replace(LIGHT, **changes)).topology.overlaps.count(BY_DS) == 1
+        assert not planned(replace(LIGHT, **changes), sizes=FEW_STEPS).dk_by_ds
     plan.check()
 
 
@@ -336,9 +363,9 @@ KINDS = {
     "sums cleared, one stage of dQ": LIGHT,
     "a block per tile": Problem(64, 64, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
-    "dQ stored": Problem(128, 128, few_keys=True),
-    "few tiles": Problem(64, 64, few_tiles=True),
-    "few tiles, columns": Problem(128, 128, few_tiles=True),
+    "dQ stored": Problem(128, 128),
+    "few tiles": Problem(64, 64),
+    "few tiles, columns": Problem(128, 128),
     "columns": Problem(256, 256),
     "products": Problem(192, 192),
     "products, K in shared memory": Problem(192, 192, long_scores=True),
@@ -353,9 +380,17 @@ BY_DS = ("dK rows 0", "shared dS 0")
 """Overlaps where dK leaves by the memory of dS."""
 
 
+SIZES = {"dQ stored": FEW_KEYS, "few tiles": FEW_TILES, "few tiles, columns": FEW_TILES}
+"""Sizes of kinds that these decide."""
+
+
+def of_kind(kind: str) -> HopperBackwardPlan:
+    return planned(KINDS[kind], 192 * (kind == PAIRS), SIZES.get(kind, LARGE))
+
+
 @cache
 def sound(kind: str) -> Topology:
-    return planned(KINDS[kind], 192 * (kind == PAIRS)).topology
+    return of_kind(kind).topology
 
 
 @pytest.mark.parametrize("width", [64, 96, 192, 256])
@@ -412,7 +447,7 @@ def test_products_are_issued_in_the_stated_order(kind: str, role: str, order: st
 
 @KIND
 def test_counts_are_the_kernels(kind: str) -> None:
-    plan = planned(KINDS[kind], 192 * (kind == PAIRS))
+    plan = of_kind(kind)
     config, pipeline = plan.config(), plan.of_one_cta
     table = roles.barrier_table(config)
     counts = counts_of(table) | (counts_of(table, 1) if config.ctas > 1 else {})

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from blackwell_plans import broken, dropped, edges, every_plan, fails_check, wrong_counts
-from checked_plans import plan_backward, plan_forward
+from checked_plans import plan_backward, plan_forward, sizes_of
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
@@ -25,7 +25,7 @@ WORKS = ([1], [2, 5], [3, 1, 1, 4])
 
 def in_pairs(asks: bool = False) -> Topology:
     schedule = Schedule(next_tile="launch_control" if asks else "auto")
-    plan = plan_forward(Facts(), Problem(128, 128, many_queries=True), SM100A, schedule)
+    plan = plan_forward(Facts(), Problem(128, 128), SM100A, schedule, sizes=sizes_of())
     assert isinstance(plan, BlackwellPlan) and plan.tiles.ctas == 2
     return plan.topology
 
@@ -34,7 +34,7 @@ def pipelines() -> list[Topology]:
     problems = Problem(64, 64), Problem(128, 128, lengths="packed"), Problem(192, 192, deterministic=True)
     backward = [plan_backward(Facts(), p, SM90A) for p in problems]
     backward += [plan_backward(Facts(), Problem(d, 128), SM100A) for d in (64, 192)]
-    backward.append(plan_backward(Facts(), Problem(128, 128, many_keys=True), SM100A))
+    backward.append(plan_backward(Facts(), Problem(128, 128, met_alike=True), SM100A, sizes=sizes_of()))
     forward = [plan_forward(Facts(), replace(p, deterministic=False), SM90A) for p in problems]
     return [*(plan.topology for plan in (*backward, *forward)), in_pairs(), in_pairs(True)]  # type: ignore[attr-defined]
 

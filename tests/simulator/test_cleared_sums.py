@@ -12,7 +12,7 @@ import torch
 from cutlass import Int32
 from helpers import Width, widths
 from own_backward import Own, captured, kept_arguments
-from pairs import few_tiles, long_steps
+from pairs import few_tiles, long_steps, many_keys
 from test_simulated_backward import COMPOSED, judged
 
 import fa4flex
@@ -114,7 +114,7 @@ def test_one_synchronisation_less_is_noticed() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 3, length, 64).bfloat16() for length in (320, 128, 128))
     one = patch.object(BackwardTileScheduler, "heads_at_a_time", lambda *_: Int32(1))
-    with one, patch("fa4flex.kernels.plan.specialize._counts_few_keys", lambda *_: False):
+    with one, many_keys():
         own: Own = captured("sm_90a", fa4flex.compile(mask=lambda b, h, q, k: q >= k), (q, k, v), sms=2)
     assert own.launch.grid == (2, 1, 1) and own.kept[-2].flatten().tolist()[1:] == [1, 1]
     tried = [m for m in own.that_matter() if m.instruction.opcode.startswith("fence.proxy.async.global")]

@@ -34,7 +34,7 @@ def plan_short(request: ForwardRequest) -> HopperPlan:
 SHORT = replace(
     FWD_SM90,
     name="Hopper forward, short tiles",
-    accepts=lambda problem, target: target.family == "sm90" and problem.head_dim == 40,
+    accepts=lambda problem, target, sizes: target.family == "sm90" and problem.head_dim == 40,
     plan=plan_short,
 )
 

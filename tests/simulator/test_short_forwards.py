@@ -15,14 +15,16 @@ from cutlass.cute.runtime import from_dlpack
 from own_forward import TIMINGS, captured_forward
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
 from fa4flex.kernels.common import work
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.dispatch import plan_forward
-from fa4flex.kernels.plan import specialize
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.specialize import forward_problem
 from fa4flex.kernels.plan.target import SM90A
 
 HEAD = 512 * 2 * 16
@@ -125,22 +127,27 @@ def inputs(q_len: int, width: int = 64, lengths: Any = "dense") -> Inputs:
     return Inputs(shape, 4, width, width, lengths=lengths)
 
 
+def planned(given: Inputs) -> tuple[tuple[int, int], Reach]:
+    """The tile, and extents for which the plan is valid."""
+    problem, sizes = forward_problem(Facts(), given, Proved("none", False, True)), Sizes(given)
+    plan = plan_forward(Facts(), problem, SM90A, sizes=sizes)
+    return plan.tile, sizes.valid
+
+
 def test_few_queries_have_the_tiles_with_fewest_rows_past_the_end(seed: int) -> None:
     """And lengths with other tiles share no launch with them."""
     draw = random.Random(seed)
     for first, last, rows in ((65, 256, 128), (257, 9999, 192)):
         given = inputs(draw.randint(first, last))
-        problem = specialize.forward_problem(Facts(), given, Proved("none", False, True), SM90A)
-        assert plan_forward(Facts(), problem, SM90A).tile == (rows, 128)
-        reach = specialize.same_problem(Facts(), given, SM90A)
+        tile, reach = planned(given)
+        assert tile == (rows, 128)
         for length in (first - 1, first, last, last + 1):
             assert reach.holds((2, length, 300)) == (first <= length <= last or length > last == 9999)
 
 
 def test_nothing_else_is_planned_by_its_queries() -> None:
     for given in (inputs(250, 128), inputs(250, 64, "packed")):
-        assert specialize.forward_problem(Facts(), given, Proved("none", False, True), SM90A).query_class == 0
-        assert specialize.same_problem(Facts(), given, SM90A).holds((2, 9999, 300))
+        assert planned(given)[1].holds((2, 9999, 300))
 
 
 def test_narrow_heads_have_queries_ahead_and_divisors() -> None:

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
 import ptxsim
-from fa4flex.codegen.analyze.reach import extents_of
+from fa4flex.codegen.analyze.extents import extents_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
 from fa4flex.variants import causal

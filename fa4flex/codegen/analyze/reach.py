@@ -9,99 +9,80 @@ smaller bounds are tried, and at last the call's own extents.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, slot_of
+from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, each, extents_of
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
 from fa4flex.codegen.expr import nodes
 
-Extents = tuple[int, int, int]
-"""Batch entries or sequences, query length, key length."""
-
 Sizes = tuple[tuple[int, ...], ...]
 """Shapes of captured tensors."""
-
-ANY = 1 << 62
-"""Larger than every extent."""
 
 LEAST_BOUND = 4096
 """Proofs hold up to this, or up to the next power of two."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Extents between `least` and `most`, both included."""
-
-    least: Extents = (0, 0, 0)
-    most: Extents = (ANY, ANY, ANY)
-
-    @staticmethod
-    def exactly(extents: Extents) -> Reach:
-        return Reach(extents, extents)
-
-    @property
-    def exact(self) -> bool:
-        """True if it holds the extents of one call alone."""
-        return self.least == self.most
-
-    def holds(self, extents: Extents) -> bool:
-        (b, q, kv), (b0, q0, kv0), (b1, q1, kv1) = extents, self.least, self.most
-        return q0 <= q <= q1 and kv0 <= kv <= kv1 and b0 <= b <= b1
-
-    def within(self, other: Reach) -> Reach:
-        """The extents that both have."""
-        return Reach(_each(max, self.least, other.least), _each(min, self.most, other.most))
-
-
-def extents_of(shape: Shape) -> Extents:
-    return shape.batch, shape.q_len, shape.kv_len
-
-
 def widest(
-    facts: Facts, shape: Shape, sizes: Sizes, limit: Reach, proved: Callable[[Shape], Proved | None]
+    facts: Facts,
+    shape: Shape,
+    sizes: Sizes,
+    planned: Callable[[Shape], Reach],
+    proved: Callable[[Shape], Proved | None],
 ) -> tuple[Reach, Shape]:
-    """Extents around those of `shape`, within `limit`, that one proof serves, and the problem to prove.
+    """Extents around those of `shape` that one proof serves, and one plan, and the problem to prove.
 
-    `proved` is what is found for a problem, None where it cannot be used for other extents. With indices that
-    no proof finds in range, longer calls share what is found for `shape`.
+    `planned` plans with the proof of a problem and returns the extents for which the plan is valid. `proved`
+    is what is found for a problem, None where it cannot be used for other extents. Where nothing is found for
+    large bounds, bounds are no larger than what one plan serves. With indices that no proof finds in range,
+    longer calls share what is found for `shape`.
     """
     exact = extents_of(shape)
-    bounds = [_each(min, most, limit.most) for most in _bounds(facts, exact, sizes)]
+    bounds = list(_bounds(facts, exact, sizes))
+    largest = Ragged(bounds[0][0], shape.heads, *bounds[0][1:])
+    found = proved(largest)
+    if found is not None and found.in_range:
+        return planned(largest).within(Reach(most=bounds[0])), largest
+    limit = planned(shape)
+    bounds = [each(min, most, limit.most) for most in bounds]
     problems = [Ragged(most[0], shape.heads, *most[1:]) for most in bounds]
     for most, problem in zip(bounds, problems, strict=True):
         found = proved(problem)
         if found is not None and found.in_range:
-            return Reach(limit.least, most), problem
+            return planned(problem).within(Reach(limit.least, most)), problem
     found = proved(problems[0])
     if found is not None and found == proved(shape):
-        return Reach(exact, bounds[0]), problems[0]
+        return planned(problems[0]).within(Reach(exact, bounds[0])), problems[0]
     return Reach.exactly(exact), shape
-
-
-def _each(choose: Callable[..., int], a: Extents, b: Extents) -> Extents:
-    return choose(a[0], b[0]), choose(a[1], b[1]), choose(a[2], b[2])
 
 
 def _bounds(facts: Facts, exact: Extents, sizes: Sizes) -> Iterator[Extents]:
     """Upper bounds to try, the largest first."""
     found = _directly_read(facts)
     caps = [_cap(found.get(name, ()), sizes, n) for name, n in zip(("b", "q", "kv"), exact, strict=True)]
-    most = _each(
+    most = each(
         min, (generous(exact[0]), generous(exact[1]), generous(exact[2])), (caps[0], caps[1], caps[2])
     )
     yield most
     # Tables of distances between queries and keys have 2 n - 1 elements for lengths of n.
     halves = [(n + 1) // 2 for size in sizes for n in size if (n + 1) // 2 >= max(exact[1:])]
     if halves and min(halves) < max(most[1:]):
-        yield _each(min, most, (ANY, min(halves), min(halves)))
+        yield each(min, most, (ANY, min(halves), min(halves)))
+    # Indices of queries or of keys, as `table[q // 2]` has, end with these alone.
+    yield each(min, most, (ANY, next_power(exact[1]), ANY))
+    yield each(min, most, (ANY, ANY, next_power(exact[2])))
     yield exact
 
 
 def generous(n: int) -> int:
     """The bound to prove for where an extent is n."""
-    return max(LEAST_BOUND, 1 << max(n - 1, 0).bit_length())
+    return max(LEAST_BOUND, next_power(n))
+
+
+def next_power(n: int) -> int:
+    """The power of two that is not smaller."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _cap(reads: tuple[tuple[int, int], ...], sizes: Sizes, n: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import BLOCKS, Request
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
@@ -44,9 +45,23 @@ SHORT_TILE = TILE
 the end, and under a mask the first ones have rows that see nothing. Two longer steps of 128 queries would
 compute a quarter more, and those of 512 causal ones, too."""
 
+FEW_KEYS = 128
+"""Keys of a sequence that one tile holds: the block that has them writes dQ itself."""
+
+FEW_STEPS = {False: 512, True: 1024}
+"""Queries of a sequence of which longer steps would compute more than they save, by whether there is a
+mask."""
+
+STEPPED = (97, 128)
+"""Heads, from the narrowest to the widest, of which steps may be long."""
+
 HALF_TILE = (64, 64)
-"""Tile where tiles of 128 keys are few: twice as many multiprocessors have shorter steps, of one consumer
-warpgroup, or of two that share out columns."""
+"""Tile where tiles of WHOLE keys are so few that half of the multiprocessors would have none, of heads up to
+KEYS_APART: twice as many multiprocessors have shorter steps, of one consumer warpgroup, or of two that share
+out columns."""
+
+WHOLE = 128
+"""Keys of other tiles, of which HALF_TILE has half."""
 
 ALONE = 96
 """The widest heads of which one warpgroup has registers for 64 keys and all columns of dQ."""
@@ -76,8 +91,16 @@ STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 
 @dataclass(frozen=True)
 class HopperBackwardPlan(Checked):
-    """A backward kernel for `problem` on `target`. tile: queries per step, and keys per block; stages: tiles
-    of Q, dO and dQ in flight."""
+    """A backward kernel for `problem` on `target`.
+
+    tile         queries per step, and keys per block
+    stages       tiles of Q, dO and dQ in flight
+    ctas         CTAs of a tile of keys
+    stores_dq    a block has all keys of its queries, and a warpgroup its part of their dQ by one product: the
+                 warp that would have added it up then stores it
+    clears       heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
+                 they are still in the L2 cache when they are added to
+    """
 
     target: Target
     problem: Problem
@@ -86,6 +109,8 @@ class HopperBackwardPlan(Checked):
     head_dim_v: int
     stages: tuple[int, int, int]
     ctas: int = 1
+    stores_dq: bool = False
+    clears: bool = False
 
     module: ClassVar[str] = "fa4flex.kernels.bwd_sm90"
     copies: ClassVar[bool] = True
@@ -93,11 +118,15 @@ class HopperBackwardPlan(Checked):
     @property
     def split(self) -> Split:
         width = max(self.head_dim, self.head_dim_v)
-        if self.problem.few_tiles:
+        if self._halved:
             return "keys" if width <= ALONE else "columns"
         if self.tile not in (WIDE_TILE, PAIR_TILE) or width <= KEYS_APART:
             return "keys"
         return "columns" if width > PRODUCTS_APART or self.problem.gradients else "products"
+
+    @property
+    def _halved(self) -> bool:
+        return self.tile == HALF_TILE and max(self.head_dim, self.head_dim_v) <= KEYS_APART
 
     @property
     def keeps_k(self) -> bool:
@@ -120,13 +149,6 @@ class HopperBackwardPlan(Checked):
         return self.head_dim_v <= self.head_dim
 
     @property
-    def stores_dq(self) -> bool:
-        """True if a block has all keys of its queries, and a warpgroup its part of their dQ by one product:
-        the warp that would have added it up then stores it."""
-        all_keys = self.problem.few_keys and self.target.few_keys <= self.tile[1]
-        return all_keys and self.split == "keys" and (self.head_dim, self.head_dim_v) != LATENT
-
-    @property
     def dk_by_ds(self) -> bool:
         """True if dK of persistent blocks leaves by the memory of dS, which is large enough, and of which the
         writer copies nothing. Two stages of dQ take dK and dV together: nobody has to meet for that."""
@@ -134,15 +156,16 @@ class HopperBackwardPlan(Checked):
         room = SHARES * m * n >= n * self.head_dim
         return self.persistent and self.split == "keys" and self.stages[2] == 1 and room and not copies
 
-    @property
-    def clears(self) -> bool:
-        """True if heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
-        they are still in the L2 cache when they are added to. Where steps are few, blocks would lose more
-        time than the kernel before them saves."""
-        problem = self.problem
-        if problem.lengths != "dense" or problem.few_tiles or problem.mask_form == "none":
+    def may_store_dq(self) -> bool:
+        """True if a block that has all keys can write their dQ by one product of each warpgroup."""
+        by_keys = self.split == "keys" and (self.head_dim, self.head_dim_v) != LATENT
+        return by_keys and self.problem.lengths == "dense" and self.tile[1] >= FEW_KEYS
+
+    def may_clear(self) -> bool:
+        """True if blocks can clear sums of dQ for later ones."""
+        if self.problem.lengths != "dense" or self._halved or self.problem.mask_form == "none":
             return False
-        return self.persistent and self.split == "keys" and not (self.stores_dq or problem.few_steps)
+        return self.persistent and self.split == "keys"
 
     @cached_property
     def memory(self) -> Memory:
@@ -234,11 +257,9 @@ class HopperBackwardPlan(Checked):
     def _told_of_dq(self) -> list[str]:
         if self.stores_dq:
             return ["dQ is written by the block that has all of its keys: nothing is cleared, or added up"]
-        few = "keys are few, but blocks have fewer, or make dQ by several products: it is added up"
         ordered = "sums of dQ come in one order: each block awaits its turn"
         cleared = "sums of dQ are cleared by the blocks that have the section of heads before"
-        told = [few] * self.problem.few_keys + [ordered] * self.problem.deterministic
-        return told + [cleared] * self.clears
+        return [ordered] * self.problem.deterministic + [cleared] * self.clears
 
 
 _SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV and dP, dK"}
@@ -246,14 +267,19 @@ _SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV
 
 def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
     """The deepest rings that fit."""
-    problem, target = request.problem, request.target
+    problem, target, sizes = request.problem, request.target, request.sizes
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     if widths == (160, LATENT[1]):
         widths = LATENT  # dQ', 160 rows, is no whole number of an instruction's 64
-    tile = _tile(problem, *widths)
+    tile = _tile(request, *widths)
     ctas = _ctas(problem, tile, *widths)
     tile = PAIR_TILE if ctas > 1 else tile
-    plans = [HopperBackwardPlan(target, problem, tile, *widths, stages, ctas) for stages in STAGES]
+    plan = HopperBackwardPlan(target, problem, tile, *widths, STAGES[0], ctas)
+    stores = plan.may_store_dq() and sizes.kv.at_most(FEW_KEYS)
+    # Where steps are few, blocks would lose more time by clearing than the kernel before them saves.
+    clears = plan.may_clear() and not stores and not _few_steps(problem, sizes)
+    plan = replace(plan, stores_dq=stores, clears=clears)
+    plans = [replace(plan, stages=stages) for stages in STAGES]
     return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
 
 
@@ -267,7 +293,8 @@ def _ctas(problem: Problem, tile: tuple[int, int], width: int, width_v: int) -> 
     return 2 if fits and max(width, width_v) <= min(PAIRED, PRODUCTS_APART) else 1
 
 
-def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
+def _tile(request: Request, width: int, width_v: int) -> tuple[int, int]:
+    problem, sizes = request.problem, request.sizes
     long = problem.long_scores or problem.long_masks or problem.gradients
     # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of long steps.
     roomy = not long and problem.lengths == "dense" and problem.mask_form != "tables"
@@ -275,7 +302,7 @@ def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
         return LONG_LATENT_TILE if roomy else LATENT_TILE
     if max(width, width_v) > KEYS_APART:
         return WIDE_TILE
-    if problem.few_tiles:
+    if _few_tiles(request):
         return HALF_TILE
     if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
         return TILE
@@ -283,13 +310,31 @@ def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
         return ROOMY_TILE
     if not roomy or width != KEYS_APART or problem.mask_form == "spans":
         return TILE
-    return SHORT_TILE if problem.few_keys or problem.few_steps else LONG_TILE
+    return SHORT_TILE if sizes.kv.at_most(FEW_KEYS) or _few_steps(problem, sizes) else LONG_TILE
+
+
+def _few_tiles(request: Request) -> bool:
+    """True if no block has all keys, and tiles of WHOLE keys would leave half of the multiprocessors idle.
+    Shapes alone tell how many there are where lengths are dense."""
+    sizes = request.sizes
+    if request.problem.lengths != "dense" or sizes.kv.at_most(FEW_KEYS):
+        return False
+    return sizes.tiles(WHOLE).at_most(request.target.multiprocessors // 2 // max(sizes.heads, 1))
+
+
+def _few_steps(problem: Problem, sizes: Sizes) -> bool:
+    """True if steps may be long, and queries are so few that longer ones compute more than they save."""
+    least, most = STEPPED
+    wide = least <= problem.head_dim and max(problem.head_dim, problem.head_dim_v) <= most
+    long = problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks
+    few = FEW_STEPS[problem.mask_form != "none"]
+    return problem.lengths == "dense" and wide and not long and sizes.q.at_most(few)
 
 
 BWD_SM90 = Pipeline(
     "Hopper backward",
     "backward",
-    lambda problem, target: target.family == "sm90",
+    lambda problem, target, sizes: target.family == "sm90",
     plan_hopper_backward,
     zero_fills=True,
     splits_groups=True,

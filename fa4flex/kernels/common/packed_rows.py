@@ -14,9 +14,7 @@ from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_outside, ro
 from fa4flex.kernels.common.paged_lengths import paged_length
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
-
-MOST_ROWS = 64
-"""Rows of a tile, at most: what `Target.few_rows` says of every chip."""
+from fa4flex.kernels.plan.few_rows import MOST_ROWS
 
 
 class Row(NamedTuple):

@@ -19,8 +19,12 @@ from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
+
+ROW_WARPS = (1, 2, 4)
+"""Sets of ROWS query rows of a tile."""
 
 TILE_BYTES = 16 << 10
 """Bytes of a tile of keys, as far as KEYS of each warp at least and MOST_KEYS at most allow."""
@@ -38,23 +42,21 @@ MOST_RESCALE = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan(decode.DecodePlan):
-    """The plan of `decode_fp8_sm90`."""
+    """The plan of `decode_fp8_sm90`: sets of query rows besides, see Config."""
+
+    row_warps: int
 
     module: ClassVar[str] = "fa4flex.kernels.decode_fp8_sm90"
     purpose: ClassVar[str] = "few query rows over an 8-bit cache"
 
     @property
     def tile(self) -> tuple[int, int]:
-        return self.problem.row_class, self.tile_n
-
-    @property
-    def row_warps(self) -> int:
-        return self.problem.row_class // ROWS
+        return self.row_warps * ROWS, self.tile_n
 
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+        return _memory(self.problem, self.row_warps, self.tile_n, self.kv_stages, self.target)
 
     @cached_property
     def topology(self) -> Topology:
@@ -120,9 +122,9 @@ class DecodePlan(decode.DecodePlan):
         ]
 
 
-def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+def _memory(problem: Problem, row_warps: int, tile_n: int, kv_stages: int, target: Target) -> Memory:
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    sizes = {"q": query_bytes(problem.row_class // ROWS, *widths)}
+    sizes = {"q": query_bytes(row_warps, *widths)}
     sizes |= {name: tile_bytes(tile_n, d, 1) * kv_stages for name, d in zip(("k", "v"), widths)}
     sizes["sums"] = 4 * WARPS * ROWS * widths[1]
     sizes["states"] = 4 * WARPS * ROWS * 4
@@ -139,15 +141,16 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
             "nothing: the cache is dequantised first instead",
         )
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    tile_n = tile_keys(max(widths))
+    tile_n, row_warps = tile_keys(max(widths)), _row_warps(problem, request.sizes)
 
     def fits(blocks: int, stages: int) -> bool:
-        return _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
+        return _memory(problem, row_warps, tile_n, stages, target).total <= room_of(blocks, target)
 
     blocks, stages = blocks_and_stages(decode.STAGES, fits)
     return DecodePlan(
         target=target,
         problem=problem,
+        row_warps=row_warps,
         tile_n=tile_n,
         kv_stages=stages,
         blocks=blocks,
@@ -166,13 +169,18 @@ def tile_keys(width: int) -> int:
     return keys
 
 
-def accepts(problem: Problem, target: Target) -> bool:
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True if the kernel for 16-bit keys accepts it, up to a width."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
-    if max(widths) > WIDEST[problem.row_class > ROWS, by_key]:
+    if not decode.accepts(problem, target, sizes):
         return False
-    return problem.row_class > 0 and decode.accepts(problem, target)
+    return max(widths) <= WIDEST[_row_warps(problem, sizes) > 1, by_key]
+
+
+def _row_warps(problem: Problem, sizes: Sizes) -> int:
+    """Fewest sets of ROWS query rows that hold all of them."""
+    return next(n for n in ROW_WARPS if sizes.rows.at_most(n * ROWS))
 
 
 DECODE_FP8_SM90 = Pipeline(

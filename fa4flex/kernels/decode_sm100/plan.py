@@ -33,12 +33,13 @@ from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sharing import sharing
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.tensor_memory import Columns, Range
 from fa4flex.kernels.plan.topology import Topology
 
-COPIES = {32: 4, 0: 2}
-"""Copies of the query rows by their class: of up to 32, four fit into the lanes of tensor memory."""
+COPIES = (4, 2)
+"""Copies of the query rows, most first: so many fit into the lanes of tensor memory."""
 
 MOST_SCORES = 32
 """Scores of a thread: of 64, with the terms of a score mod beside them, some kernels spill."""
@@ -119,11 +120,8 @@ class BlackwellDecodePlan(FewRowsPlan):
                 f"at most {self.target.tensor_columns} in all",
                 "use fewer blocks, or narrower tiles",
             )
-        most = COPIES[self.problem.row_class]
-        if self.copies not in (2, most):
-            raise PlanError(
-                f"{self.copies} copies of {self.problem.explain()}", f"at most {most}", "use fewer copies"
-            )
+        if self.copies not in COPIES:
+            raise PlanError(f"{self.copies} copies of query rows", f"one of {COPIES}", "use one of these")
 
     def explain_rows(self) -> list[str]:
         return [
@@ -181,7 +179,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     problem, target = request.problem, request.target
     if asks_for_order(request.schedule):
         return plan_blackwell(request)
-    copies = COPIES[problem.row_class]
+    copies = next((n for n in COPIES if request.sizes.rows.at_most(LANES // n)), COPIES[-1])
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
     columns = _allocated(_columns(problem, tile_n, target))
 
@@ -206,9 +204,9 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     )
 
 
-def accepts(problem: Problem, target: Target) -> bool:
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
-    return target.family == "sm100" and narrow and takes(problem)
+    return target.family == "sm100" and narrow and takes(problem, sizes)
 
 
 DECODE_SM100 = Pipeline(

@@ -13,6 +13,7 @@ from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need
 from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.few_rows import (
+    MOST_ROWS,
     FewRowsPlan,
     asks_for_order,
     blocks_and_stages,
@@ -25,11 +26,9 @@ from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
-
-ROWS = 64
-"""Rows of a tile."""
 
 STAGES = range(2, 5)
 
@@ -47,7 +46,7 @@ class DecodePlan(FewRowsPlan):
     registers: Split
 
     module: ClassVar[str] = "fa4flex.kernels.decode_sm90"
-    rows: ClassVar[int] = ROWS
+    rows: ClassVar[int] = MOST_ROWS
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -121,7 +120,7 @@ class DecodePlan(FewRowsPlan):
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
     d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
     sizes = {
-        "q": tile_bytes(ROWS, d, size),
+        "q": tile_bytes(MOST_ROWS, d, size),
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
@@ -152,8 +151,8 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     )
 
 
-def accepts(problem: Problem, target: Target) -> bool:
-    return target.family == "sm90" and takes(problem)
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
+    return target.family == "sm90" and takes(problem, sizes)
 
 
 DECODE_SM90 = Pipeline("Hopper forward, few query rows", "forward", accepts, plan_decode, writes_float32=True)

@@ -30,6 +30,7 @@ from fa4flex.kernels.plan.request import (
     rescaling,
 )
 from fa4flex.kernels.plan.sharing import sharing
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.tensor_memory import Columns
@@ -69,6 +70,7 @@ class BlackwellPlan(Checked):
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm100"
     splitting: ClassVar[Splitting | None] = None
+    packed_heads: ClassVar[int] = 1
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -191,7 +193,9 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
             "nothing: pages are gathered instead",
         )
     following = request.schedule.next_tile
-    tiles, reasons = choose(problem, request.target, request.schedule.tile, following == "counter")
+    tiles, reasons = choose(
+        problem, request.target, request.sizes, request.schedule.tile, following == "counter"
+    )
     return BlackwellPlan(
         target=request.target,
         problem=problem,
@@ -207,7 +211,7 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
     )
 
 
-def accepts(problem: Problem, target: Target) -> bool:
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True for all problems without pages, and for those with pages that can be read in place."""
     few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
     return target.family == "sm100" and not few and (not problem.page_rows or _in_place(problem))

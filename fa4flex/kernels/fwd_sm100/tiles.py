@@ -9,6 +9,7 @@ from fa4flex.kernels.fwd_sm100.config import ROWS, staged_columns
 from fa4flex.kernels.fwd_sm100.roles import barrier_table
 from fa4flex.kernels.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 
 Pair = tuple[int, int]
@@ -21,6 +22,9 @@ WIDEST_OUTPUT = 128
 KEYS = 128
 RINGS = ((4, 4), (3, 3), (2, 2), (2, 1))
 """Tiles of K and of V in flight, deepest first."""
+
+ALONE = 256
+"""Queries of a sequence up to which a CTA works alone: a pair has room for twice as many."""
 
 STAGED = 2
 """Chunks of the output on their way from tensor to global memory."""
@@ -83,7 +87,7 @@ def pad(width: int) -> int:
 
 
 def choose(
-    problem: Problem, target: Target, wanted: Pair | None, counted: bool = False
+    problem: Problem, target: Target, sizes: Sizes, wanted: Pair | None, counted: bool = False
 ) -> tuple[Tiles, tuple[str, ...]]:
     """The deepest rings that fit, with a staged output where there is room and dense rows to store.
     `counted`: blocks take their tiles from a counter, as the CTAs of a pair cannot."""
@@ -94,10 +98,10 @@ def choose(
             " scores",
             "use narrower heads, or run this one on a Hopper GPU or on a CPU",
         )
-    q_tiles, reason = _query_tiles(problem, wanted, target)
+    q_tiles, reason = _query_tiles(wanted, target, sizes)
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     staged = STAGED if problem.lengths == "dense" else 0
-    ctas = 2 if wanted is None and not counted and _pays_in_pairs(problem, widths) else 1
+    ctas = 2 if wanted is None and not counted and _pays_in_pairs(problem, widths, sizes) else 1
     reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:
@@ -110,16 +114,17 @@ def choose(
 _PAIR = "pairs of CTAs: each reads half of K and V from shared memory, which one alone would keep busy"
 
 
-def _pays_in_pairs(problem: Problem, widths: Pair) -> bool:
+def _pays_in_pairs(problem: Problem, widths: Pair, sizes: Sizes) -> bool:
     """True if all tiles of queries visit all keys: of others, the two halves of a pair differ in work."""
     plain = problem.mask_form == "none" and problem.lengths == "dense"
     # Each CTA holds half of V's columns: whole blocks of 64.
-    return plain and problem.many_queries and widths[0] > 64 and widths[1] % 128 == 0
+    wide = widths[0] > 64 and widths[1] % 128 == 0
+    return plain and wide and sizes.q.more_than(ALONE)
 
 
-def _query_tiles(problem: Problem, wanted: Pair | None, target: Target) -> tuple[int, str]:
-    if wanted is None and problem.few_queries:
-        return 1, f"one tile of queries: no sequence has more than {target.few_queries}"
+def _query_tiles(wanted: Pair | None, target: Target, sizes: Sizes) -> tuple[int, str]:
+    if wanted is None and sizes.q.at_most(ROWS):
+        return 1, f"one tile of queries: no sequence has more than {ROWS}"
     if wanted is None:
         return 2, "two tiles of queries: one is multiplied while the softmax of the other is taken"
     legal = {(ROWS * n, KEYS): n for n in (1, 2)}

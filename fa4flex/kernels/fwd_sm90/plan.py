@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.packing import packed_heads
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
@@ -18,10 +19,11 @@ from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_page
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Staging, Topology
-from fa4flex.kernels.plan.work import Work, is_plain
+from fa4flex.kernels.plan.work import Work
 
 PINGPONG_WIDEST = 128
 """The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products
@@ -40,6 +42,8 @@ class HopperPlan(Checked):
     work                 what the hooks cost and keep
     persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
+    packed_heads         query heads that share a head of keys, of which tiles of queries have rows; 1: each
+                         head has tiles of its own
     reasons              why these tiles, and why this order
 
     Memory map, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other plan,
@@ -57,6 +61,7 @@ class HopperPlan(Checked):
     work: Work
     persistent: bool = True
     dynamic: bool = False
+    packed_heads: int = 1
     reasons: tuple[str, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
@@ -138,7 +143,7 @@ class HopperPlan(Checked):
             row_ends=self.problem.row_ends,
             divisors=self.tiles.narrow and not self.problem.page_rows,
             short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
-            group=self.problem.packed_heads,
+            group=self.packed_heads,
         )
 
     def check_resources(self) -> None:
@@ -184,7 +189,7 @@ class HopperPlan(Checked):
         return [*explain_pages(self.problem, self.tiles.tile_n, self.boxes, warps), *apart]
 
     def _explain_rows(self) -> list[str]:
-        group = self.problem.packed_heads
+        group = self.packed_heads
         told = (
             f"  queries are rows of {group} heads that share a head of keys, all heads of one after another"
         )
@@ -202,8 +207,8 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
             'a schedule without order="longest_first"',
             "nothing: pages are gathered instead",
         )
-    plain = is_plain(request.facts, problem)
-    choice = choose(problem, work, plain, request.target, request.schedule.tile)
+    packed = packed_heads(request)
+    choice = choose(request, UNKNOWN if packed > 1 else request.sizes)  # rows of a group fill tiles
     tiles = choice.tiles
     return HopperPlan(
         target=request.target,
@@ -216,6 +221,7 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         rescale_threshold=request.rescale_threshold,
         work=work,
         dynamic=_dynamic(request),
+        packed_heads=packed,
         reasons=(*choice.reasons, request.why),
     )
 
@@ -231,7 +237,7 @@ def _dynamic(request: ForwardRequest) -> bool:
     return request.problem.uneven if following == "auto" else following == "counter"
 
 
-def accepts(problem: Problem, target: Target) -> bool:
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True unless the mask is asked in all tiles, as kernels for few rows do."""
     return target.family == "sm90" and problem.mask_form != "pairs"
 

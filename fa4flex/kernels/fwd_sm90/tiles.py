@@ -16,8 +16,10 @@ from fa4flex.kernels.fwd_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import in_boxes, producing, readable, too_many_boxes
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
 from fa4flex.kernels.plan.target import Target
-from fa4flex.kernels.plan.work import Work
+from fa4flex.kernels.plan.work import Work, is_plain
 
 Pair = tuple[int, int]
 WIDTHS = (64, 96, 128, 160, 192, 256)
@@ -29,6 +31,10 @@ STAGES = (2, 1)
 NARROW = 64
 """Widest heads of which tiles may have 192 queries, and are found by divisors: short tiles are what such
 divisions and waits for queries are much of."""
+
+FEW_QUERIES = 256
+"""Queries of a sequence that are planned for by themselves: of narrow heads, two tiles of 128 hold them, and
+two of 192 would be a third empty."""
 
 AHEAD = 96
 """Widest heads of which tiles under a mask, some of them short, wait long for their queries."""
@@ -162,18 +168,24 @@ def pad(width: int) -> int:
     return next(w for w in WIDTHS if w >= width)
 
 
-def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
+def candidates(problem: Problem, plain: bool, sizes: Sizes = UNKNOWN) -> tuple[Pair, ...]:
     """The (queries, keys) for this problem, best first: one where scores read much, else those of the table;
-    of a class of few queries, those with the fewest rows past its end; where keys lie in pages, those of few
-    boxes, or by rows."""
+    of few queries, those with the fewest rows past the end; where keys lie in pages, those of few boxes, or
+    by rows."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else (LITTLE_CODE,) if problem.many_reads else row.hooked
-    if problem.query_class:
-        pairs = tuple(sorted(pairs, key=lambda pair: -problem.query_class % pair[0]))
-    if not problem.page_rows:
-        return pairs
-    fitting = (pair for pair in pairs if _for_pages(problem, pair))
-    return tuple(sorted(fitting, key=lambda pair: too_many_boxes(problem, pair[1])))
+    if problem.page_rows:
+        fitting = (pair for pair in pairs if _for_pages(problem, pair))
+        return tuple(sorted(fitting, key=lambda pair: too_many_boxes(problem, pair[1])))
+    if _differ_in_rows(problem, pairs) and sizes.q.at_most(FEW_QUERIES):
+        pairs = tuple(sorted(pairs, key=lambda pair: -FEW_QUERIES % pair[0]))
+    return pairs
+
+
+def _differ_in_rows(problem: Problem, pairs: tuple[Pair, ...]) -> bool:
+    """True if tiles differ in rows past the end of a sequence. Of packed sequences, of which all queries
+    together are known, nothing is known of that."""
+    return len({rows for rows, _ in pairs}) > 1 and problem.lengths != "packed"
 
 
 def _for_pages(problem: Problem, pair: Pair) -> bool:
@@ -186,16 +198,18 @@ def _for_pages(problem: Problem, pair: Pair) -> bool:
     return boxed or producing(problem, pair[1]) == "gathering"
 
 
-def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pair | None) -> Choice:
+def choose(request: ForwardRequest, sizes: Sizes) -> Choice:
     """The user's tile where it is legal, else the first of the table whose estimate of registers fits.
+    `sizes`: those by which tiles may differ.
 
     Raises UnsupportedError for a tile that the chip's instructions, registers or shared memory do not have.
     """
-    if wanted is not None:
-        return _honour(problem, work, target, wanted)
+    problem, work, target = request.problem, request.work, request.target
+    if request.schedule.tile is not None:
+        return _honour(problem, work, target, request.schedule.tile)
     reasons: list[str] = []
     over: dict[int, Choice] = {}
-    for pair in candidates(problem, plain):
+    for pair in candidates(problem, is_plain(request.facts, problem), sizes):
         tiles, need, limit = _try(pair, problem, work)
         stages = STAGES[0]
         memory = tiles.memory(problem, stages, target)

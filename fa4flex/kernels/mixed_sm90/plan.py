@@ -14,11 +14,12 @@ from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES,
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
 from fa4flex.kernels.plan.bound import Size
-from fa4flex.kernels.plan.few_rows import asks_for_order, share_of
+from fa4flex.kernels.plan.few_rows import MOST_ROWS, asks_for_order, share_of
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
@@ -66,8 +67,8 @@ class MixedPlan(HopperPlan):
     @property
     def splitting(self) -> MixedSplitting:
         """Parts of the keys of sequences with few rows."""
-        width, chip, rows = self.problem.head_dim_v, self.target.multiprocessors, self.target.few_rows
-        return MixedSplitting(self.tile[1], width, chip, uneven=True, share=self.share, rows=rows)
+        width, chip = self.problem.head_dim_v, self.target.multiprocessors
+        return MixedSplitting(self.tile[1], width, chip, uneven=True, share=self.share, rows=MOST_ROWS)
 
     @cached_property
     def few(self) -> Topology:
@@ -88,7 +89,7 @@ class MixedPlan(HopperPlan):
     def config(self) -> Config:
         base = super().config()
         given = {f.name: getattr(base, f.name) for f in fields(base)}
-        return Config(**given, few_rows=self.target.few_rows, share=self.share)
+        return Config(**given, few_rows=MOST_ROWS, share=self.share)
 
     def _explain_parts(self) -> str:
         asked = f"{(self.share or 0) * self.tile[1]} to each, as the schedule asks"
@@ -97,7 +98,7 @@ class MixedPlan(HopperPlan):
     def explain(self, size: Size | None = None) -> str:
         lines = super().explain(size).split("\n")
         few = (
-            f"sequences of up to {self.target.few_rows} rows (queries x heads that share keys): a tile for"
+            f"sequences of up to {MOST_ROWS} rows (queries x heads that share keys): a tile for"
             f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among"
             f" others; keys are shared by blocks, {self._explain_parts()}"
         )
@@ -117,12 +118,11 @@ def plan_mixed(request: ForwardRequest) -> ForwardPlan:
     return next((p for p in deeper if p.memory.total <= request.target.shared_memory), mixed)
 
 
-def accepts(problem: Problem, target: Target) -> bool:
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True for packed queries over pages, where outputs fit over their queries in float32."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     return (
-        forward.accepts(problem, target)
-        and target.few_rows > 0
+        forward.accepts(problem, target, sizes)
         and problem.page_rows > 0
         and problem.lengths == "packed"
         and "max_scores" not in problem.statistics

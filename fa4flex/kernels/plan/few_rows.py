@@ -14,11 +14,15 @@ from fa4flex.kernels.plan.paging import TileCopies, box_rows, explain_pages
 from fa4flex.kernels.plan.pipeline import Checked
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import WARPGROUP, Topology
 from fa4flex.kernels.plan.work import Work
 from fa4flex.primitives.schedule import Schedule
+
+MOST_ROWS = 64
+"""Rows of a tile, at most: queries times the heads that share a head of keys."""
 
 NARROW = 64
 """Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""
@@ -60,6 +64,9 @@ class FewRowsPlan(Checked):
 
     purpose: ClassVar[str] = "few query rows"
     """Use of the kernel, in words."""
+
+    packed_heads: ClassVar[int] = 1
+    """Tiles hold whole groups of heads, and queries of a batch entry are one tile."""
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -201,12 +208,14 @@ def asks_for_order(schedule: Schedule) -> bool:
     return schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto"
 
 
-def takes(problem: Problem) -> bool:
+def few_rows(problem: Problem, sizes: Sizes) -> bool:
+    """True if a tile has all queries of a group of heads. Of packed sequences, all queries together are
+    known, which says nothing of one."""
+    return problem.lengths != "packed" and sizes.rows.at_most(MOST_ROWS)
+
+
+def takes(problem: Problem, sizes: Sizes) -> bool:
     """True for few query rows whose key tiles are all or follow from spans. A mask may be asked in all
     tiles."""
-    return (
-        problem.few_rows
-        and problem.mask_form in ("none", "spans", "pairs")
-        and problem.lengths in ("dense", "used")
-        and "max_scores" not in problem.statistics
-    )
+    plain = problem.mask_form in ("none", "spans", "pairs") and "max_scores" not in problem.statistics
+    return plain and few_rows(problem, sizes)

@@ -46,13 +46,3 @@ class Inputs:
     def operands(self) -> tuple[tuple[str, int], ...]:
         """(dtype name, rank) of each captured tensor."""
         return tuple((dtype, len(shape)) for dtype, shape in self.captured)
-
-    @property
-    def usual_keys(self) -> int:
-        """Keys of a sequence: of packed ones on average, and of padded ones half of the padded length.
-
-        Lengths may change from call to call.
-        """
-        if self.lengths == "packed":
-            return self.extents.kv_len // max(self.extents.batch, 1)
-        return self.extents.kv_len // 2 if self.keys_used else self.extents.kv_len

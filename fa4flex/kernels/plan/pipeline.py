@@ -10,6 +10,7 @@ from fa4flex.kernels.plan.bound import Bound, Size
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Order
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
@@ -72,6 +73,12 @@ class ForwardPlan(Plan, Protocol):
     @property
     def order(self) -> Order:
         """Order of the tiles of queries."""
+        ...
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads that share a head of keys, of which tiles of queries have rows; 1: each head has tiles
+        of its own."""
         ...
 
     @property
@@ -139,7 +146,8 @@ class Pipeline:
 
     name         for people, one of a kind
     direction    the pass that it computes
-    accepts      whether it is the one for a problem on a chip, where none before it in the table is
+    accepts      whether it is the one for a problem on a chip, and a call of these sizes, where none before
+                 it in the table is
     plan         makes a plan, or raises UnsupportedError in words for what its kernel does not have
     zero_fills   whether a backward kernel writes the zeros of captured gradients in tiles that the mask hides
     splits_groups   whether a backward kernel may take query heads that share keys in parts (groups.py)
@@ -150,7 +158,7 @@ class Pipeline:
 
     name: str
     direction: Direction
-    accepts: Callable[[Problem, Target], bool]
+    accepts: Callable[[Problem, Target, Sizes], bool]
     plan: Callable[[Any], Any]
     """ForwardRequest -> ForwardPlan, or Request -> BackwardPlan."""
     zero_fills: bool = False

@@ -1,4 +1,4 @@
-"""Problem: what a kernel is specialised to, besides the variant's expressions."""
+"""Problem: what a kernel is specialised to, besides the variant's expressions and sizes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,12 @@ WIDEST = 256
 MMA_K = 16
 """Columns of 16 bits of its operands that one instruction of a product takes."""
 
-ROW_CLASSES = (16, 32, 64)
-"""Classes of few query rows, by the least that holds them."""
-
-QUERY_CLASSES = (256,)
-"""Classes of few queries, by the most of them."""
-
-PACKED_HEADS = (1, 2, 4, 8, 16)
-"""Groups of query heads whose rows may share tiles. 64 heads of one query in a copy were slower."""
-
 PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
 _FLAGS = (
-    "few_queries", "few_rows", "many_queries", "many_keys", "few_keys", "few_steps", "few_tiles", "sinks",
-    "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads",
-    "long_masks", "many_reads", "grouped",
+    "sinks", "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "met_alike",
+    "long_scores", "pair_reads", "long_masks", "many_reads", "grouped",
 )  # fmt: skip
 
 
@@ -64,26 +54,9 @@ class Problem:
     operands               (dtype name, rank) of each captured tensor
     page_rows              keys that lie next to each other in a page, the greatest of PAGE_ROWS that divides
                            the page size; 0: keys and values are not paged
-    few_queries            no sequence has more queries than `Target.few_queries`; False is always right
-    few_rows               of forward passes: no sequence has more queries, times the heads that share a head
-                           of keys, than `Target.few_rows`; False is always right
-    row_class              with few rows, the least of ROW_CLASSES that holds them, where kernels differ by
-                           that: those of 8-bit caches, and of `Target.row_classes`; else 0
-    query_class            of forward passes: the least of `Target.query_classes` that holds the queries of
-                           every sequence, where kernels differ by that; 0 is always right
-    packed_heads           of forward passes: so many query heads share a head of keys, and tiles of queries
-                           have rows of all of them; 1: each head has tiles of its own, which is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
-    many_queries           every sequence has more queries than `Target.many_queries`; False is always right
-    many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
-                           shapes tell, and keys next to each other meet nearly the same queries; either is
+    met_alike              of backward passes: keys next to each other meet nearly the same queries; either is
                            always right, and may be slower
-    few_keys               of backward passes of dense lengths: no sequence has more keys than
-                           `Target.few_keys`; False is always right
-    few_steps              of backward passes of dense lengths and plain scores: no sequence has more queries
-                           than `Target.few_steps`; False is always right
-    few_tiles              of backward passes of dense lengths: tiles of `Target.halved_tile` keys are at most
-                           half as many as multiprocessors; either is always right, and may be slower
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
     long_scores            of backward passes: a score is long in the making, as captured tensors are read for
                            it by query or key, or its derivative is another one for each score
@@ -111,17 +84,8 @@ class Problem:
     positive_scale: bool = True
     operands: tuple[tuple[str, int], ...] = ()
     page_rows: int = 0
-    few_queries: bool = False
-    few_rows: bool = False
-    row_class: int = 0
-    query_class: int = 0
-    packed_heads: int = 1
-    many_queries: bool = False
-    many_keys: bool = False
-    few_keys: bool = False
-    few_steps: bool = False
-    few_tiles: bool = False
     sloped: bool = False
+    met_alike: bool = False
     long_scores: bool = False
     pair_reads: bool = False
     long_masks: bool = False
@@ -140,9 +104,6 @@ class Problem:
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KeyDtype))
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self, name), get_args(Scaling))
-        _require_one_of("row_class", self.row_class, (0, *ROW_CLASSES))
-        _require_one_of("query_class", self.query_class, (0, *QUERY_CLASSES))
-        _require_one_of("packed_heads", self.packed_heads, PACKED_HEADS)
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
@@ -198,16 +159,7 @@ class Problem:
             if self.head_dim == self.head_dim_v
             else f"{self.head_dim} and {self.head_dim_v} (v)"
         )
-        extras = (
-            ["few queries"] * self.few_queries
-            + [f"up to {self.row_class} rows" if self.row_class else "few rows"] * self.few_rows
-            + ["many queries"] * self.many_queries
-            + [f"up to {self.query_class} queries"] * bool(self.query_class)
-            + [f"{self.packed_heads} heads share tiles of queries"] * (self.packed_heads > 1)
-        )
-        extras += ["many keys"] * self.many_keys + ["few keys"] * self.few_keys
-        extras += ["few steps"] * self.few_steps + ["few tiles"] * self.few_tiles
-        extras += self._of_cache()
+        extras = self._of_cache()
         extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
             "sinks"
         ] * self.sinks

@@ -11,6 +11,7 @@ from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.codegen.expr import TRUE, walk
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.work import Work, count_work
 from fa4flex.primitives.schedule import Schedule
@@ -43,12 +44,13 @@ CANCELLING = "one block per tile; those that run take over tiles of those that h
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel for `problem` on `target`, as the user's schedule asks for it."""
+    """A kernel for `problem` on `target`, as the user's schedule asks for it, for a call of these sizes."""
 
     facts: Facts
     problem: Problem
     target: Target
     schedule: Schedule = Schedule()
+    sizes: Sizes = UNKNOWN
 
 
 @dataclass(frozen=True)

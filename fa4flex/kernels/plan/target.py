@@ -23,23 +23,6 @@ class Target:
     special_results, fp32_results, load_lanes  results per clock and SM: ex2 or tanh, fp32 FMA, load lanes
     l2_bytes, hbm_bytes_per_second             cache size, memory bandwidth
     tensor_columns                             of tensor memory, 32 bits wide; 0 where there is none
-    few_rows                                   rows of a tile that holds all queries of a group of heads; 0
-                                               where no kernel has one
-    row_classes                                up to so many rows are planned for by themselves, least first
-    query_classes                              up to so many queries are planned for by themselves in forward
-                                               passes of heads up to `class_width` wide, least first
-    packed_rows                                rows of tiles of queries that one copy brings of all heads that
-                                               share a head of keys, where their number divides it; 0 where no
-                                               kernel has such copies
-    few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
-                                               so many keys, are planned for by themselves; 0: all lengths are
-                                               planned alike
-    few_keys                                   up to so many keys per sequence likewise, in backward passes
-    few_steps                                  up to so many queries per sequence likewise, in backward passes
-                                               without a mask and with one, of heads as wide as `step_widths`
-    halved_tile                                keys of a tile of backward passes that two blocks share, of
-                                               heads up to `halved_width` wide, where tiles are so few that
-                                               half of the multiprocessors have none
 
     Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
     compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
@@ -69,19 +52,6 @@ class Target:
     l2_bytes: int
     hbm_bytes_per_second: float
     tensor_columns: int = 0
-    few_queries: int = 0
-    few_rows: int = 0
-    row_classes: tuple[int, ...] = ()
-    query_classes: tuple[int, ...] = ()
-    class_width: int = 0
-    packed_rows: int = 0
-    many_queries: int = 0
-    many_keys: int = 0
-    few_keys: int = 0
-    few_steps: tuple[int, int] = (0, 0)
-    step_widths: tuple[int, int] = (0, 0)
-    halved_tile: int = 0
-    halved_width: int = 0
 
     @property
     def peak_flops(self) -> float:
@@ -132,15 +102,6 @@ SM90A = Target(
     load_lanes=32,
     l2_bytes=50 << 20,
     hbm_bytes_per_second=4.8e12,
-    few_rows=64,
-    query_classes=(256,),
-    class_width=64,
-    packed_rows=64,
-    few_keys=128,
-    few_steps=(512, 1024),
-    step_widths=(97, 128),
-    halved_tile=128,
-    halved_width=128,
 )
 
 SM100A = Target(
@@ -167,11 +128,6 @@ SM100A = Target(
     l2_bytes=126 << 20,
     hbm_bytes_per_second=8e12,
     tensor_columns=512,
-    few_queries=128,
-    few_rows=64,
-    row_classes=(32,),
-    many_queries=256,
-    many_keys=1024,
 )
 
 SM103A = replace(SM100A, name="sm_103a", chip="B300", capability=(10, 3), special_results=32)

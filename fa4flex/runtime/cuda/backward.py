@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.analyze.prove import proving
-from fa4flex.codegen.analyze.reach import ANY, Extents, Reach, extents_of
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, UnsupportedError
 from fa4flex.kernels.plan.arguments import BACKWARD
@@ -26,7 +27,7 @@ from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, l
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.engine import Engine, given_of, kernels_of
+from fa4flex.runtime.cuda.engine import Engine, kernels_of, lowered_for
 from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
@@ -101,8 +102,10 @@ def _lowered(
     """Everything that decides the kernels, and the extents of other calls for which it is the same."""
     from fa4flex.lower import lower_backward
 
-    given, reach = given_of(engine, call, replace(engine.schedule, deterministic=deterministic), True)
-    return lower_backward(given, needs), given, signature_of(engine.kinds, call, ("dlse",) * dlse), reach
+    schedule = replace(engine.schedule, deterministic=deterministic)
+    lower = partial(lower_backward, needs=needs)
+    lowered, given, reach = lowered_for(engine, call, schedule, lower, queries=not deterministic)
+    return lowered, given, signature_of(engine.kinds, call, ("dlse",) * dlse), reach
 
 
 def _make_ready(

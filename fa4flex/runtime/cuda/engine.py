@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fa4flex import later
-from fa4flex.codegen.analyze.domain import Shape, slots_read
+from fa4flex.codegen.analyze.domain import Ragged, Shape, slots_read
+from fa4flex.codegen.analyze.extents import Extents, Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.overflow import computed_with, integers
 from fa4flex.codegen.analyze.prove import (
@@ -30,13 +31,12 @@ from fa4flex.codegen.analyze.prove import (
     read_queries,
     watched,
 )
-from fa4flex.codegen.analyze.reach import Extents, Reach, widest
+from fa4flex.codegen.analyze.reach import widest
 from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
 from fa4flex.kernels.plan.arguments import FORWARD
-from fa4flex.kernels.plan.specialize import same_backward_problem, same_problem
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -201,8 +201,11 @@ def _below(x: Tensor, bits: int) -> Tensor:
 # --- making ready -----------------------------------------------------------------------------------------
 
 
-def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = False) -> tuple[Given, Reach]:
-    """Inputs of the compiler for calls that look like this one, and the extents that they are good for."""
+def lowered_for(
+    engine: Engine, call: Call, schedule: Schedule, lower: Callable[[Given], Lowered], queries: bool = False
+) -> tuple[Lowered, Given, Reach]:
+    """A pass for calls that look like this one, what it was made of, and the extents that it is good for.
+    `queries`: the pass computes query intervals where it can."""
     from fa4flex.lower import Given
 
     engine.look_at(call)
@@ -210,11 +213,18 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
     target = target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
     proofs = Proofs(engine, call, captured)
-    same = same_backward_problem(inputs, target) if backward else same_problem(engine.facts, inputs, target)
-    proved = proofs.of_both_passes if backward and not schedule.deterministic else proofs.usable
-    sizes = tuple([tuple(x.shape) for x in call.operands])
-    reach, bound = widest(engine.facts, inputs.extents, sizes, same, proved)
-    return Given(engine.facts, schedule, inputs, captured, target, proofs.prove, bound=bound), reach
+    given = Given(engine.facts, schedule, inputs, captured, target, proofs.prove)
+    passes: dict[Shape, Lowered] = {}
+
+    def planned(bound: Shape) -> Reach:
+        passes[bound] = lower(replace(given, bound=bound))
+        return passes[bound].valid
+
+    shapes = tuple([tuple(x.shape) for x in call.operands])
+    proved = proofs.of_both_passes if queries else proofs.usable
+    reach, bound = widest(engine.facts, inputs.extents, shapes, planned, proved)
+    served = bound if reach.exact else Ragged(reach.most[0], bound.heads, *reach.most[1:])
+    return passes[bound], replace(given, bound=served), reach
 
 
 class Proofs:
@@ -264,7 +274,7 @@ class Proofs:
 def _sorted(plan: ForwardPlan) -> tuple[int, int]:
     """Queries and keys of tiles that are sorted: their rows may be those of several heads."""
     rows, keys = plan.tile
-    return rows // plan.problem.packed_heads, keys
+    return rows // plan.packed_heads, keys
 
 
 def _splitting(plan: ForwardPlan, given: Given) -> Splitting | None:
@@ -280,8 +290,7 @@ def lowered_of(engine: Engine, call: Call) -> tuple[Lowered, Given, Signature, R
     same."""
     from fa4flex.lower import lower_forward
 
-    given, reach = given_of(engine, call, engine.schedule)
-    lowered = lower_forward(given)
+    lowered, given, reach = lowered_for(engine, call, engine.schedule, lower_forward)
     ordered = ("order",) if lowered.plan.order == "by_work" else ()
     return lowered, given, signature_of(engine.kinds, call, ordered), reach
 

@@ -14,6 +14,7 @@ from fa4flex.codegen.evaluate import PastTheEnd
 from fa4flex.codegen.expr import TRUE
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.specialize import forward_problem
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda.calls.conversions import tma_able
@@ -43,8 +44,9 @@ def _readable(engine: Engine, call: Call) -> bool:
     form: MaskForm = "none" if facts.mask is TRUE else "tables" if facts.keys is None else "spans"
     try:
         inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
-        problem = forward_problem(facts, inputs, Proved(form, False, True), target)
-        dispatch.choose("forward", dispatch.by_pairs(facts, problem, target, engine.schedule), target)
+        problem, sizes = forward_problem(facts, inputs, Proved(form, False, True)), Sizes(inputs)
+        problem = dispatch.by_pairs(facts, problem, target, engine.schedule, sizes)
+        dispatch.choose("forward", problem, target, sizes)
     except UnsupportedError:
         return False
     return True

@@ -19,11 +19,15 @@ from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.tensor_memory import Columns, Range
 from fa4flex.kernels.plan.topology import Topology
 
 WIDTHS = (64, 128)
 """Widths that a tile in shared memory may have: each CTA reads half of its columns, as blocks of 32 or 64."""
+
+FEW_KEYS = 1024
+"""Keys of a sequence up to which a CTA alone is as fast: tiles of pairs are twice as long."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,15 @@ class TwoCtaPlan(BlackwellBackwardPlan):
         return of_one_cta(self.topology)
 
 
-def pays_in_pairs(problem: Problem) -> bool:
+def pays_in_pairs(problem: Problem, sizes: Sizes) -> bool:
     """True if a pair of CTAs pays, by the model of time (docs/model.md): a pair takes 4,578 clocks for a step
     at width 128, and a CTA alone 5,181, whatever the lengths and the order of sums; at width 64 both take
     3,500, and 96 would be padded. Dependences bound a pair: where scores are longer in the making than the
     products that are issued meanwhile, it is slower, 5,326 and 5,220 with a soft cap, 6,536 and 5,535 with a
     bias by key."""
     wide = all(96 < width <= WIDTHS[-1] for width in (problem.head_dim, problem.head_dim_v))
-    return wide and problem.many_keys and not problem.long_scores
+    alike = problem.met_alike and not problem.long_scores
+    return wide and alike and sizes.usual_keys.more_than(FEW_KEYS)
 
 
 def plan_two_cta(request: Request) -> TwoCtaPlan:
@@ -125,6 +130,6 @@ def plan_two_cta(request: Request) -> TwoCtaPlan:
 TWO_CTA = Pipeline(
     "Blackwell backward by pairs of CTAs",
     "backward",
-    lambda problem, target: target.family == "sm100" and pays_in_pairs(problem),
+    lambda problem, target, sizes: target.family == "sm100" and pays_in_pairs(problem, sizes),
     plan_two_cta,
 )

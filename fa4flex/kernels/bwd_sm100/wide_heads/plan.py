@@ -27,6 +27,7 @@ from fa4flex.kernels.bwd_sm100.wide_heads.topology import wide_topology
 from fa4flex.kernels.plan.pipeline import Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.tensor_memory import Columns, Range
 from fa4flex.kernels.plan.topology import Topology
@@ -97,7 +98,7 @@ def plan_wide_heads(request: Request) -> WideHeadsPlan:
     return WideHeadsPlan(request.target, problem, head_dim, head_dim_v, registers)
 
 
-def _wide(problem: Problem, target: Target) -> bool:
+def _wide(problem: Problem, target: Target, sizes: Sizes) -> bool:
     widest = max(problem.head_dim, problem.head_dim_v)
     return target.family == "sm100" and widest > one_cta.WIDTHS[-1]
 

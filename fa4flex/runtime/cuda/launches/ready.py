@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
+from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
 from fa4flex.kernels.plan.splitting import Splits, Splitting
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths
 from fa4flex.runtime.cuda.device import faults

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.reach import Reach, extents_of
+from fa4flex.codegen.analyze.extents import Reach, extents_of
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from fa4flex.codegen.analyze.reach import Extents, Reach
+from fa4flex.codegen.analyze.extents import Extents, Reach
 from fa4flex.contents import VersionedCache
 from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime.call import NO_LENGTHS, Call

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.reach import Extents
+from fa4flex.codegen.analyze.extents import Extents
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.contents import VALIDATE
 from fa4flex.primitives.paging import Paging

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.reach import extents_of
+from fa4flex.codegen.analyze.extents import extents_of
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.exact import exactly
 from fa4flex.kernels.plan.arguments import FORWARD

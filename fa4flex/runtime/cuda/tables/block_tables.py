@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.codegen.analyze.reach import Extents, extents_of
+from fa4flex.codegen.analyze.extents import Extents, extents_of
 from fa4flex.contents import Alike, Guards, VersionedCache, guards_of, hold
 from fa4flex.kernels.block_tables.config import PART
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
