@@ -35,8 +35,6 @@ from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale, settings_of
 
-__all__ = ["Results", "Statistics"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
@@ -75,7 +73,8 @@ class Calling(NamedTuple):
 
     def scale(self, q: Tensor) -> float:
         given = self.variant.scale
-        return default_scale(q.shape[-1]) if given is None else given
+        # Heads without channels are refused where all else is checked.
+        return default_scale(max(q.shape[-1], 1)) if given is None else given
 
     @property
     def sinks(self) -> Tensor | None:
