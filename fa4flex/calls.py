@@ -11,6 +11,7 @@ from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.torch_internals import is_tracing
@@ -24,9 +25,9 @@ def run(
     qkv: tuple[Tensor, Tensor, Tensor],
     varlen: Varlen | None,
     paging: Paging | None,
-    statistics: launch.Statistics,
+    statistics: Statistics,
     scales: KVScales | None = None,
-) -> launch.Results:
+) -> Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
     q, k, v = qkv
     if torch.compiler.is_dynamo_compiling():

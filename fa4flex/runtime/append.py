@@ -10,32 +10,25 @@ from torch import Tensor
 
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
+from fa4flex.operators import OPERATORS
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda import append as on_gpu
 from fa4flex.runtime.cuda.append import New, Pool
 from ptxsim.active import simulating
 
+_APPEND = OPERATORS["append"]
+
 
 @on_the_host
-def append(
-    k: Tensor,
-    v: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    page_table: Tensor,
-    seqused_k: Tensor,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    interleaved: bool,
-    q: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def append(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(lengths afterwards, rotated queries, which are empty without q)."""
-    rotary = None if cos is None or sin is None else Rotary(cos, sin, interleaved)
+    given = _APPEND.named(arguments)
+    cos, sin = given["cos"], given["sin"]
+    rotary = None if cos is None or sin is None else Rotary(cos, sin, given["interleaved"])
+    k, v, q, cu_seqlens, seqused = (given[name] for name in ("k", "v", "q", "cu_seqlens", "seqused"))
     new = New(k, v, q, rotary, cu_seqlens, seqused)
-    pool = Pool(k_pool, v_pool, page_table, seqused_k)
+    pool = Pool(*(given[name] for name in ("k_pool", "v_pool", "page_table", "seqused_k")))
     if k.is_cuda or simulating():
         lengths, rotated = on_gpu.append(new, pool, lambda: check_contents(new, pool))
     else:
@@ -43,11 +36,10 @@ def append(
     return lengths, k.new_empty(0) if rotated is None else rotated
 
 
-def append_fake(
-    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, used: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    q = rest[-1]
-    rotated = k.new_empty(0) if q is None else q.new_empty(q.shape)
+def append_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = _APPEND.named(arguments)
+    q, used = given["q"], given["seqused_k"]
+    rotated = given["k"].new_empty(0) if q is None else q.new_empty(q.shape)
     return used.new_empty(used.shape), rotated
 
 

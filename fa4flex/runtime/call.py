@@ -12,12 +12,11 @@ from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import page_rows
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.key_sources import Contiguous, KeySource, Results
+from fa4flex.runtime.key_sources import Contiguous, KeySource
+from fa4flex.runtime.key_sources import Results as Results
 
 Statistics = tuple[str, ...]
 """Statistics wanted of "lse" and "max_scores", in this order."""
-
-__all__ = ["NO_LENGTHS", "Call", "Results", "SequenceLengths", "Statistics", "lengths_of", "name_of"]
 
 
 class SequenceLengths(NamedTuple):

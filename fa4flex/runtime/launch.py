@@ -36,8 +36,6 @@ from fa4flex.runtime.recent import Recent
 from fa4flex.torch_internals import any_autocast, dispatch_modes, forward_ad, is_tracing, transform_level
 from fa4flex.variant import Variant, default_scale, settings_of
 
-__all__ = ["Results", "Statistics"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
@@ -76,7 +74,8 @@ class Calling(NamedTuple):
 
     def scale(self, q: Tensor) -> float:
         given = self.variant.scale
-        return default_scale(q.shape[-1]) if given is None else given
+        # Heads without channels are refused where all else is checked.
+        return default_scale(max(q.shape[-1], 1)) if given is None else given
 
     @property
     def sinks(self) -> Tensor | None:

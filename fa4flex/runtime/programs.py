@@ -92,7 +92,7 @@ class Published:
         """Caller of torch's flex_attention for this program; equal programs share what it keeps."""
         return _flex_engine(self)
 
-    def numbers(self, scalars: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    def numbers(self, scalars: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Captured numbers as operators take them: ints, and floats, of which some may be tensors."""
         pairs = list(zip(scalars, self.kinds, strict=True)) if scalars else []
         ints = tuple(x if type(x) is SymInt else int(x) for x, kind in pairs if kind != "float")
