@@ -89,7 +89,7 @@ def test_a_question_that_is_not_noted_is_noticed(seed: int) -> None:
 
 
 def test_ranges_end_where_answers_change() -> None:
-    """Of a single extent; those of products hold what they can as a box."""
+    """Ranges of single extents do; those of products are boxes that hold some of the extents."""
     sizes = sizes_at((2, 300, 500))
     assert sizes.q.at_most(512) and sizes.q.more_than(128) and sizes.rows.at_most(4 * 400 + 3)
     assert sizes.kv.more_than(499) and sizes.batch_power() == 2
