@@ -65,7 +65,7 @@ class Sizes:
         return drawn if self.rng is not None else drawn.sort(-1).values
 
     def square(self, length: int) -> Self:
-        """Sizes with as many queries as keys, for a case that fixes its length."""
+        """Sizes of a case that fixes its length, of queries and keys alike."""
         return replace(self, q_len=length, kv_len=length)
 
     def learned(self, values: Tensor) -> Tensor:
