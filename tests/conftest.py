@@ -45,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--time-limit", type=float, default=None, help="seconds for each test; 0: no limit")
     parser.addoption("--slow-one-in", type=int, default=1, help="run one in so many slow tests (default: 1)")
     parser.addoption("--slow-seed", type=int, default=None, help="which slow tests run (default: fresh)")
+    parser.addoption(
+        "--kernel-coverage", action="store_true", help="print which share of kernels was simulated"
+    )
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from this run")
 
 

@@ -12,6 +12,7 @@ from ptxsim.doors import kept
 from ptxsim.doors.capture import capturing
 from ptxsim.doors.launch import EARLY, Launch
 from ptxsim.run import report
+from ptxsim.run.coverage import coverage
 from ptxsim.run.launch import Result, Shape, launch
 from ptxsim.run.timing import Timing
 from ptxsim.state.memory import HostMemory
@@ -41,13 +42,15 @@ class Gpu:
         return [finding for mine in found.values() for finding in mine]
 
     def report(self) -> str:
-        """Each launch: findings, what the warps executed, how busy the units would be."""
+        """Each launch: findings, what the warps executed, how busy the units would be. Then of each kernel
+        how many of its instructions and barriers any of its launches executed."""
         told: dict[str, set[Place]] = {}
         parts = []
         for result in self.results:
             before = told.setdefault(result.kernel, set())
             parts.append(report.text(result, before))
             before.update(finding.place for finding in result.findings)
+        parts += [f"{each.kernel[: report.NAME]}: {each}" for each in coverage(self.results)]
         return "\n".join(parts) or "nothing was launched"
 
     def run(self, captured: Launch) -> None:

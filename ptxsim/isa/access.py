@@ -21,6 +21,7 @@ from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.window import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from ptxsim.watch.findings import Fault, Finding
 from ptxsim.watch.flags import Strength
+from ptxsim.watch.lanes import LaneAccess
 from ptxsim.watch.order import Order
 
 Addresses = NDArray[np.int64]
@@ -70,6 +71,7 @@ class Accessor:
     def __init__(self, instruction: Instruction, space: str) -> None:
         self.instruction, self.space = instruction, space
         self.strength = Strength.of(instruction.opcode)
+        self.by_lane = instruction.name in ("ld", "st") and not self.strength.strong
         self.constant = instruction.has("param") or instruction.has("const")
 
     def load(self, warp: Warp, addresses: Addresses, size: int, count: int) -> NDArray[Any]:
@@ -136,6 +138,8 @@ class Accessor:
             cta.shadow.write(number, where, clock, same)
         else:
             cta.shadow.read(number, where, clock)
+        if self.by_lane and len(offsets) == (LANES if warp.acting is None else warp.acting.sum()):
+            warp.lanes.add(order, LaneAccess(number, cta.shadow, where, warp.acting, write), same)
 
     def _load(self, warp: Warp, space: Any, offsets: Addresses, size: int, count: int) -> NDArray[Any]:
         try:

@@ -139,7 +139,12 @@ def _load(
 ) -> Callable[[Warp, Mask], NDArray[Any]]:
     """Unsigned [lanes, count]; constants are loaded once in a launch."""
     if not constant:
-        return lambda warp, mask: access.load(warp, lanes(where(warp), mask), size, count)
+
+        def load_lanes(warp: Warp, mask: Mask) -> NDArray[Any]:
+            warp.acting = mask
+            return access.load(warp, lanes(where(warp), mask), size, count)
+
+        return load_lanes
 
     def load(warp: Warp, mask: Mask) -> NDArray[Any]:
         known = warp.cta.launch.constants
@@ -162,6 +167,7 @@ def st(instruction: Instruction) -> Step | Act:
         wide = [read(s, "b128") for s in sources]
 
         def step_wide(warp: Warp, mask: Mask) -> None:
+            warp.acting = mask
             access.store(
                 warp, lanes(where(warp), mask), np.concatenate([lanes(g(warp), mask) for g in wide], 1)
             )
@@ -172,11 +178,13 @@ def st(instruction: Instruction) -> Step | Act:
 
     def step(warp: Warp, mask: Mask) -> None:
         if mask is None and place is not None:
+            warp.acting = None
             access.store(warp, where(warp), warp.tables[place[0]][place[1]].T)
             return
         values = np.empty((LANES, count), dtype)
         for i, get in enumerate(gets):
             values[:, i] = get(warp)
+        warp.acting = mask
         access.store(warp, lanes(where(warp), mask), lanes(values, mask))
 
     if access.strength.strong:

@@ -17,6 +17,7 @@ from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.memory import BadAccess
 from ptxsim.state.registers import Mask
 from ptxsim.state.window import OFFSET_MASK, RANK_SHIFT
+from ptxsim.watch.lanes import LaneAccess
 from ptxsim.watch.shadow import Where
 
 REMEMBERED = 8192
@@ -80,6 +81,7 @@ class Whole:
         number = order.warp_access(warp.agent, self.instruction)
         cta.cluster.shared[self.instruction.line] += spot.bandwidth
         cta.shadow.read(number, spot.granules, order.clocks[warp.agent])
+        warp.lanes.add(order, LaneAccess(number, cta.shadow, spot.granules, None, False), False)
         return cta.shared.values(self.size, self.count)[spot.rows]
 
     def store(self, warp: Warp, values: NDArray[Any]) -> bool:
@@ -94,6 +96,7 @@ class Whole:
         number = order.warp_access(warp.agent, self.instruction)
         cta.cluster.shared[self.instruction.line] += spot.bandwidth
         cta.shadow.write(number, spot.granules, order.clocks[warp.agent], same)
+        warp.lanes.add(order, LaneAccess(number, cta.shadow, spot.granules, None, True), same)
         return True
 
 

@@ -57,6 +57,8 @@ class Block:
     """(where to, or None to exit; condition)"""
     together: bool = False
     members: Read | None = None
+    orders_lanes: bool = False
+    """True if its first instruction orders the lanes of a warp (watch/lanes.py)."""
     touched: frozenset[RegisterKey] = frozenset()
     computed: frozenset[RegisterKey] = frozenset()
     runs: int = 0
@@ -137,6 +139,7 @@ def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> 
     first = body[start]
     if needs_company(first):
         block.together, block.members = True, _members(first)
+    block.orders_lanes = block.together or (block.act is not None and first.name not in FENCES)
     block.touched, block.computed = frozenset(touched), frozenset(computed)
     return block
 
@@ -172,6 +175,8 @@ def _item(instruction: Instruction, step: Step, guard: Guard | None) -> plan.Ite
     return plan.Item(run, None, reads | condition, result)
 
 
+FENCES = frozenset(("fence", "membar"))
+"""Names of instructions that order a thread's own accesses alone."""
 WORTH_PLANNING = 4
 """Executions after which a block's instructions are put together: that takes as long as some of these."""
 ORDER: RegisterKey = (0, 0)

@@ -113,6 +113,8 @@ class Scheduler:
             self.time += 1
             if watch:
                 self.registers.check(warp, block)
+            if block.orders_lanes and warp.lanes.entries:
+                warp.lanes.clear()
             follow = undefined.needed and undefined.concerns(warp, block)
             if block.act is None:
                 if follow:

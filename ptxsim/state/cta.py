@@ -19,6 +19,7 @@ from ptxsim.state.registers import LANES, Registers
 from ptxsim.state.window import RANK_SHIFT
 from ptxsim.watch.findings import Finding, Findings
 from ptxsim.watch.flags import Flags, Told
+from ptxsim.watch.lanes import LaneLog
 from ptxsim.watch.launches import Dependence
 from ptxsim.watch.order import GENERIC, Access, Order
 from ptxsim.watch.shadow import Shadow
@@ -123,6 +124,10 @@ class Warp(Registers):
         """True if there was a wgmma.fence at all."""
         self.started: dict[str, Any] = {}
         """Asynchronous operations by kind, in groups as they were committed (isa/asynchronous.Groups)."""
+        self.acting: NDArray[np.bool_] | None = None
+        """Lanes of the load or store that is executed, None for all."""
+        self.lanes = LaneLog()
+        """Accesses to shared memory since the lanes were ordered last."""
         self.carry = np.zeros(LANES, np.bool_)
         """The carry flag of add.cc and its kin."""
         self.constants: dict[object, NDArray[Any]] = {}

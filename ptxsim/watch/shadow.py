@@ -35,6 +35,8 @@ class Shadow:
         """The last read since it was written if one agent alone has read it, else SEVERAL or NOBODY."""
         self.barriers: NDArray[np.bool_] | None = None
         """True where an mbarrier is alive in a granule; None as long as there was none."""
+        self.lanes: Any = None
+        """Lanes of a warp that met each granule (lanes.LaneTable); None as long as that was not needed."""
         self._alike: list[tuple[int, ...]] = []
         """Writes that left the same values: of ALIKE, of ALIKE - 1, and so on."""
         self._places: dict[tuple[int, ...], int] = {}
