@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 from fa4flex import variants
-from fa4flex.variants._cases import Case, Picture
+from fa4flex.variants._cases import Case, Picture, Sizes
+
+
+def at_random(seed: int) -> Sizes:
+    """Sizes of a small call, of random lengths."""
+    rng = random.Random(seed)
+    batch, heads, q_len, kv_len = (rng.randint(1, most) for most in (3, 4, 20, 20))
+    return Sizes(batch, heads, 1, q_len, kv_len, rng=rng)
 
 
 def module_of(name: str) -> ModuleType:

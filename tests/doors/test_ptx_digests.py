@@ -160,7 +160,7 @@ def test_a_run_with_an_error(
 ) -> None:
     found = {"a": ["1  block 1", "1  block 2"], "b": digests.Failed(True, "too wide")}
     monkeypatch.setattr(digests, "chosen", lambda workers, given: [*found])
-    monkeypatch.setattr(digests, "results", lambda workers, wanted: (found, 1))
+    monkeypatch.setattr(digests, "results", lambda workers, wanted, modules: (found, 1))
     monkeypatch.setattr(digests, "WORKERS", {})
     command = ["--out", str(tmp_path / "out")]
     assert digests.main(command) == 0

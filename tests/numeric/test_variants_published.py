@@ -11,9 +11,8 @@ import torch
 from attn_gym import masks as gym
 from attn_gym import mods as gym_mods
 from helpers import added, cumulative
-from test_variants_masks import at_random
 from torch.nn.attention.flex_attention import create_mask
-from variant_files import CASES
+from variant_files import CASES, at_random
 
 from fa4flex import variants as v
 from fa4flex.primitives.mask import Mask, as_mask

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from barrier_counts import counts_of
-from checked_plans import plan_backward, plan_forward
+from checked_plans import plan_backward, plan_forward, sizes_of
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels.bwd_sm90 import plan as hopper_backward
@@ -17,6 +17,7 @@ from fa4flex.kernels.bwd_sm100.two_cta.plan import plan_two_cta
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
+from fa4flex.kernels.plan.sizes import UNKNOWN
 from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.kernels.plan.topology import Barrier, NamedBarrier, Ring
 
@@ -93,7 +94,7 @@ def test_named_barriers_are_numbered_by_units_and_stages() -> None:
 # --- tables of pipelines -------------------------------------------------------------------------------
 
 PACKED = Problem(128, 128, lengths="packed", mask_form="spans")
-FEW = Problem(128, 128, few_rows=True)
+FEW = Problem(128, 128)
 FORWARD = {
     "fwd_sm90": (Problem(128, 128), SM90A),
     "fwd_sm90, next tile": (PACKED, SM90A),
@@ -116,7 +117,9 @@ KINDS = (*FORWARD, *BACKWARD, "bwd_sm90, pairs", "bwd_sm100.two_cta")
 
 def planned(kind: str) -> Any:
     if kind in FORWARD:
-        return plan_forward(Facts(), *FORWARD[kind])
+        few = FORWARD[kind][0].lengths != "packed" and kind.startswith("decode")
+        sizes = sizes_of(64) if few else UNKNOWN
+        return plan_forward(Facts(), *FORWARD[kind], sizes=sizes)
     if kind == "bwd_sm100.two_cta":
         return plan_two_cta(Request(Facts(), Problem(128, 128), SM100A))
     if kind == "bwd_sm90, pairs":

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from variant_files import CASES
+from variant_files import CASES, at_random
 
 from fa4flex import variants as v
-from fa4flex.variants._cases import Case, Sizes, allowed, check
-
-
-def at_random(seed: int) -> Sizes:
-    rng = random.Random(seed)
-    batch, heads, q_len, kv_len = (rng.randint(1, most) for most in (3, 4, 20, 20))
-    return Sizes(batch, heads, 1, q_len, kv_len, rng=rng)
+from fa4flex.variants._cases import Case, allowed, check
 
 
 @pytest.mark.parametrize("case", CASES)
