@@ -233,7 +233,7 @@ class HopperBackwardPlan(Checked):
         """PlanError or UnsupportedError unless sums of bytes and barriers, and regions fit."""
         self.memory.check()
         # The kernel has room for what only persistent blocks use.
-        self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.places[0].count(""))
+        self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.unused)
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words. How long a launch of a `size` takes at least is not known."""

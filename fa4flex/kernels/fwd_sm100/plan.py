@@ -148,7 +148,7 @@ class BlackwellPlan(Checked):
         check_threshold(self.rescale_threshold, self.problem)
         check_exponential(self.exponential, self.tiles.tile_n)
         check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
-        self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.places[0].count(""))
+        self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.unused)
 
     @property
     def _blocks(self) -> str:

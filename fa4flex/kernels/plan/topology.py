@@ -440,6 +440,11 @@ class Topology:
         rings = sum((1 if ring.shares_empty else 2) * ring.stages * _copies(ring) for ring in self.rings)
         return rings + sum(_copies(barrier) for barrier in self.mbarriers)
 
+    @property
+    def unused(self) -> int:
+        """Number of mbarriers that a CTA has room for and does not use."""
+        return sum(name == "" for places in self.places[:1] for name in places)
+
     def check_fits(self, memory: Memory, target: Target, unused: int = 0) -> None:
         """PlanError where the rings are not what the memory has room for, or named barriers run out. There is
         room for `unused` mbarriers beside those of the pipeline."""
