@@ -105,7 +105,7 @@ def test_the_report() -> None:
     gpu = Gpu("sm_90a", "eager", 0)
     assert gpu.report() == "nothing was launched"
     gpu.results += [clean, spoilt]
-    assert gpu.report() == f"{said}\n{found}"
+    assert gpu.report().startswith(f"{said}\n{found}\nplanted: executed ")
     assert gpu.findings == spoilt.findings
 
 
