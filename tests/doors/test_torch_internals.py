@@ -267,7 +267,7 @@ SLOWER: dict[str, tuple[Callable[[], Results], ...]] = {
 """Names in whose place something slower stands, and what is computed with that."""
 
 
-@pytest.mark.parametrize("name", SLOWER)
+@pytest.mark.parametrize("name", sorted(SLOWER))
 def test_results_without_a_name(name: str) -> None:
     if name == "autograd.forward_ad._current_level":
         module = without_level()
@@ -309,7 +309,7 @@ IN_WORDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("name", sorted(IN_WORDS))
 def test_an_error_in_words(name: str) -> None:
     with pytest.raises(MissingInternalError) as told:
         IN_WORDS[name](without(name))
