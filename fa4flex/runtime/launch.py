@@ -163,7 +163,7 @@ def run(
 
 
 def _path(variant: Variant, q: Tensor) -> Callable[..., Results | None]:
-    """What knows calls that look like earlier ones, or takes such keys as they are."""
+    """Function that knows calls that look like earlier ones, or takes such keys as they are."""
     if by_kernels(variant, q):
         return _by_kernels
     return _known_to_flex if by_flex(variant.backend, q) else _single_queries

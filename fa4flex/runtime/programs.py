@@ -107,7 +107,7 @@ class Published:
         return tuple([next(of_floats) if kind == "float" else next(of_ints) for kind in self.kinds])
 
     def captured(self, call: Call) -> Captured:
-        """What a call captured, numbers by their kinds."""
+        """Captured numbers of a call by their kinds."""
         if not call.scalars:
             return Captured(call.operands, ())
         pairs = zip(call.scalars, self.kinds, strict=True)

@@ -105,7 +105,7 @@ def test_graphs() -> None:
 
 
 def test_kernels_read_it_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pages, for which they have a loader."""
+    """Keys as pages, for which kernels have a loader."""
     recorder = calls_on_gpu(monkeypatch)
     variant, (q, ring) = fa4flex.compile(mask=causal).variant, drawn(torch.bfloat16, 64)
     with torch.no_grad():

@@ -71,7 +71,7 @@ def test_the_operators_meet_torchs_contract() -> None:
     q, k, v = qkv(1, 2, 6, 4, dtype=torch.float64)
     now = attn._calling()
     program = now.prepared.program
-    numbers = program.numbers(now.bound.scalars, 0.5)
+    ints, floats = program.numbers(now.bound.scalars)
     arguments = (
         q,
         k,
@@ -83,9 +83,9 @@ def test_the_operators_meet_torchs_contract() -> None:
         None,
         None,
         program.text,
-        numbers.ints,
-        [torch.tensor(x, dtype=torch.float64) for x in numbers.floats],
-        numbers.scale,
+        ints,
+        [torch.tensor(x, dtype=torch.float64) for x in floats],
+        0.5,
         False,
     )
     torch.library.opcheck(

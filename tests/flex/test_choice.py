@@ -15,7 +15,7 @@ from fa4flex import Precision, Schedule, doctor, reference
 from fa4flex import variants as v
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import Order
-from fa4flex.runtime import checks, cpu, launch, ops
+from fa4flex.runtime import checks, compute, cpu, launch, ops
 from fa4flex.runtime.flex import choice, refusals
 from fa4flex.runtime.flex.mods import MOST_TERMS
 from fa4flex.view import backend as view
@@ -86,7 +86,7 @@ def test_devices_without_kernels_are_served(monkeypatch: pytest.MonkeyPatch) -> 
     attn = fa4flex.compile(v.alibi, v.causal)
     qkv = leaf(2, 4, 14, 6), leaf(2, 2, 21, 6), leaf(2, 2, 21, 5)
     wanted = attn(*qkv, return_lse=True)
-    for module in (ops, launch, checks):
+    for module in (compute, ops, launch, checks):
         monkeypatch.setattr(module, "by_flex", lambda asked, q: True)
     for name in ("forward", "single_queries"):
         monkeypatch.delattr(cpu, name)
@@ -186,7 +186,7 @@ def test_what_torch_cannot_express_is_refused_in_words(words: str) -> None:
 
 
 def test_the_guide_lists_every_refusal() -> None:
-    listed = GUIDE.read_text().split("## What it refuses")[1].split("\n## ")[0]
+    listed = GUIDE.read_text().split("## What is not supported")[1].split("\n## ")[0]
     rows = [line for line in listed.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == len(REFUSED)
     told = {"elements in a mod": "256 elements in a mod", "is uint64": "that is uint64"}

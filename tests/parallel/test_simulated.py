@@ -17,7 +17,7 @@ import fa4flex
 from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel, Layout, context, exchange, plan, rectangle
 from fa4flex.parallel.rectangle import Rectangles
-from fa4flex.runtime import ops
+from fa4flex.runtime import compute
 
 Composition = dict[str, Any]
 
@@ -160,7 +160,7 @@ def test_kernels_leave_multiprocessors_to_an_exchange_in_flight() -> None:
             found.clear()
         with (
             patch.object(context, "on_gpu", lambda _, there=on_gpu: there),
-            patch.multiple(ops, forward=recorded(ops.forward), backward=recorded(ops.backward)),
+            patch.multiple(compute, forward=recorded(compute.forward), backward=recorded(compute.backward)),
         ):
             counts = on_ranks(2, run)
         for rank, (own, first, last) in enumerate(counts):
@@ -190,14 +190,14 @@ def test_results_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_torch_rounds_is_widened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention writes the dtype of q: none other is asked of it, and parts are merged as sums are."""
     asked = []
-    forward = ops.forward
+    forward = compute.forward
 
     def recorded(program: Any, *given: Any) -> Any:
         asked.append(program.precision.output)
         return forward(program, *given)
 
     monkeypatch.setattr(rectangle, "by_flex", lambda backend, q: True)
-    monkeypatch.setattr(ops, "forward", recorded)
+    monkeypatch.setattr(compute, "forward", recorded)
     qkv = [torch.randn(1, 2, 61, 8).bfloat16() for _ in range(3)]
     found = parts(fa4flex.compile(mask=v.causal), qkv, "never")
     assert {dtype for dtype, _ in found} == {torch.bfloat16, torch.float32}

@@ -499,7 +499,7 @@ def test_a_plan_is_checked_in_order_too() -> None:
     (
         (SCORE, 0, 0, 0),
         (SOFTCAP, 1, 2, 0),  # tanh; a product and a product with 1 / 30
-        (apply("sigmoid", SCORE), 1, 2, 0),
+        (apply("sigmoid", SCORE), 2, 3, 0),  # exp2, a reciprocal; two products, a sum
         (ALIBI, 0, 0.5 * (2 + 2 + 1) + 1, 0),  # offset, conversion and slope per offset; the sum per score
         (apply("add", SCORE, load(0, (KV,), "float")), 0, 0.5 * 2 + 1, 0.5),  # once per column
         (apply("add", SCORE, load(0, (Q,), "float")), 0, 1, 0),  # once per row

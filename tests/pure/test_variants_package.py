@@ -136,6 +136,6 @@ def test_repr_evaluates_back() -> None:
 def test_a_wrong_definition_is_noticed() -> None:
     s = Sizes(q_len=3, kv_len=3)
     with pytest.raises(AssertionError, match=r"causal\(\) at \[0, 0, 1\]: False, by definition True"):
-        check(s, masked(s, v.causal, lambda b, q, kv: True))
+        check(s, masked(s, v.causal, lambda q, kv: True))
     with pytest.raises(AssertionError, match="softcap"):
         check(s, modified(s, lambda: v.softcap(1.0), lambda score, b, h, q, kv: score))

@@ -40,7 +40,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import fa4flex
 import ptxsim
-from fa4flex import Varlen, lower, reference
+from fa4flex import Varlen, reference
 from fa4flex import variants as v
 from fa4flex.kernels.plan import request, target
 from fa4flex.primitives.schedule import Schedule
@@ -117,7 +117,6 @@ def planned(workers: int, rescale: float = 8.0) -> Iterator[None]:
 
     with (
         patch.object(engine, "target_of", lambda device: chip),
-        patch.object(lower, "_forward", lower._forward.__wrapped__),
         patch.object(request, "RESCALE", rescale),
         patch.object(engine.Engine, "look", with_plan),
     ):

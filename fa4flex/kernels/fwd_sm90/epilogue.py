@@ -35,7 +35,7 @@ class Epilogue:
         softmax: cutlass.Constexpr[OnlineSoftmax],
         lane: Int32,
     ) -> None:
-        """What a warpgroup has of a tile of queries; lane: the number of a thread in it."""
+        """Part of a tile of queries that a warpgroup has; lane: the number of a thread in it."""
         work, group = mine.work, mine.group
         row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
         finished = softmax.finish(sink_of(arguments, self.rows.place(work, row)[0].h))
