@@ -102,7 +102,7 @@ class _TorchIsImported:
             return None
         others = [finder for finder in sys.meta_path if finder is not cls]
         specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((found for found in specs if found is not None), None)
+        spec = next((result for result in specs if result is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

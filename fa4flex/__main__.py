@@ -42,14 +42,14 @@ def doctor(arguments: argparse.Namespace) -> int:
     print(f"python        {platform.python_version()} on {platform.platform()}")
     print(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
     compiler = {name: _version(name) or "not installed" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
-    print(f"compiler      {', '.join(f'{name} {found}' for name, found in compiler.items())}")
+    print(f"compiler      {', '.join(f'{name} {result}' for name, result in compiler.items())}")
     for name, purpose in (
         ("sympy", "algebra of masks"), ("networkx", "hoisting"), ("matplotlib", "attn.mask.plot"),
         ("transformers", 'attn_implementation="fa4flex"'), ("attn_gym", "tests against its catalogue"),
         ("nbclient", "running the notebooks"),
     ):  # fmt: skip
-        found = _version(name)
-        print(f"{name:<13} {found}" if found else f"{name:<13} not installed (only needed for: {purpose})")
+        result = _version(name)
+        print(f"{name:<13} {result}" if result else f"{name:<13} not installed (only needed for: {purpose})")
     print()
     for line in devices():
         print(line)
@@ -75,8 +75,8 @@ def demo(arguments: argparse.Namespace) -> int:
 def draw(arguments: argparse.Namespace) -> int:
     """The mask as text: # full, + partial, . empty."""
     if arguments.tile is not None and len(arguments.tile) > 2:
-        given = f"--tile {' '.join(map(str, arguments.tile))}"
-        raise InputError(given, "one or two numbers (queries, keys)", "e.g. --tile 64 128")
+        value = f"--tile {' '.join(map(str, arguments.tile))}"
+        raise InputError(value, "one or two numbers (queries, keys)", "e.g. --tile 64 128")
     tile = None if arguments.tile is None else (arguments.tile[0], arguments.tile[-1])
     print(compiled(arguments).mask.draw(arguments.size, arguments.kv_len, tile))
     return 0
@@ -113,8 +113,8 @@ def plan_parallel(arguments: argparse.Namespace) -> int:
     from fa4flex.parallel.traffic import Model
 
     if arguments.heads % arguments.kv_heads:
-        given = f"--heads {arguments.heads} --kv-heads {arguments.kv_heads}"
-        raise InputError(given, "query heads a multiple of KV heads", "e.g. --heads 32 --kv-heads 8")
+        value = f"--heads {arguments.heads} --kv-heads {arguments.kv_heads}"
+        raise InputError(value, "query heads a multiple of KV heads", "e.g. --heads 32 --kv-heads 8")
     machine = Machine(arguments.tflops * 1e12, arguments.link * 1e9)
     model = Model(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim)
     print(report(compiled(arguments), count_of(arguments.tokens), ranks_of(arguments.ranks), machine, model))
@@ -195,8 +195,8 @@ class Positive(argparse.Action):
     ) -> None:
         for value in values if isinstance(values, list) else [values]:
             if not 0 < value < math.inf:
-                given = f"{option} {value:g}"
-                raise InputError(given, "a positive number", f"leave {option} out, or give another one")
+                argument = f"{option} {value:g}"
+                raise InputError(argument, "a positive number", f"leave {option} out, or give another one")
         setattr(namespace, self.dest, values)
 
 

@@ -80,10 +80,10 @@ def _check_tokens(
     """Raise InputError unless shapes, dtypes and devices of tokens and pools agree."""
     k_pool, v_pool = pools
     packed = varlen is not None and varlen.packed
-    given = _shapes(k=k, v=v, k_pool=k_pool, v_pool=v_pool)
+    value = _shapes(k=k, v=v, k_pool=k_pool, v_pool=v_pool)
     if not k.ndim == v.ndim == (3 if packed else 4):
         raise InputError(
-            given,
+            value,
             "k and v [B, Hkv, S, D], or [tokens, Hkv, D] together with varlen=Varlen(cu_seqlens)",
             "add the missing dimension, or pass cu_seqlens",
         )
@@ -92,7 +92,7 @@ def _check_tokens(
     alike = k.shape[:-1] == v.shape[:-1] and k.dtype == v.dtype == k_pool.dtype
     if not (heads_fit and widths_fit and alike and k.device == k_pool.device):
         raise InputError(
-            given,
+            value,
             "k and v of as many tokens, with heads, widths, dtype and device of their pools",
             "cast or expand k and v as the pools were allocated",
         )
@@ -136,16 +136,16 @@ def _check_turning(k: Tensor, q: Tensor | None, rotary: Rotary | None) -> None:
 
 
 def _check_use(*tensors: Tensor | None) -> None:
-    given = [x for x in tensors if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    arguments = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
         raise UnsupportedError(
             "append of tensors that require gradients: a cache has none",
             "tensors without gradients",
             "call it under torch.no_grad(), or detach k, v and q",
         )
-    if on_gpu(given[0]) and given[0].dtype not in (torch.bfloat16, torch.float16):
+    if on_gpu(arguments[0]) and arguments[0].dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
-            f"{given[0].dtype} tensors on {given[0].device}",
+            f"{arguments[0].dtype} tensors on {arguments[0].device}",
             "bfloat16 or float16, as attention on a GPU has them",
             "cast with .to(torch.bfloat16)",
         )

@@ -66,8 +66,8 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
     )
     bases = {o.name: o.base for o in attn.program.operands}
     sinks = None if variant.sinks is None else variant.sinks.now()
-    given = {**bases, "sinks": sinks}
-    learned = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    arguments = {**bases, "sinks": sinks}
+    learned = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if variant.layout == "bshd":
@@ -80,7 +80,7 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
             q, k, v, variant.score_mod, variant.allowed, scale=variant.scale, sinks=sinks
         )
 
-    found = _results(ours, (q, k, v), d_out, learned)
+    result = _results(ours, (q, k, v), d_out, learned)
     wanted = _results(exact, tuple(x.double() for x in (q, k, v)), d_out.double(), learned)
     title = (
         f"{attn!r}\nbatch {shape.batch}, heads {shape.heads}, q_len {shape.q_len}, kv_len {shape.kv_len}, "
@@ -88,7 +88,7 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
     )
     return Report(
         "\n".join([title, *chosen.notes]),
-        tuple(_compare(name, found[name].detach(), wanted[name].detach()) for name in wanted),
+        tuple(_compare(name, result[name].detach(), wanted[name].detach()) for name in wanted),
     )
 
 
@@ -109,10 +109,10 @@ def _results(
     return {"out": out, "lse": lse, **dict(zip(names, zeros))}
 
 
-def _compare(name: str, found: Tensor, wanted: Tensor) -> Comparison:
-    found, wanted = found.double(), wanted.double()
-    same = found == wanted  # -inf of a row without keys equals -inf
-    error = torch.where(same, 0.0, (found - wanted).abs())
+def _compare(name: str, result: Tensor, wanted: Tensor) -> Comparison:
+    result, wanted = result.double(), wanted.double()
+    same = result == wanted  # -inf of a row without keys equals -inf
+    error = torch.where(same, 0.0, (result - wanted).abs())
     scale = wanted[torch.isfinite(wanted)].abs().max().item() if torch.isfinite(wanted).any() else 1.0
     tolerance = ROUNDINGS * torch.finfo(torch.float32).eps * max(scale, 1.0)
     return Comparison(name, float(error.max()), tolerance)

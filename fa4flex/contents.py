@@ -90,8 +90,8 @@ class VersionedCache(Generic[Value]):
 
     def get(self, key: Hashable, tensors: Sequence[Tensor], default: Any = None) -> Any:
         """Value kept for this key and these tensors, else `default`."""
-        found = self._found.get((key, *map(id, tensors)))
-        return found[1] if found is not None and (not tensors or hold(found[0], tensors)) else default
+        result = self._found.get((key, *map(id, tensors)))
+        return result[1] if result is not None and (not tensors or hold(result[0], tensors)) else default
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Value:
         """The value. It is not kept for inference tensors: a change would not be seen. Nor is it within
@@ -116,20 +116,20 @@ class VersionedCache(Generic[Value]):
 
     def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
         """Value that was kept, or that `make` makes now."""
-        found = self.get(key, tensors, _NOTHING)
-        return self.keep(key, tensors, make()) if found is _NOTHING else found
+        result = self.get(key, tensors, _NOTHING)
+        return self.keep(key, tensors, make()) if result is _NOTHING else result
 
     def _forget(self, whole: Any) -> None:
-        found = self._found.pop(whole, None)
-        if found is not None:
-            self._total -= found[2]
+        result = self._found.pop(whole, None)
+        if result is not None:
+            self._total -= result[2]
 
     def _forget_gone(self) -> None:
         while self._gone:
             whole = self._gone.popleft()
             # Other tensors with the same ids may have an entry by now.
-            found = self._found.get(whole)
-            if found is not None and any(guard.tensor() is None for guard in found[0]):
+            result = self._found.get(whole)
+            if result is not None and any(guard.tensor() is None for guard in result[0]):
                 self._forget(whole)
 
 

@@ -190,8 +190,8 @@ def _measured(name: str) -> str:
         return f"stopped after {MOST_SECONDS} s"
     if child.returncode:
         return f"did not finish (status {child.returncode})"
-    found = json.loads(written)
-    return f"{found['gigabytes'] * 1024:>7,.0f} MB   {found['seconds']:>5.1f} s"
+    result = json.loads(written)
+    return f"{result['gigabytes'] * 1024:>7,.0f} MB   {result['seconds']:>5.1f} s"
 
 
 def measure(name: str) -> None:
@@ -221,8 +221,8 @@ def _memory(file: str, key: str) -> float | None:
     """A size in gigabytes from one of Linux's status files; None elsewhere."""
     path = Path(file)
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
-    return int(found[0]) / 2**20 if found else None
+    results = [line.split()[1] for line in lines if line.startswith(f"{key}:")]
+    return int(results[0]) / 2**20 if results else None
 
 
 # --- 2. Hugging Face models --------------------------------------------------------------------------------

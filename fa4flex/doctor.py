@@ -68,9 +68,9 @@ def variables() -> list[str]:
 
 def self_checks() -> list[tuple[str, Callable[[], bool | str]]]:
     """Name of each check, and a function that returns True or what is wrong, or raises."""
-    found: list[tuple[str, Callable[[], bool | str]]] = [("CPU, float32", on_cpu), ("compiler", compiles)]
+    results: list[tuple[str, Callable[[], bool | str]]] = [("CPU, float32", on_cpu), ("compiler", compiles)]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return found + [(f"{device}, bfloat16", lambda device=device: in_16_bits(device)) for device in devices]
+    return results + [(f"{device}, bfloat16", lambda device=device: in_16_bits(device)) for device in devices]
 
 
 def run_self_checks() -> bool:
@@ -83,15 +83,15 @@ def run_self_checks() -> bool:
 def _verdict(name: str, function: Callable[[], bool | str]) -> bool:
     started = time.perf_counter()
     try:
-        found = function()
+        result = function()
     except UnsupportedError as error:
         print(f"self-check    {name}: not run: {error}")
         return True
     except Exception as error:  # a broken installation may raise anything
-        found = f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - started
-    print(f"self-check    {name}: {f'ok in {seconds:.1f} s' if found is True else f'FAILED: {found}'}")
-    return found is True
+    print(f"self-check    {name}: {f'ok in {seconds:.1f} s' if result is True else f'FAILED: {result}'}")
+    return result is True
 
 
 def on_cpu() -> bool | str:
@@ -117,8 +117,8 @@ def in_16_bits(device: torch.device) -> bool | str:
     exact = _results(_formula, [x.double() for x in qkv], d_out.double())
     plain = _results(_formula, qkv, d_out)
     wrong = []
-    for name, found, right, rounded in zip(("out", "dq", "dk", "dv"), ours, exact, plain):
-        error, usual = ((x.double() - right).abs().max().item() for x in (found, rounded))
+    for name, result, right, rounded in zip(("out", "dq", "dk", "dv"), ours, exact, plain):
+        error, usual = ((x.double() - right).abs().max().item() for x in (result, rounded))
         if not error <= FACTOR * usual:  # NaN fails
             wrong.append(f"{name} is off by {error:.1e}, PyTorch's operations by {usual:.1e}")
     return not wrong or "; ".join(wrong)

@@ -52,8 +52,8 @@ def flex_attention(
     ignored with a warning; any other raises. Errors are Fa4flexErrors, and of the classes that torch raises.
     """
     if return_lse and return_aux is not None:
-        given = "Cannot specify both return_lse and return_aux. return_lse is deprecated"
-        raise InputError(given, "one of them", "use return_aux=AuxRequest(lse=True)")
+        argument = "Cannot specify both return_lse and return_aux. return_lse is deprecated"
+        raise InputError(argument, "one of them", "use return_aux=AuxRequest(lse=True)")
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise InputError(
             f"return_aux is a {type(return_aux).__name__}", "an AuxRequest", "e.g. AuxRequest(lse=True)"
@@ -222,8 +222,8 @@ def _check_backend(kernel_options: dict[str, Any], max_scores: bool) -> None:
             "leave FORCE_USE_FLEX_ATTENTION out; fa4flex needs neither",
         )
     if backend not in BACKENDS:
-        given = f"Invalid BACKEND value '{backend}'. Must be one of {BACKENDS}"
-        raise InputError(given, "a backend of torch", "leave it out: fa4flex has kernels of its own")
+        value = f"Invalid BACKEND value '{backend}'. Must be one of {BACKENDS}"
+        raise InputError(value, "a backend of torch", "leave it out: fa4flex has kernels of its own")
     if backend == "FLASH" and max_scores:
         raise UnsupportedError(
             "Returning max scores is not supported with BACKEND='FLASH'",
@@ -244,5 +244,5 @@ def _check_exact(name: str, value: Any, legal: tuple[Any, ...]) -> None:
 @constant_in_graphs
 def _nearest(key: str) -> str | None:
     known = sorted({*TUNING, *EXACT})
-    found = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key.upper(), known, 1)
-    return found[0] if found else None
+    result = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key.upper(), known, 1)
+    return result[0] if result else None

@@ -97,34 +97,34 @@ class Lowered:
     def _checked(self, signature: Signature) -> tuple[Source, Problem, Signature, str]:
         """Inputs of the compilation, whose plan holds. The plan of a kernel that is kept was checked by who
         compiled it: the sources of plans and checks are in a kernel's key."""
-        given = self.source, self.problem, signature, self.plan.target.name
-        if self.direction in EMIT and not kept(*given):
+        arguments = self.source, self.problem, signature, self.plan.target.name
+        if self.direction in EMIT and not kept(*arguments):
             self.plan.check()
-        return given
+        return arguments
 
 
-def lower_forward(given: Given) -> Lowered:
+def lower_forward(arguments: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
-    target = given.target.leaving(given.schedule.sm_margin)
-    sizes = Sizes(given.inputs)
-    problem = dispatch.by_pairs(given.facts, _proved(given), target, given.schedule, sizes)
-    problem = replace(problem, **given.changes)
-    plan: Any = dispatch.plan_forward(given.facts, problem, target, given.schedule, sizes=sizes)
-    source = _emitted(emit_forward, given.facts, plan)
-    return Lowered("forward", given.facts, plan.problem, plan, source, valid=sizes.valid)
+    target = arguments.target.leaving(arguments.schedule.sm_margin)
+    sizes = Sizes(arguments.inputs)
+    problem = dispatch.by_pairs(arguments.facts, _proved(arguments), target, arguments.schedule, sizes)
+    problem = replace(problem, **arguments.changes)
+    plan: Any = dispatch.plan_forward(arguments.facts, problem, target, arguments.schedule, sizes=sizes)
+    source = _emitted(emit_forward, arguments.facts, plan)
+    return Lowered("forward", arguments.facts, plan.problem, plan, source, valid=sizes.valid)
 
 
-def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
+def lower_backward(arguments: Given, needs: Sequence[int] = ()) -> Lowered:
     """`needs` are the slots of captured tensors whose gradients are wanted. Errors as in the forward pass."""
-    facts, inputs = given.facts, given.inputs
-    target = given.target.leaving(given.schedule.sm_margin)
-    deterministic = given.schedule.deterministic
+    facts, inputs = arguments.facts, arguments.inputs
+    target = arguments.target.leaving(arguments.schedule.sm_margin)
+    deterministic = arguments.schedule.deterministic
     sizes = Sizes(inputs)
-    problem = backward_problem(_proved(given), facts, deterministic)
-    queries = None if deterministic else prove_queries(facts, given.proved_for, given.captured)
+    problem = backward_problem(_proved(arguments), facts, deterministic)
+    queries = None if deterministic else prove_queries(facts, arguments.proved_for, arguments.captured)
     if queries is not None:
         problem = by_queries(problem, queries)
-    problem = replace(problem, **given.changes)
+    problem = replace(problem, **arguments.changes)
     pipeline = dispatch.choose("backward", problem, target, sizes)
     if pipeline.splits_groups and inputs.kv_heads < inputs.extents.heads:
         problem = replace(problem, grouped=True)
@@ -175,10 +175,10 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
     return EMIT[lowered.direction](lowered.facts, lowered.plan, captions, origins)
 
 
-def _proved(given: Given) -> Problem:
+def _proved(arguments: Given) -> Problem:
     """The proof, and the problem of a forward pass."""
-    proved = given.prove(given.facts, given.proved_for, given.captured)
-    return forward_problem(given.facts, given.inputs, proved)
+    proved = arguments.prove(arguments.facts, arguments.proved_for, arguments.captured)
+    return forward_problem(arguments.facts, arguments.inputs, proved)
 
 
 @lru_cache(maxsize=1024)

@@ -32,8 +32,8 @@ def merge(
     parts, sums = _stacked("outs", outs), _stacked("lses", lses)
     dtype = torch.float64 if parts.dtype == torch.float64 else torch.float32
     by_row = layout == "bshd" or parts.ndim == 4
-    found = sums.to(dtype)
-    placed = found.transpose(-1, -2) if by_row else found
+    result = sums.to(dtype)
+    placed = result.transpose(-1, -2) if by_row else result
     if placed.shape != parts.shape[:-1]:
         raise InputError(
             f"outs {tuple(parts.shape)} and lses {tuple(sums.shape)}, parts first, with layout={layout!r}",
@@ -52,11 +52,11 @@ def merge(
     return out, merged.transpose(-1, -2) if by_row else merged
 
 
-def _stacked(name: str, given: Sequence[Tensor] | Tensor) -> Tensor:
+def _stacked(name: str, arguments: Sequence[Tensor] | Tensor) -> Tensor:
     """All parts along the first dimension."""
-    if isinstance(given, Tensor):
-        return given
-    parts = list(given)
+    if isinstance(arguments, Tensor):
+        return arguments
+    parts = list(arguments)
     if not parts or len({(x.shape, x.dtype, x.device) for x in parts}) > 1:
         raise InputError(
             f"{name} of shapes {[tuple(x.shape) for x in parts]} and dtypes {[x.dtype for x in parts]}",

@@ -76,10 +76,10 @@ class Attention(nn.Module):
         parameters, buffers = dict(parameters or {}), dict(buffers or {})
         for name in (*parameters, *buffers):
             self._check_name(name, name in parameters and name in buffers)
-        for name, given in parameters.items():
-            self.register_parameter(name, _parameter(name, given))
-        for name, given in buffers.items():
-            self.register_buffer(name, given)
+        for name, value in parameters.items():
+            self.register_parameter(name, _parameter(name, value))
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
         self.register_parameter("sinks", None if sinks is None else _parameter("sinks", sinks))
         self._zeroed = tuple(
             name for name, x in {**parameters, "sinks": sinks}.items() if isinstance(x, (int, tuple))
@@ -142,10 +142,10 @@ class Attention(nn.Module):
 
         Raises UnsupportedError if parameters were passed as tensors: their first values are not kept.
         """
-        given = [name for name, _ in self.named_parameters(recurse=False) if name not in self._zeroed]
-        if given:
+        arguments = [name for name, _ in self.named_parameters(recurse=False) if name not in self._zeroed]
+        if arguments:
             raise UnsupportedError(
-                f"reset_parameters() of {', '.join(given)}, given as tensors",
+                f"reset_parameters() of {', '.join(arguments)}, given as tensors",
                 "parameters declared by their shape, which start as zeros",
                 "define reset_parameters() in a subclass, or load a state dict",
             )
@@ -175,25 +175,25 @@ class Attention(nn.Module):
 _INDICES = ("score", "b", "h", "q_idx", "kv_idx", *CONTEXT)
 
 
-def _either(name: str, given: Any, method: Any) -> Any:
-    if given is not None and method is not None:
+def _either(name: str, value: Any, method: Any) -> Any:
+    if value is not None and method is not None:
         raise InputError(
             f"{name}= and a method of the class",
             "one of them",
             f"leave out {name}=, or call its function from the method",
         )
-    return method if given is None else given
+    return method if value is None else value
 
 
-def _parameter(name: str, given: Any) -> nn.Parameter:
-    if isinstance(given, nn.Parameter):
-        return given
-    if isinstance(given, Tensor) and given.is_floating_point():
-        return nn.Parameter(given.detach())
-    if isinstance(given, (int, tuple)) and not isinstance(given, bool):
-        return nn.Parameter(torch.zeros(given))
+def _parameter(name: str, value: Any) -> nn.Parameter:
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return nn.Parameter(value.detach())
+    if isinstance(value, (int, tuple)) and not isinstance(value, bool):
+        return nn.Parameter(torch.zeros(value))
     raise InputError(
-        f"{name} of {kind_of(given)}",
+        f"{name} of {kind_of(value)}",
         "a floating tensor, or its shape",
         f"give a tensor of floats, e.g. torch.tensor(0.5); what does not learn is a buffer:"
         f" buffers={{{name!r}: ...}}",
@@ -272,8 +272,8 @@ def _taken(function: Any, owned: frozenset[str], indices: int) -> tuple[str, ...
         parameters = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return ()
-    given = bound_keywords(function)
-    return tuple(name for name in parameters[indices:] if name in owned and name not in given)
+    value = bound_keywords(function)
+    return tuple(name for name in parameters[indices:] if name in owned and name not in value)
 
 
 def _check_all_taken(owned: frozenset[str], mods: tuple[Any, ...]) -> None:

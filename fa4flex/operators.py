@@ -119,13 +119,13 @@ def called(name: str, function: str) -> Callable[..., Any]:
     lists = [n for n, row in enumerate(operator.rows) if row.type.endswith("[]")]
     found: Callable[..., Any] | None = None
 
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         nonlocal found
         if found is None:
             found = _imported(operator.module, function)
-        if any(given[n] is None for n in lists):
-            given = tuple([[] if x is None and n in lists else x for n, x in enumerate(given)])
-        return found(*given)
+        if any(arguments[n] is None for n in lists):
+            arguments = tuple([[] if x is None and n in lists else x for n, x in enumerate(arguments)])
+        return found(*arguments)
 
     return call
 

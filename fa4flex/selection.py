@@ -38,11 +38,11 @@ def select(text: str, parameters: dict[str, Any] | None = None) -> Selection:
 
     Raises InputError for names that do not exist and for syntax beyond the operators.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def placeholder(match: re.Match[str]) -> str:
-        name = f"_file_{len(found)}"
-        found[name] = _from_file(Path(match["path"]), match["function"])
+        name = f"_file_{len(results)}"
+        results[name] = _from_file(Path(match["path"]), match["function"])
         return name
 
     source = _FILE.sub(placeholder, text.strip())
@@ -51,7 +51,7 @@ def select(text: str, parameters: dict[str, Any] | None = None) -> Selection:
     except SyntaxError as error:
         raise _not_a_variant(text, "it is not an expression") from error
     parts = tree.elts if isinstance(tree, ast.Tuple) else [tree]
-    values = [_value(part, found, text) for part in parts]
+    values = [_value(part, results, text) for part in parts]
     if parameters:
         values = [_with_parameters(values, parameters, text)]
     selection: Selection = {}

@@ -232,8 +232,8 @@ def outside_operators() -> AbstractContextManager[Any]:
     """Within, torch dispatches as outside of the operator at hand, except for inference mode."""
     if _KEYS is None:
         _missing("_C._dispatch_tls_local_include_set", _OF_FLEX)
-    found: AbstractContextManager[Any] = _force_keys(*_KEYS)
-    return found
+    result: AbstractContextManager[Any] = _force_keys(*_KEYS)
+    return result
 
 
 # --- dimensions that torch maps over ------------------------------------------------------------------------
@@ -296,8 +296,8 @@ class MappedDimension(NamedTuple):
     @staticmethod
     def _first(x: Tensor, level: int) -> Tensor:
         """`x` of the vmap of torch.autograd with its mapped dimension first."""
-        found: Tensor = _torch.remove_legacy(x, level, 0, 0)
-        return found
+        result: Tensor = _torch.remove_legacy(x, level, 0, 0)
+        return result
 
 
 # --- kernels, streams and devices ---------------------------------------------------------------------------
@@ -421,11 +421,11 @@ def is_dynamo(frame: FrameType) -> bool:
 
 def stance() -> Any:
     """Value that torch.compiler.set_stance set last; another one each time where this torch does not tell."""
-    found = getattr(torch._dynamo.eval_frame, "_stance", None)
-    if found is None:
+    result = getattr(torch._dynamo.eval_frame, "_stance", None)
+    if result is None:
         absent["_dynamo.eval_frame._stance"] = "time: repeated calls compiled by Inductor enter by Dynamo"
         return object()
-    return found
+    return result
 
 
 def inductor() -> Callable[..., Any]:
@@ -434,21 +434,21 @@ def inductor() -> Callable[..., Any]:
     if lookup is not None:
         backend: Callable[..., Any] = lookup("inductor")
         return backend
-    found = _imported("torch._inductor.compile_fx", "compile_fx", "flex_attention under torch.compile")
-    return found or _missing("_inductor.compile_fx.compile_fx", "flex_attention under torch.compile")
+    result = _imported("torch._inductor.compile_fx", "compile_fx", "flex_attention under torch.compile")
+    return result or _missing("_inductor.compile_fx.compile_fx", "flex_attention under torch.compile")
 
 
 def inductor_of_one_graph() -> Callable[..., Any]:
     """Compiler of one graph, which Inductor calls for the forward and for the backward pass."""
     lost = "flex_attention under torch.compile"
-    found = _imported("torch._inductor.compile_fx", "compile_fx_inner", lost)
-    return found or _missing("_inductor.compile_fx.compile_fx_inner", lost)
+    result = _imported("torch._inductor.compile_fx", "compile_fx_inner", lost)
+    return result or _missing("_inductor.compile_fx.compile_fx_inner", lost)
 
 
 def past_dynamo(graph: Callable[..., Any]) -> Callable[..., Any]:
     """The function around which Dynamo put a guard of its own; `graph` itself where there is none."""
-    found: Callable[..., Any] = getattr(graph, "_torchdynamo_orig_callable", graph)
-    return found
+    result: Callable[..., Any] = getattr(graph, "_torchdynamo_orig_callable", graph)
+    return result
 
 
 def fake_tensors() -> Any:
@@ -559,10 +559,10 @@ unflattened: Callable[[Sequence[Any], Any], Any] = _needed("utils._pytree.tree_u
 
 def group_store(group: Any) -> Any:
     """Key-value store of a process group. Raises RuntimeError where this torch does not give it."""
-    found = getattr(torch.distributed.distributed_c10d, "_get_process_group_store", None)
-    if found is None:
+    result = getattr(torch.distributed.distributed_c10d, "_get_process_group_store", None)
+    if result is None:
         raise RuntimeError(f"torch {torch.__version__} does not give it")
-    return found(group)
+    return result(group)
 
 
 def implicit_replication(dtensor: Any) -> bool:
@@ -578,5 +578,5 @@ _shown: set[str] = set()
 def flex_warnings_shown(flex_attention: Any) -> set[str]:
     """Names of warnings that torch's module of flex_attention has given in this process; a set of its own
     where torch keeps none."""
-    found: set[str] = getattr(flex_attention, "_WARNINGS_SHOWN", _shown)
-    return found
+    results: set[str] = getattr(flex_attention, "_WARNINGS_SHOWN", _shown)
+    return results

@@ -64,12 +64,12 @@ class Variant:
 
     def __repr__(self) -> str:
         defaults = {"precision": _PRECISION, "schedule": _SCHEDULE}
-        given = [
+        arguments = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
             if f.init and getattr(self, f.name) != defaults.get(f.name, f.default)
         ]
-        return f"Variant({', '.join(given)})"
+        return f"Variant({', '.join(arguments)})"
 
 
 READ_ANEW = frozenset(("score_mod", "mask", "blocks", "allowed", "sinks", "scale"))
@@ -153,30 +153,30 @@ def at_call(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
 ) -> Variant:
     """The variant with the overrides of one call."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if isinstance(blocks, BlockMask):
-        given["blocks"], own = BlockMap.from_torch(
+        arguments["blocks"], own = BlockMap.from_torch(
             blocks, variant.schedule.contents
         )  # torch's that stands for none has no map
         if own is not None:
-            given["mask"] = as_mask(own)
+            arguments["mask"] = as_mask(own)
     elif blocks is not None:
         _check_types({"blocks": blocks})
-        given["blocks"] = blocks
+        arguments["blocks"] = blocks
     if scale is not None:
         _check_scale(scale)
-        given["scale"] = scale
+        arguments["scale"] = scale
     if sinks is not None:
-        given["sinks"] = _sinks_of_call(sinks)
-    return changed(variant, **given)
+        arguments["sinks"] = _sinks_of_call(sinks)
+    return changed(variant, **arguments)
 
 
-def changed(variant: Variant, **given: Any) -> Variant:
+def changed(variant: Variant, **value: Any) -> Variant:
     """The variant with other values of some fields, and all others as they are."""
     if torch.compiler.is_compiling():
-        return replace(variant, **given)
+        return replace(variant, **value)
     other = object.__new__(Variant)  # in half the time of `replace`, which calls a setter for each field
-    vars(other).update(vars(variant), **given)
+    vars(other).update(vars(variant), **value)
     other.__post_init__()
     return other
 

@@ -64,12 +64,12 @@ def picks(problem: Problem, seed: int) -> list[Pick]:
         every = torch.arange(row.length, device=device)
         return [Pick(head // row.heads, head % row.heads, every) for head in heads[:WHOLE_HEADS]]
     borders = [i for i in (0, 1, BLOCK - 1, BLOCK, row.length - 1) if i < row.length]
-    found = []
+    results = []
     for head in heads:
         drawn = torch.randperm(row.length, generator=generator)[: QUERIES - len(borders)].tolist()
         rows = torch.tensor(sorted({*borders, *drawn}), device=device)
-        found.append(Pick(head // row.heads, head % row.heads, rows))
-    return found
+        results.append(Pick(head // row.heads, head % row.heads, rows))
+    return results
 
 
 def exact_rows(problem: Problem, pick: Pick, qkv: Qkv) -> Tensor:
@@ -118,12 +118,12 @@ def computed(way: Way, problem: Problem, pick: Pick, dtype: torch.dtype | None =
     first = pick.h // group * group
     own, sums = None, None
     for head in range(first, first + group):
-        found = [
+        results = [
             _gradients(way, problem, Pick(pick.b, head, rows), dtype) for rows in pick.rows.split(MOST_ROWS)
         ]
         if head == pick.h:
-            own = torch.cat([dq for dq, _, _ in found])
-        for _, *added in found:
+            own = torch.cat([dq for dq, _, _ in results])
+        for _, *added in results:
             sums = added if sums is None else [x + y for x, y in zip(sums, added, strict=True)]
     assert own is not None and sums is not None
     return own, *(x.to(own.dtype) for x in sums)
@@ -180,8 +180,8 @@ def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
     """Errors of one call, whose output memory held NaN before; of the worst of its results."""
     poison(problem.q)
     with torch.no_grad():
-        found = run()
-    results = found if isinstance(found, tuple) else (found,)
+        outcome = run()
+    results = outcome if isinstance(outcome, tuple) else (outcome,)
     judged = []
     for i, (result, exact, plain) in enumerate(zip(results, known.exact, known.plain, strict=True)):
         group = problem.row.group
@@ -199,6 +199,6 @@ def poison(like: Tensor, copies: int = 4) -> None:
     del held
 
 
-def _worst(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
-    error = torch.cat([f.double() - e for f, e in zip(found, exact, strict=True)])
+def _worst(results: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
+    error = torch.cat([f.double() - e for f, e in zip(results, exact, strict=True)])
     return error.abs().max().item(), error.norm(dim=-1).max().item()

@@ -94,17 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status: 1 where a target was missed, else 0. A smoke run judges errors alone."""
     options = options_of(arguments)
     chosen = select_all(arguments.suite, [pattern for pattern in arguments.rows.split(",") if pattern])
-    found = environment(options.device)
-    found |= {f"peer {peer.name}": peer.version() for peer in options.peers}
-    print("\n".join(f"{name:20} {value}" for name, value in found.items()))
+    result = environment(options.device)
+    result |= {f"peer {peer.name}": peer.version() for peer in options.peers}
+    print("\n".join(f"{name:20} {value}" for name, value in result.items()))
     print(f"{'inputs':20} standard normal, bf16, seed {options.seed}")
     judged: list[Verdict] = []
     for name in arguments.suite:
         if name == "latency":
-            judged += _latency(options, found, arguments.out)
+            judged += _latency(options, result, arguments.out)
             continue
         reports = _measure_suite(name, chosen[name], options)
-        _write(name, reports, {"environment": found, "seed": options.seed}, arguments)
+        _write(name, reports, {"environment": result, "seed": options.seed}, arguments)
         print(f"\n{short_table(reports)}")
         judged += [verdict for report in reports for verdict in verdicts(report, reports)]
     failed = sum(verdict.passed is False for verdict in judged)
@@ -187,7 +187,7 @@ def _write(
 
 def _latency(options: Options, about: dict[str, str], out: Path) -> list[Verdict]:
     """Host time per call on a small problem, and first calls in fresh processes."""
-    found: dict[str, Any] = {"host": {}}
+    results: dict[str, Any] = {"host": {}}
     offered = [peer for peer in peers.HOST_PEERS if not options.smoke or peer.name == OURS]
     runs: dict[str, Run] = {}
     for peer in offered:
@@ -195,29 +195,29 @@ def _latency(options: Options, about: dict[str, str], out: Path) -> list[Verdict
         row = _HOST_ROW if peer.name in (OURS, "flex") else _PLAIN_ROW
         prepared = attempt(peer, make_problem(row, options.device, options.seed))
         if isinstance(prepared, Absent):
-            found["host"][peer.name] = {"reason": prepared.reason}
+            results["host"][peer.name] = {"reason": prepared.reason}
         else:
             runs[peer.name] = prepared
     for name, samples in host_overhead(runs, options.rounds).items():
-        found["host"][name] = {"median_us": 1e6 * samples.median}
-    found["first call"] = first_call.first_and_second(options.device.type)
+        results["host"][name] = {"median_us": 1e6 * samples.median}
+    results["first call"] = first_call.first_and_second(options.device.type)
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bench-latency.json"
-    path.write_text(json.dumps({"suite": "latency", "environment": about, **found}, indent=1) + "\n")
+    path.write_text(json.dumps({"suite": "latency", "environment": about, **results}, indent=1) + "\n")
     print(f"\nwrote {path}\n")
-    for name, value in found["host"].items():
+    for name, value in results["host"].items():
         print(f"host time per call   {name:8} " + value.get("reason", f"{value.get('median_us', 0):.1f} us"))
-    judged = latency_verdicts(found)
+    judged = latency_verdicts(results)
     if options.smoke:
         judged = [replace(verdict, passed=None) for verdict in judged]
     print("\n".join(verdict_text(verdict) for verdict in judged))
     return judged
 
 
-def latency_verdicts(found: dict[str, Any]) -> list[Verdict]:
+def latency_verdicts(results: dict[str, Any]) -> list[Verdict]:
     """Host microseconds, and seconds of first calls, against their limits."""
-    microseconds = found["host"].get(OURS, {}).get("median_us")
-    first = found["first call"]
+    microseconds = results["host"].get(OURS, {}).get("median_us")
+    first = results["first call"]
     reason = f": {first['reason']}" if "reason" in first else ""
     rows = [("host us per call", microseconds, 1e6 * MOST_HOST)]
     for which, most in first_call.MOST.items():

@@ -25,20 +25,20 @@ _STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_ev
 
 def environment(device: torch.device) -> dict[str, str]:
     """Names and versions; on CUDA also the device, its driver and its limits."""
-    found = {"python": platform.python_version(), "device": _device_name(device)}
+    results = {"python": platform.python_version(), "device": _device_name(device)}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            results[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            results[package] = "not installed"
     if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        results["cuda"] = str(torch.version.cuda)
+        results["cudnn"] = str(torch.backends.cudnn.version())
         properties = torch.cuda.get_device_properties(device)
-        found["multiprocessors"] = str(properties.multi_processor_count)
-        found["L2 bytes"] = str(properties.L2_cache_size)
-        found.update(_query(device, _DEVICE))
-    return found
+        results["multiprocessors"] = str(properties.multi_processor_count)
+        results["L2 bytes"] = str(properties.L2_cache_size)
+        results.update(_query(device, _DEVICE))
+    return results
 
 
 def state(device: torch.device) -> dict[str, str]:
@@ -53,9 +53,9 @@ def state_under_load(device: torch.device, call: Any, seconds_per_call: float) -
     with torch.no_grad():
         for _ in range(min(500, max(1, round(0.5 / seconds_per_call)))):
             call()
-    found = state(device)
+    result = state(device)
     torch.cuda.synchronize()
-    return found
+    return result
 
 
 def _device_name(device: torch.device) -> str:

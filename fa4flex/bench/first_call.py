@@ -73,7 +73,7 @@ def _finish(device: str) -> None:
 def first_and_second(device: str) -> dict[str, Any]:
     """Seconds of each of RUNS, by its name, or {"reason": ...}."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {}
+        results = {}
         for which, (kernels, *mode) in RUNS.items():
             done = subprocess.run(
                 [sys.executable, "-m", "fa4flex.bench.first_call", device, *mode],
@@ -82,17 +82,17 @@ def first_and_second(device: str) -> dict[str, Any]:
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or ["no message"]
                 return {"reason": f"{which} process failed: {lines[-1][:200]}"}
-            found[which] = json.loads(done.stdout.splitlines()[-1])
-    return found
+            results[which] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def _environment(folder: Path, kernels: str) -> dict[str, str]:
     """The environment with kernels in `folder`, and byte code, too, where it is not to be written beside
     sources."""
-    found = {**_with_package(dict(os.environ)), CACHE: str(folder / kernels)}
-    if found.pop(NO_BYTE_CODE, ""):
-        found[BYTE_CODE] = str(folder / "byte code")
-    return found
+    results = {**_with_package(dict(os.environ)), CACHE: str(folder / kernels)}
+    if results.pop(NO_BYTE_CODE, ""):
+        results[BYTE_CODE] = str(folder / "byte code")
+    return results
 
 
 def _with_package(environment: dict[str, str]) -> dict[str, str]:

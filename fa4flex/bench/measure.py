@@ -117,11 +117,11 @@ def interleave(
     """
     with torch.no_grad():
         repeats = {key: _repeats(call, clock, seconds) for key, call in calls.items()}
-        found: dict[Key, list[float]] = {key: [] for key in calls}
+        results: dict[Key, list[float]] = {key: [] for key in calls}
         for _ in range(rounds):
             for key in random.sample(list(calls), len(calls)):
-                found[key].append(clock.time(calls[key], repeats[key]))
-    return {key: Samples(tuple(times)) for key, times in found.items()}
+                results[key].append(clock.time(calls[key], repeats[key]))
+    return {key: Samples(tuple(times)) for key, times in results.items()}
 
 
 def _repeats(call: Call, clock: Clock, seconds: float) -> int:

@@ -35,8 +35,8 @@ class Problem:
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [sequences + 1], of rows with packed sequences."""
-        found: Tensor = self.mods.mask_mod.cu_seqlens  # type: ignore[union-attr]
-        return found
+        result: Tensor = self.mods.mask_mod.cu_seqlens  # type: ignore[union-attr]
+        return result
 
     @property
     def longest(self) -> int:
@@ -246,8 +246,8 @@ def _fa3() -> Any:
     return importlib.import_module("fa3_fwd_interface")
 
 
-def _first(found: Any) -> Tensor:
-    out: Tensor = found[0] if isinstance(found, tuple) else found
+def _first(result: Any) -> Tensor:
+    out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
 
@@ -263,8 +263,8 @@ def _batched(out: Tensor) -> Tensor:
 
 def _lengths(problem: Problem) -> dict[str, Any]:
     """Packed sequences in flash-attn's arguments."""
-    found = {f"cu_seqlens_{x}": problem.cu_seqlens for x in "qk"}
-    return {**found, **{f"max_seqlen_{x}": problem.longest for x in "qk"}}
+    results = {f"cu_seqlens_{x}": problem.cu_seqlens for x in "qk"}
+    return {**results, **{f"max_seqlen_{x}": problem.longest for x in "qk"}}
 
 
 _FA4 = FlashAttention("FA4", "flash-attn-4", _fa4)

@@ -52,8 +52,8 @@ class RowReport:
 
     def seconds(self, peer: str) -> float | None:
         """Median, or None where the peer has no usable time."""
-        found = self.peers.get(peer)
-        return found.samples.median if found and found.usable and found.samples else None
+        result = self.peers.get(peer)
+        return result.samples.median if result and result.usable and result.samples else None
 
     def tflops(self, peer: str) -> float | None:
         seconds = self.seconds(peer)
@@ -74,10 +74,10 @@ class RowReport:
     def reason(self, peer: str) -> str:
         """Reason why there is no time of `peer`."""
         name = self.best_peer if peer == "best" else peer
-        found = self.peers.get(name) if name else None
-        if found is None:
+        result = self.peers.get(name) if name else None
+        if result is None:
             return "not measured"
-        return found.reason or ("its result is wrong" if not found.usable else "")
+        return result.reason or ("its result is wrong" if not result.usable else "")
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -86,17 +86,17 @@ class RowReport:
 def verdicts(report: RowReport, all_reports: Sequence[RowReport]) -> list[Verdict]:
     """Speed by the row's targets, cost by its base, and fa4flex's error. Times of small sizes are not judged:
     targets are those of full ones."""
-    found = [_speed(report, target) for target in report.row.targets]
+    results = [_speed(report, target) for target in report.row.targets]
     if report.row.base:
         base = next((r for r in all_reports if r.row.name == report.row.base), None)
-        found.append(_cost(report, base))
+        results.append(_cost(report, base))
     if report.row.shrink > 1:
-        found = [replace(verdict, passed=None) for verdict in found]
+        results = [replace(verdict, passed=None) for verdict in results]
     ours = report.peers.get(OURS)
     if ours and ours.accuracy:
         value = ours.accuracy.ratio
-        found.append(Verdict("error over plain PyTorch's", value, MOST_ERROR, value <= MOST_ERROR))
-    return found
+        results.append(Verdict("error over plain PyTorch's", value, MOST_ERROR, value <= MOST_ERROR))
+    return results
 
 
 def _speed(report: RowReport, target: Target) -> Verdict:
@@ -209,11 +209,11 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
 def _measured_json(report: RowReport, measured: Measured) -> dict[str, Any]:
     if measured.samples is None:
         return {"reason": measured.reason}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "median_ms": 1e3 * measured.samples.median,
         "tflops": report.flops / measured.samples.median / 1e12,
         "samples_ms": [1e3 * t for t in measured.samples.seconds],
     }
     if measured.accuracy is not None:
-        found["errors"] = {**vars(measured.accuracy), "over plain": measured.accuracy.ratio}
-    return found
+        results["errors"] = {**vars(measured.accuracy), "over plain": measured.accuracy.ratio}
+    return results

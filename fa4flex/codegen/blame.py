@@ -29,15 +29,15 @@ def dress(
         return
     names = {"t": tensors, "s": numbers}
 
-    def named(found: re.Match[str]) -> str:
-        known, slot = names[found[1]], int(found[2])
-        return known[slot] if slot < len(known) else found[0]
+    def named(result: re.Match[str]) -> str:
+        known, slot = names[result[1]], int(result[2])
+        return known[slot] if slot < len(known) else result[0]
 
-    given = re.sub(r"\b([ts])(\d+)\b", named, error.given)
+    value = re.sub(r"\b([ts])(\d+)\b", named, error.given)
     slot = getattr(error, "slot", None)
     if slot is not None and slot < len(tensors):
-        given = given.replace("a captured tensor", f"the captured tensor {tensors[slot]}", 1)
-    Fa4flexError.__init__(error, given, error.expected, error.fix, _line(node, origins))
+        value = value.replace("a captured tensor", f"the captured tensor {tensors[slot]}", 1)
+    Fa4flexError.__init__(error, value, error.expected, error.fix, _line(node, origins))
 
 
 def _line(node: Expr, origins: Sequence[Mapping[Expr, Origin]]) -> Origin | None:

@@ -131,12 +131,12 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
             return Bound(likely, *reading)
     key = registrations(), *map(code_key, mods)
     traces = _kept.get(key, ())
-    for found in traces:
-        reading = None if found is likely or found.reader is None else found.reader.read(*mods)
+    for result in traces:
+        reading = None if result is likely or result.reader is None else result.reader.read(*mods)
         if reading is not None:
-            if found is not traces[0]:
-                _put_first(key, found)
-            return Bound(found, *reading)
+            if result is not traces[0]:
+                _put_first(key, result)
+            return Bound(result, *reading)
     bound = _traced(variant)
     if bound.trace.reader is not None:
         _put_first(key, bound.trace)

@@ -365,7 +365,7 @@ def _reduce(
 @lru_cache(maxsize=512)
 def _varying(body: Expr, axis: str) -> tuple[Expr, ...]:
     """Nodes under `body` that change with `axis`, arguments first; those that need an inner axis are not."""
-    found: dict[Expr, None] = {}
+    results: dict[Expr, None] = {}
     seen: set[tuple[Expr, frozenset[str]]] = set()
 
     def visit(node: Expr, bound: frozenset[str]) -> None:
@@ -375,10 +375,10 @@ def _varying(body: Expr, axis: str) -> tuple[Expr, ...]:
         for arg in node.args:
             visit(arg, bound | {node.value[1]} if node.op == "reduce" else bound)
         if not node.free & bound:
-            found.setdefault(node)
+            results.setdefault(node)
 
     visit(body, frozenset())
-    return tuple(found)
+    return tuple(results)
 
 
 def _product(

@@ -75,9 +75,9 @@ def _node(op: str, args: tuple[Expr, ...], value: Any, kind: Kind) -> Expr:
     # type(value) keeps True apart from 1 and 1 from 1.0; repr keeps -0.0 apart from 0.0, and NaN findable.
     identity = repr(value) if isinstance(value, float) else value
     key = (op, tuple(map(id, args)), type(value), identity, kind)
-    found = _interned.get(key)
-    if found is not None:
-        return found
+    result = _interned.get(key)
+    if result is not None:
+        return result
     node = object.__new__(Expr)
     free: frozenset[str] = frozenset().union(*(a.free for a in args))
     if op == "sym":

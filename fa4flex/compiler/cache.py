@@ -40,9 +40,9 @@ def directory() -> Path | None:
     """Directory of kept kernels, or None where none are kept: turned off, or not safe (warned about once)."""
     if os.environ.get("FA4FLEX_CACHE", "1").strip().lower() in ("0", "off", "false", "no"):
         return None
-    given = os.environ.get("FA4FLEX_CACHE_DIR")
+    value = os.environ.get("FA4FLEX_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(given) if given else Path(base) / "fa4flex"
+    path = Path(value) if value else Path(base) / "fa4flex"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         unsafe = _unsafe(path)
@@ -55,11 +55,11 @@ def directory() -> Path | None:
 
 def _unsafe(path: Path) -> str:
     """Reason why the directory cannot be trusted, in words; "" if it can."""
-    found = path.stat()
-    if found.st_uid != os.getuid():
-        return f"it belongs to user {found.st_uid}, this process to {os.getuid()}"
-    if found.st_mode & 0o022:
-        return f"others may write to it (mode {found.st_mode & 0o777:o}); chmod 700 makes it private"
+    result = path.stat()
+    if result.st_uid != os.getuid():
+        return f"it belongs to user {result.st_uid}, this process to {os.getuid()}"
+    if result.st_mode & 0o022:
+        return f"others may write to it (mode {result.st_mode & 0o777:o}); chmod 700 makes it private"
     return "" if os.access(path, os.W_OK | os.X_OK) else "this process may not write to it"
 
 
@@ -117,13 +117,13 @@ def store(folder: Path, key: str, suffix: str, content: bytes) -> Path:
 
 def obtain(folder: Path, key: str, build: Callable[[], tuple[str, bytes]]) -> tuple[Path, bool]:
     """The file of `key`, and whether `build`, which returns (suffix, content), had to be called."""
-    found = find(folder, key)
-    if found is not None:
-        return found, False
+    result = find(folder, key)
+    if result is not None:
+        return result, False
     with locked(folder / f"{key}.lock"):
-        found = find(folder, key)  # the process that held the lock may have stored it
-        if found is not None:
-            return found, False
+        result = find(folder, key)  # the process that held the lock may have stored it
+        if result is not None:
+            return result, False
         return store(folder, key, *build()), True
 
 

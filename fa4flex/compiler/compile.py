@@ -76,15 +76,15 @@ def compile_kernel(
 ) -> Kernel:
     """The kernel of `source`: from memory, from disk, or compiled now. Safe in any thread and process."""
     key = kernel_key(source.key, problem, signature, arch)
-    found = _kernels.get(key)
-    if found is not None:
-        return found
+    result = _kernels.get(key)
+    if result is not None:
+        return result
     with compiler_lock, without_collector():
-        found = _kernels.get(key)
-        if found is None:
+        result = _kernels.get(key)
+        if result is None:
             ahead.wait(key)
-            found = _kernels[key] = _obtain(source, problem, signature, arch, key)
-        return found
+            result = _kernels[key] = _obtain(source, problem, signature, arch, key)
+        return result
 
 
 def compile_ahead(
@@ -189,8 +189,8 @@ def toolchain() -> tuple[str, ...]:
 
 def settings() -> tuple[str, ...]:
     """Variables of the environment by which the compiler makes other code, such as its optimisation."""
-    found = (name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(NO_CODE))
-    return tuple([f"{name}={os.environ[name]}" for name in sorted(found)])
+    results = (name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(NO_CODE))
+    return tuple([f"{name}={os.environ[name]}" for name in sorted(results)])
 
 
 def _version_of(package: str) -> str:
@@ -251,11 +251,11 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     from ptxsim.unprinted import unprinted
 
     kernel = source.load()
-    given = fake_arguments(kernel, problem, signature)
+    value = fake_arguments(kernel, problem, signature)
     function = entry_point(kernel, problem, signature)
     # What is launched is the linked file: code for this process alone would be made for nothing.
     with unprinted():
-        return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
+        return cute.compile(function, *value, options=options, no_jit_engine=not simulating())
 
 
 # --- load -------------------------------------------------------------------------------------------------

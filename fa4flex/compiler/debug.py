@@ -26,14 +26,14 @@ CHOICE, PLAN, SOURCE, PTX = LEVELS = 1, 2, 3, 4
 
 def level() -> int:
     """The number in FA4FLEX_DEBUG, 0 without one. Raises InputError for what is no level."""
-    given = os.environ.get(VARIABLE, "").strip() or "0"
-    if given not in map(str, (0, *LEVELS)):
+    value = os.environ.get(VARIABLE, "").strip() or "0"
+    if value not in map(str, (0, *LEVELS)):
         raise InputError(
-            f"{VARIABLE}={given!r}",
+            f"{VARIABLE}={value!r}",
             "0 (nothing), 1 (choice and proof), 2 (plan), 3 (source) or 4 (PTX)",
             f"set {VARIABLE}=1, or unset it",
         )
-    return int(given)
+    return int(value)
 
 
 def report(level: int, plan: Plan, source: Source, signature: Signature, kernel: Kernel) -> None:

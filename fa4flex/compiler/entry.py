@@ -76,22 +76,22 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     rows, launches = SCHEMAS[kernel.direction].rows, LAUNCHES[kernel.direction](kernel, problem)
     swap = signature.heads_first and problem.lengths != "packed"
 
-    def launch(given: tuple[Any, ...]) -> None:
-        *values, stream = given
-        found: dict[str, Any] = {}
+    def launch(arguments: tuple[Any, ...]) -> None:
+        *values, stream = arguments
+        results: dict[str, Any] = {}
         taken = iter(values)
         for row in rows:
-            value = next(taken) if row.computed is None else row.computed(found)
+            value = next(taken) if row.computed is None else row.computed(results)
             if isinstance(row.look, Heads) and swap and value is not None:
                 value = _transposed(value)
             elif isinstance(row.look, Captured) and value is None:
                 value = ()  # an empty tuple cannot be an argument: it travels as None
-            found[row.name] = value
+            results[row.name] = value
         for one, fields in launches:
-            one(fields(*(found[name] for name in fields._fields)), stream)
+            one(fields(*(results[name] for name in fields._fields)), stream)
 
-    def attention(*given: Any) -> None:
-        launch(given)
+    def attention(*value: Any) -> None:
+        launch(value)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = (*SCHEMAS[kernel.direction].names, "stream")
@@ -109,5 +109,5 @@ def fake_arguments(kernel: Any, problem: Problem, signature: Signature) -> list[
     """Stand-ins for the arguments of the entry point, its stream included."""
     fakes = Fakes(problem, signature, kernel.config)
     one = Pass(problem, signature.given, kernel.config)
-    given = [fakes.of(row.look) if row.present(one) else None for row in SCHEMAS[kernel.direction].entry]
-    return [*given, make_fake_stream(use_tvm_ffi_env_stream=True)]
+    arguments = [fakes.of(row.look) if row.present(one) else None for row in SCHEMAS[kernel.direction].entry]
+    return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=True)]

@@ -114,8 +114,10 @@ class Fakes:
         return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=WIDE_COPY)
 
     def _parts(self, look: Parts) -> Any:
-        given = (self.of(array) if look.present(name, self.problem) else None for name, array in look.arrays)
-        return named("Parts", look.names)(*given)
+        arguments = (
+            self.of(array) if look.present(name, self.problem) else None for name, array in look.arrays
+        )
+        return named("Parts", look.names)(*arguments)
 
     def _operands(self) -> tuple[Any, ...]:
         """Rows that are even in elements are read in pairs of them."""
@@ -133,13 +135,13 @@ class Fakes:
 
     def _gradients(self) -> tuple[Any, ...]:
         """Rows of 16-bit ones may be written by the copy engine."""
-        found = []
+        results = []
         for slot, adding in self.problem.gradients:
             dtype, rank = self.problem.operands[slot]
             pairs = adding == "once in pairs"
             shape = tuple(cute.sym_int32() for _ in range(1 + max(rank, 1)))
-            found.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, together=8 if pairs else 1))
-        return tuple(found)
+            results.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, together=8 if pairs else 1))
+        return tuple(results)
 
 
 def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, together: int = 1) -> Any:

@@ -65,8 +65,10 @@ class Inspection:
         """Number of occurrences of each PTX instruction, by its full name
         ("wgmma.mma_async.sync.aligned....")."""
         statements = re.split(r"[;{}\n]", self.ptx)
-        found = (re.match(r"\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)(?:\s|$)", text) for text in statements)
-        return Counter(match[1] for match in found if match)
+        results = (
+            re.match(r"\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)(?:\s|$)", text) for text in statements
+        )
+        return Counter(match[1] for match in results if match)
 
 
 def inspect(
@@ -112,10 +114,10 @@ def _processor_time() -> float:
     return sum(os.times()[:4])
 
 
-def _packed(found: Inspection) -> bytes:
-    about: dict[str, Any] = {"ptx": found.ptx, "report": found.report, "shared_bytes": found.shared_bytes}
-    about["seconds"] = found.seconds
-    return zlib.compress(json.dumps(about).encode() + b"\0" + found.cubin, 1)
+def _packed(result: Inspection) -> bytes:
+    about: dict[str, Any] = {"ptx": result.ptx, "report": result.report, "shared_bytes": result.shared_bytes}
+    about["seconds"] = result.seconds
+    return zlib.compress(json.dumps(about).encode() + b"\0" + result.cubin, 1)
 
 
 def _unpacked(content: bytes) -> Inspection:
@@ -158,18 +160,18 @@ def shared_bytes(ir: str) -> int:
 
 def bytes_of_launches(ir: str) -> list[int]:
     """Dynamic shared memory of every launch in lowered host code: constants that its configurations hold."""
-    found = []
+    results = []
     for place in re.finditer(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*{_LAUNCH}", ir):
         store = re.search(rf"llvm\.store (%\d+), {place[1]} : i64", ir[place.end() :])
         constant = store and rf"{store[1]} = llvm\.mlir\.constant\((\d+) : i64\)"
-        found += re.findall(constant, ir[: place.end()])[-1:] if constant else []
-    if not found:
+        results += re.findall(constant, ir[: place.end()])[-1:] if constant else []
+    if not results:
         raise UnsupportedError(
             "host code without a constant size of shared memory",
             "a launch whose shared memory is known when it is compiled",
             "check that the installed nvidia-cutlass-dsl is a version that this was written for (4.8)",
         )
-    return list(map(int, found))
+    return list(map(int, results))
 
 
 @contextlib.contextmanager

@@ -49,14 +49,14 @@ def assign(
     Raises InputError.
     """
     global _changes
-    given: Selection = {"score_mod": score_mod, "mask": mask}
+    selection: Selection = {"score_mod": score_mod, "mask": mask}
     if variant is not None:
         if score_mod is not None or mask is not None:
             raise InputError(
                 f"both {variant!r} and functions", "one of them", "pass the functions as score_mod= and mask="
             )
-        given = select(variant)
-    chosen = {role: mod for role, mod in given.items() if mod is not None}
+        selection = select(variant)
+    chosen = {role: mod for role, mod in selection.items() if mod is not None}
     if not chosen:
         raise InputError("no mod to assign", "a score_mod, a mask, or a VARIANT", "e.g. assign('alibi')")
     which = layers if isinstance(layers, str) else frozenset([layers] if isinstance(layers, int) else layers)

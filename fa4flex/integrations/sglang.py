@@ -298,12 +298,12 @@ def _check_dtypes(runner: Any, settings: Any, config: Any) -> None:
 
 def _check_mode(mode: Any) -> None:
     """Raise for passes of trees of tokens, and of tokens that see later ones."""
-    for name, given in (
+    for name, value in (
         ("is_target_verify", "verification of drafted tokens"),
         ("is_dllm_extend", "blocks of a diffusion model"),
     ):
         if getattr(mode, name, bool)():
-            raise UnsupportedError(given, "decoding and prefill", "serve with another attention backend")
+            raise UnsupportedError(value, "decoding and prefill", "serve with another attention backend")
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:

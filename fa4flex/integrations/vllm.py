@@ -220,9 +220,9 @@ def _check_heads(heads: int, kv_heads: int, slopes: list[float] | None, sinks: T
             "whole groups of query heads",
             "choose a tensor parallel size that divides both",
         )
-    for name, given in (("ALiBi slopes", slopes), ("sinks", sinks)):
-        if given is not None and (len(given) != heads or getattr(given, "ndim", 1) != 1):
-            shape = list(given.shape) if isinstance(given, Tensor) else [len(given)]
+    for name, value in (("ALiBi slopes", slopes), ("sinks", sinks)):
+        if value is not None and (len(value) != heads or getattr(value, "ndim", 1) != 1):
+            shape = list(value.shape) if isinstance(value, Tensor) else [len(value)]
             raise UnsupportedError(
                 f"{name} of shape {shape} for {heads} heads",
                 f"[{heads}], one of each query head",

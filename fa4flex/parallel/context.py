@@ -89,8 +89,8 @@ class ContextParallel:
     @on_the_host
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
         """Tokens that each rank holds."""
-        found = self.plan(lengths, batch, heads).placement
-        return found if self.across is None else split_placement(found, self.across.size)
+        result = self.plan(lengths, batch, heads).placement
+        return result if self.across is None else split_placement(result, self.across.size)
 
     @on_the_host
     def shard(self, x: Tensor, dim: int, **sizes: int) -> Tensor:
@@ -131,13 +131,13 @@ class ContextParallel:
         for at in wanted:
             if not is_dtensor(bases[at]):
                 continue
-            found = whole_captured(self.links, bases[at], at, self.reduced)
-            if not found.requires_grad:
+            result = whole_captured(self.links, bases[at], at, self.reduced)
+            if not result.requires_grad:
                 kept = self._whole.get(at)
-                if kept is not None and kept.dtype == found.dtype and torch.equal(kept, found):
-                    found = kept
-                self._whole[at] = found
-            bases[at] = found
+                if kept is not None and kept.dtype == result.dtype and torch.equal(kept, result):
+                    result = kept
+                self._whole[at] = result
+            bases[at] = result
         return now._replace(bound=now.bound._replace(bases=tuple(bases)))
 
     # --- the call -------------------------------------------------------------------------------------------
@@ -220,14 +220,14 @@ class ContextParallel:
         in_order: bool,
         share: Share,
     ) -> tuple[Tensor, Tensor]:
-        extents, found = self._agreed(now, qkv, lengths, in_order, share)
+        extents, result = self._agreed(now, qkv, lengths, in_order, share)
         if self.across is None:
-            return self._here(now, qkv, extents, found, in_order, share)
+            return self._here(now, qkv, extents, result, in_order, share)
         across, own = self.across, self.links.rank
-        held = [_counted(x[own], across.size) for x in _held(found, extents, in_order)]
+        held = [_counted(x[own], across.size) for x in _held(result, extents, in_order)]
         q, k, v = (by_heads(across, x, at) for x, at in zip(qkv, (*held, held[1]), strict=True))
         share = Share(across.rank, across.size, (across,))
-        out, lse = self._here(now, (q, k, v), extents, found, in_order, share)
+        out, lse = self._here(now, (q, k, v), extents, result, in_order, share)
         lse = by_tokens(across, lse.unsqueeze(-1), held[0]).squeeze(-1)
         return by_tokens(across, out, held[0]), lse
 
@@ -236,7 +236,7 @@ class ContextParallel:
         now: launch.Calling,
         qkv: tuple[Tensor, Tensor, Tensor],
         extents: Extents,
-        found: Plan,
+        result: Plan,
         in_order: bool,
         share: Share,
     ) -> tuple[Tensor, Tensor]:
@@ -257,22 +257,22 @@ class ContextParallel:
         compute = variant.precision.compute_dtype(q.dtype)
         dtypes = variant.precision.output_dtype(q.dtype), compute
         margin = self.layout.sm_margin if on_gpu(q) else 0
-        job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes, margin)
-        held, at = _held(found, extents, in_order)[0], found.placement.queries
-        if self._by_heads(now, found, qkv):
-            return attend_heads(job, (held, found.exchange.held), qkv, sinks, operands)
+        job = Job(result.exchange, self.links.rank, self.links, rectangles, *dtypes, margin)
+        held, at = _held(result, extents, in_order)[0], result.placement.queries
+        if self._by_heads(now, result, qkv):
+            return attend_heads(job, (held, result.exchange.held), qkv, sinks, operands)
         q = moved(self.links, q, held, at)
         out, lse = Attend.apply(job, q, k, v, sinks, *operands)
         lse = moved(self.links, lse.unsqueeze(-1), at, held).squeeze(-1)
         return moved(self.links, out, at, held), lse
 
-    def _by_heads(self, now: launch.Calling, found: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
+    def _by_heads(self, now: launch.Calling, result: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
         """True if tokens of heads move. Raises InputError where they should and heads cannot be dealt."""
         q, k, v = qkv
         if self.layout.moves != "heads":
             # Heads that see different numbers of keys are not equal work.
             alike = "h" not in now.bound.trace.facts.mask.free
-            return self.layout.moves == "auto" and alike and heads_move(found, self.model(q, k, v))
+            return self.layout.moves == "auto" and alike and heads_move(result, self.model(q, k, v))
         heads, ranks = (q.shape[1], k.shape[1]), self.links.size
         if any(x % ranks for x in heads):
             raise InputError(
@@ -319,12 +319,12 @@ class ContextParallel:
         )
         extents = Extents(q_len, kv_len, qkv[0].shape[0], qkv[0].shape[1] * share.parts)
         try:
-            found = self._plan(now, extents, in_order)
-            held = [x[self.links.rank] for x in _held(found, extents, in_order)]
+            result = self._plan(now, extents, in_order)
+            held = [x[self.links.rank] for x in _held(result, extents, in_order)]
             if self.across is not None:
                 held = [split(x, self.across.size)[self.across.rank] for x in held]
             _check_parts(held, qkv, self.rank)
-            parts: dict[str, Any] | Fa4flexError = {"placement, as its mask's tables say": found.digest}
+            parts: dict[str, Any] | Fa4flexError = {"placement, as its mask's tables say": result.digest}
         except Fa4flexError as error:
             parts = error
         if ask:
@@ -332,7 +332,7 @@ class ContextParallel:
         if isinstance(parts, Fa4flexError):
             raise parts
         self._seen.add(known)
-        return extents, found
+        return extents, result
 
     def _agree(self, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
         """Descriptions from the ranks of `links`; what the ranks of `across` say is put together first. An
@@ -382,12 +382,12 @@ def _together(
     links: Links, operands: tuple[Tensor, ...], sinks: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The same tensors, whose gradients will be summed over the ranks."""
-    given = [*operands, sinks]
-    learned = [at for at, x in enumerate(given) if x is not None and x.requires_grad]
+    arguments = [*operands, sinks]
+    learned = [at for at, x in enumerate(arguments) if x is not None and x.requires_grad]
     if learned and torch.is_grad_enabled():
-        for at, x in zip(learned, Together.apply(links, *(given[at] for at in learned)), strict=True):
-            given[at] = x
-    return tuple(x for x in given[:-1] if x is not None), given[-1]
+        for at, x in zip(learned, Together.apply(links, *(arguments[at] for at in learned)), strict=True):
+            arguments[at] = x
+    return tuple(x for x in arguments[:-1] if x is not None), arguments[-1]
 
 
 def _without_blocks(variant: Variant) -> Variant:
@@ -395,11 +395,11 @@ def _without_blocks(variant: Variant) -> Variant:
     return variant if variant.blocks is None else replace(variant, blocks=None)
 
 
-def _held(found: Plan, extents: Extents, in_order: bool) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
+def _held(result: Plan, extents: Extents, in_order: bool) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
     """The queries and the keys that each rank's tensors hold."""
-    ranks = found.placement.ranks
-    queries = parts_in_order(extents.q_len, ranks) if in_order else found.placement.queries
-    return queries, found.exchange.held
+    ranks = result.placement.ranks
+    queries = parts_in_order(extents.q_len, ranks) if in_order else result.placement.queries
+    return queries, result.exchange.held
 
 
 def _counted(own: Ranges, parts: int) -> tuple[Ranges, ...]:
@@ -490,8 +490,8 @@ def _group(mesh: Any, dim: str) -> ProcessGroup:
             "the name of one of the mesh's dimensions",
             'name them: init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))',
         )
-    found: ProcessGroup = mesh.get_group(dim)
-    return found
+    result: ProcessGroup = mesh.get_group(dim)
+    return result
 
 
 def _pair(lengths: Lengths) -> tuple[int, int]:

@@ -80,8 +80,8 @@ def whole_captured(links: Links, x: Any, number: int, summed: bool) -> Tensor:
     gradient = [
         module.Partial() if apart and i == at else module.Replicate() for i in range(x.device_mesh.ndim)
     ]
-    found: Tensor = x.full_tensor(grad_placements=gradient)
-    return found
+    result: Tensor = x.full_tensor(grad_placements=gradient)
+    return result
 
 
 def _dimension(links: Links, mesh: Any) -> int:

@@ -129,19 +129,19 @@ def tokens(ranges: Sequence[Range]) -> int:
 
 
 def _from(sends: Sends, rank: int, ranks: int) -> list[Ranges]:
-    found: list[Ranges] = [()] * ranks
+    results: list[Ranges] = [()] * ranks
     for source, to, ranges in sends:
         if source == rank:
-            found[to] = ranges
-    return found
+            results[to] = ranges
+    return results
 
 
 def _to(sends: Sends, rank: int, ranks: int) -> list[Ranges]:
-    found: list[Ranges] = [()] * ranks
+    results: list[Ranges] = [()] * ranks
     for source, to, ranges in sends:
         if to == rank:
-            found[source] = ranges
-    return found
+            results[source] = ranges
+    return results
 
 
 # --- from a placement -------------------------------------------------------------------------------------
@@ -196,42 +196,42 @@ def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages
 
 
 def _guests(splits: Sequence[Split]) -> Sends:
-    found: dict[tuple[int, int], list[Range]] = {}
+    results: dict[tuple[int, int], list[Range]] = {}
     for split in splits:
         for rank, _ in split.parts:
             if rank != split.owner:
-                found.setdefault((split.owner, rank), []).append(split.queries)
-    return tuple((*pair, tuple(queries)) for pair, queries in sorted(found.items()))
+                results.setdefault((split.owner, rank), []).append(split.queries)
+    return tuple((*pair, tuple(queries)) for pair, queries in sorted(results.items()))
 
 
 def _cut(own: Ranges, splits: Sequence[Split]) -> Ranges:
     """These ranges, of which each split's queries are one."""
-    found = []
+    results = []
     for lo, hi in own:
         inside = [x.queries for x in splits if lo <= x.queries[0] < hi]
         cuts = sorted({lo, hi, *(at for pair in inside for at in pair)})
-        found += list(pairwise(cuts))
-    return tuple(found)
+        results += list(pairwise(cuts))
+    return tuple(results)
 
 
 def _keys_of_others(work: Work, other: Tensor, chunk_of: Tensor) -> Tensor:
     """bool [key chunks]: those of which another rank holds a part."""
-    found = torch.zeros(work.sees.shape[1], dtype=torch.bool)
-    found[chunk_of[other]] = True
-    return found
+    result = torch.zeros(work.sees.shape[1], dtype=torch.bool)
+    result[chunk_of[other]] = True
+    return result
 
 
 def _spared(work: Work, own: Ranges, others: Tensor, whole: frozenset[Range]) -> Ranges:
     """These ranges, but for whole ones cut such that results of queries without keys of others are merged
     with nothing."""
-    found: list[Range] = []
+    results: list[Range] = []
     for lo, hi in own:
         reach = work.sees[lo // work.chunk : -(-hi // work.chunk), others].any(1)
         runs = [(lo + first * work.chunk, min(lo + end * work.chunk, hi)) for first, end in _runs(~reach)]
         pieces = list(pairwise(sorted({lo, hi, *(at for run in runs for at in run)})))
         few = len(pieces) <= MOST_PIECES and tokens(runs) >= LEAST_SPARED
-        found += pieces if few and (lo, hi) not in whole else [(lo, hi)]
-    return tuple(found)
+        results += pieces if few and (lo, hi) not in whole else [(lo, hi)]
+    return tuple(results)
 
 
 def _late(work: Work, rows: Ranges, far: Tensor, whole: frozenset[Range]) -> Tensor:
@@ -304,15 +304,15 @@ def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> t
     mask hides the rest. Queries that visit, or have several rectangles, stay by themselves."""
     count = Counter(x.queries for x in rectangles)
     alone = {queries for queries in count if count[queries] == 1} - whole
-    found: list[Rectangle] = []
+    results: list[Rectangle] = []
     for x in rectangles:
-        both = _joined(found[-1], x) if found and {found[-1].queries, x.queries} <= alone else None
+        both = _joined(results[-1], x) if results and {results[-1].queries, x.queries} <= alone else None
         if both is None:
-            found.append(x)
+            results.append(x)
         else:
-            found[-1] = both
+            results[-1] = both
             alone.add(both.queries)
-    return tuple(found)
+    return tuple(results)
 
 
 def _joined(first: Rectangle, then: Rectangle) -> Rectangle | None:
@@ -334,7 +334,7 @@ def _by_holder(there: Tensor, holder: Tensor, cuts: list[int]) -> list[tuple[int
     joined = torch.nn.functional.pad((of.diff() == 0) & (at.diff() == 1), (1, 0))
     first = (~joined).nonzero().flatten()
     last = torch.cat((first[1:], torch.tensor([len(at)]))) - 1
-    found: dict[int, list[Range]] = {}
+    results: dict[int, list[Range]] = {}
     for source, lo, hi in zip(of[first].tolist(), at[first].tolist(), at[last].tolist(), strict=True):
-        found.setdefault(source, []).append((cuts[lo], cuts[hi + 1]))
-    return [(source, tuple(keys)) for source, keys in found.items()]
+        results.setdefault(source, []).append((cuts[lo], cuts[hi + 1]))
+    return [(source, tuple(keys)) for source, keys in results.items()]

@@ -43,9 +43,9 @@ class Guests:
         away, here = self.exchange.visits(self.rank), self.exchange.visitors(self.rank)
         rows = _bytes(tensors, self.visitors, here)
         rows = self.links.all_to_all(rows, list(map(tokens, here)), list(map(tokens, away)))()
-        found, at = _tensors(rows, tensors), 0
+        result, at = _tensors(rows, tensors), 0
         for lo, hi in joined(away):
-            yield (lo, hi), [x.narrow(SEQUENCE, at, hi - lo).contiguous() for x in found]
+            yield (lo, hi), [x.narrow(SEQUENCE, at, hi - lo).contiguous() for x in result]
             at += hi - lo
 
 

@@ -58,13 +58,13 @@ def split(own: Ranges, parts: int) -> tuple[Ranges, ...]:
 
 
 def _between(own: Ranges, wanted: Range) -> Ranges:
-    found, at = [], 0
+    result, at = [], 0
     for lo, hi in own:
         first, last = max(wanted[0] - at, 0), min(wanted[1] - at, hi - lo)
         if first < last:
-            found.append((lo + first, lo + last))
+            result.append((lo + first, lo + last))
         at += hi - lo
-    return tuple(found)
+    return tuple(result)
 
 
 def split_placement(whole: Placement, parts: int) -> Placement:

@@ -42,16 +42,16 @@ class Group:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Arrival:
-        found = rows.new_empty(sum(receives), *rows.shape[1:])
+        result = rows.new_empty(sum(receives), *rows.shape[1:])
         with self._named("an exchange of rows"):
             work = dist.all_to_all_single(
-                found, rows.contiguous(), list(receives), list(sends), group=self.group, async_op=True
+                result, rows.contiguous(), list(receives), list(sends), group=self.group, async_op=True
             )
 
         def arrival() -> Tensor:
             with self._named("an exchange of rows"):
                 work.wait()
-            return found
+            return result
 
         return arrival
 
@@ -62,10 +62,10 @@ class Group:
         return x
 
     def gather(self, said: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
+        results: list[Any] = [None] * self.size
         with self._named("the comparison of shapes"):
-            dist.all_gather_object(found, said, group=self.group)
-        return found
+            dist.all_gather_object(results, said, group=self.group)
+        return results
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

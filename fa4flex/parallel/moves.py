@@ -21,8 +21,8 @@ Exchange = Callable[[Links, Tensor, Held], Tensor]
 
 def common(a: Ranges, b: Ranges) -> Ranges:
     """Tokens that are in both ranges, in order."""
-    found = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
-    return tuple(sorted(x for x in found if x[0] < x[1]))
+    results = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
+    return tuple(sorted(x for x in results if x[0] < x[1]))
 
 
 class Moved(torch.autograd.Function):
@@ -43,8 +43,8 @@ def moved(links: Links, x: Tensor, source: Held, target: Held) -> Tensor:
     """See Moved. Nothing is sent where both are the same."""
     if source == target:
         return x
-    found: Tensor = Moved.apply(links, x, source, target)
-    return found
+    result: Tensor = Moved.apply(links, x, source, target)
+    return result
 
 
 def _moved(links: Links, x: Tensor, source: Held, target: Held) -> Tensor:
@@ -52,8 +52,8 @@ def _moved(links: Links, x: Tensor, source: Held, target: Held) -> Tensor:
     incoming = [common(of, target[links.rank]) for of in source]
     rows = rows_of([x], source[links.rank], outgoing)
     rows = links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))()
-    (found,) = tensors_of(rows, [x])
-    return _in_order(found, joined(incoming), target[links.rank])
+    (result,) = tensors_of(rows, [x])
+    return _in_order(result, joined(incoming), target[links.rank])
 
 
 def _in_order(x: Tensor, places: Ranges, wanted: Ranges) -> Tensor:
@@ -66,14 +66,14 @@ def _in_order(x: Tensor, places: Ranges, wanted: Ranges) -> Tensor:
 
 def by_heads(links: Links, x: Tensor, held: Held) -> Tensor:
     """All tokens of this rank's heads, [B, H / ranks, S, D], from this rank's tokens of all heads."""
-    found: Tensor = _AllToAll.apply((_by_heads, _by_tokens), links, x, held)
-    return found
+    result: Tensor = _AllToAll.apply((_by_heads, _by_tokens), links, x, held)
+    return result
 
 
 def by_tokens(links: Links, x: Tensor, held: Held) -> Tensor:
     """This rank's tokens of all heads, from all tokens of this rank's heads."""
-    found: Tensor = _AllToAll.apply((_by_tokens, _by_heads), links, x, held)
-    return found
+    result: Tensor = _AllToAll.apply((_by_tokens, _by_heads), links, x, held)
+    return result
 
 
 class _AllToAll(torch.autograd.Function):
@@ -95,8 +95,8 @@ def _by_heads(links: Links, x: Tensor, held: Held) -> Tensor:
     rows = torch.cat([part.permute(2, 0, 1, 3).flatten(1) for part in parts])
     counts = list(map(tokens, held))
     rows = links.all_to_all(rows, [x.shape[SEQUENCE]] * links.size, counts)()
-    (found,) = tensors_of(rows, [parts[0]])
-    return _in_order(found, joined(held), ((0, sum(counts)),))
+    (result,) = tensors_of(rows, [parts[0]])
+    return _in_order(result, joined(held), ((0, sum(counts)),))
 
 
 def _by_tokens(links: Links, x: Tensor, held: Held) -> Tensor:

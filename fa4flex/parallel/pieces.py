@@ -31,7 +31,7 @@ class Pieces:
     def slices(self, wanted: Range) -> list[Tensor]:
         """Views of the tokens of a range, in order; together they are all of it, if they are here."""
         lo, hi = wanted
-        found = [
+        results = [
             (
                 max(first, lo),
                 x.narrow(SEQUENCE, max(first, lo) - first, min(last, hi) - max(first, lo)),
@@ -39,23 +39,23 @@ class Pieces:
             for first, last, x in self.places
             if first < hi and lo < last
         ]
-        return [x for _, x in sorted(found, key=lambda item: item[0])]
+        return [x for _, x in sorted(results, key=lambda item: item[0])]
 
     def take(self, wanted: Range) -> Tensor:
         """The tokens of a range: a view where they lie together, else a copy."""
-        found = self.slices(wanted)
-        return found[0] if len(found) == 1 else torch.cat(found, SEQUENCE)
+        result = self.slices(wanted)
+        return result[0] if len(result) == 1 else torch.cat(result, SEQUENCE)
 
 
 def in_a_row(ranges: Sequence[Range]) -> list[Range]:
     """The same ranges in their order, each with those that begin where it ends."""
-    found: list[Range] = []
+    results: list[Range] = []
     for lo, hi in ranges:
-        if found and found[-1][1] == lo:
-            found[-1] = found[-1][0], hi
+        if results and results[-1][1] == lo:
+            results[-1] = results[-1][0], hi
         else:
-            found.append((lo, hi))
-    return found
+            results.append((lo, hi))
+    return results
 
 
 def order_of(places: Sequence[Range]) -> tuple[Range, ...]:
@@ -105,7 +105,7 @@ def rows_of(tensors: Sequence[Tensor], own: Sequence[Range], wanted: Sequence[Ra
 def tensors_of(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The [B, H, tokens, D] tensors that `rows_of` put side by side; `like` gives their other dimensions."""
     sizes = [x.shape[0] * x.shape[1] * x.shape[3] for x in like]
-    found = []
+    results = []
     for part, x in zip(rows.split(sizes, 1), like, strict=True):
-        found.append(part.unflatten(1, (x.shape[0], x.shape[1], x.shape[3])).permute(1, 2, 0, 3))
-    return found
+        results.append(part.unflatten(1, (x.shape[0], x.shape[1], x.shape[3])).permute(1, 2, 0, 3))
+    return results

@@ -233,13 +233,13 @@ def _candidate(work: Work, kind: Kind, owners: Tensor, ranks: int) -> Candidate:
 
 def seen_by(work: Work, owners: Tensor, ranks: int) -> Tensor:
     """bool [ranks, key chunks]: whether some query of a rank may see some key of a chunk."""
-    found = numpy.zeros((ranks, work.packed.shape[1]), dtype=numpy.uint8)
+    result = numpy.zeros((ranks, work.packed.shape[1]), dtype=numpy.uint8)
     of, order = owners.sort(stable=True)
     first = torch.nn.functional.pad(of.diff() != 0, (1, 0), value=True)[: len(of)].nonzero().flatten()
     if len(of):
         joined = numpy.bitwise_or.reduceat(work.packed[order.numpy()], first.numpy(), axis=0)
-        found[of[first].numpy()] = joined
-    bits = numpy.unpackbits(found, axis=1, count=work.sees.shape[1])
+        result[of[first].numpy()] = joined
+    bits = numpy.unpackbits(result, axis=1, count=work.sees.shape[1])
     return torch.from_numpy(bits).bool()
 
 
@@ -263,13 +263,13 @@ def place(work: Work, ranks: int, kind: Kind | None = None) -> Placement:
     kind: only such placements.
     """
     with one_thread():
-        found = [x for x in candidates(work, ranks) if kind in (None, x.kind)]
+        results = [x for x in candidates(work, ranks) if kind in (None, x.kind)]
         most, spare = float(work.area.sum()) / ranks * (1 + UNEVEN), int(UNEVEN * len(work.area) / ranks)
-        if spare and kind in (None, "min-heap") and all(float(x.loads.max()) > most for x in found):
-            found.append(_candidate(work, "min-heap", _heaped(work.area, ranks, 1, spare), ranks))
-    least = min(float(x.loads.max()) for x in found)
+        if spare and kind in (None, "min-heap") and all(float(x.loads.max()) > most for x in results):
+            results.append(_candidate(work, "min-heap", _heaped(work.area, ranks, 1, spare), ranks))
+    least = min(float(x.loads.max()) for x in results)
     limit = min(least * (1 + SLACK), max(least, most))
-    fits = [x for x in found if float(x.loads.max()) <= limit]
+    fits = [x for x in results if float(x.loads.max()) <= limit]
     best = min(fits, key=lambda x: x.moved)
     queries = ranges_of(best.owners, work.chunk, work.q_len, ranks)
     keys = queries if work.q_len == work.kv_len else contiguous(work.kv_len, ranks, work.tile)

@@ -58,8 +58,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name, choice in (("moves", Moves), ("guests", Guests)):
             if getattr(self, name) not in get_args(choice):
-                given = f"{name}={getattr(self, name)!r}"
-                raise InputError(given, f"one of {get_args(choice)}", 'leave it at "auto"')
+                argument = f"{name}={getattr(self, name)!r}"
+                raise InputError(argument, f"one of {get_args(choice)}", 'leave it at "auto"')
         if self.kind not in (None, *get_args(Kind)):
             raise InputError(
                 f"placement={self.kind!r}",

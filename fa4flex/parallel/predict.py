@@ -41,10 +41,10 @@ class Estimate:
         return max(self.compute, self.link), self.compute + self.link
 
 
-def estimates(found: Plan, machine: Machine, model: Model, in_order: Plan, paired: Plan) -> list[Estimate]:
+def estimates(result: Plan, machine: Machine, model: Model, in_order: Plan, paired: Plan) -> list[Estimate]:
     """Ways to spread the attention of `found`; in_order and paired are plans of the same, contiguous and
     head-tail."""
-    at, ranks = found.placement, found.placement.ranks
+    at, ranks = result.placement, result.placement.ranks
     pair = 2 * PASSES * model.batch * model.heads * (model.dim + model.dim_v) / machine.flops
     mean = sum(at.loads) / ranks
 
@@ -55,14 +55,14 @@ def estimates(found: Plan, machine: Machine, model: Model, in_order: Plan, paire
     others = 2 * model.key * at.kv_len * (ranks - 1) / ranks
     balanced = max(paired.placement.loads)
     rows = [
-        estimate(f"fa4flex, {at.kind}", busiest(found, model), max(at.loads)),
+        estimate(f"fa4flex, {at.kind}", busiest(result, model), max(at.loads)),
         estimate("all-gather, head-tail", others, balanced),
         estimate("all-gather, contiguous", others, max(in_order.placement.loads)),
         # Every step of a ring takes as long as its busiest rank: at best as all-gather's.
         estimate("ring, head-tail (at best)", others, balanced),
     ]
     if model.heads % ranks == 0 and model.kv_heads % ranks == 0:
-        rows.append(estimate("heads (Ulysses)", busiest(found, model, "heads"), mean))
+        rows.append(estimate("heads (Ulysses)", busiest(result, model, "heads"), mean))
     return rows
 
 
@@ -73,12 +73,12 @@ def report(attn: Any, tokens: int, ranks: list[int], machine: Machine, model: Mo
         f"estimated for {machine.flops / 1e12:.0f} TFLOP/s and {machine.link / 1e9:.0f} GB/s per rank"
     ]
     for count in ranks:
-        found, in_order, paired = (
+        result, in_order, paired = (
             plan(attn, tokens, count, heads=model.heads, placement=kind)
             for kind in (None, "contiguous", "head-tail")
         )
         lines.append(f"\n{count} ranks{'':20}{'moved':>12}{'busiest':>10}{'time':>24}")
-        for x in estimates(found, machine, model, in_order, paired):
+        for x in estimates(result, machine, model, in_order, paired):
             low, high = (1e3 * s for s in x.seconds)
             moved = f"{x.moved / 2**20:.1f} MiB"
             lines.append(f"  {x.name:<26}{moved:>14}{x.balance:>9.3f}x{f'{low:.2f} to {high:.2f} ms':>24}")
@@ -100,11 +100,11 @@ def ranks_of(text: str) -> list[int]:
     parts = text.split(",") if not dots else [first, last]
     known = all(part.isdigit() and int(part) for part in parts)
     if not known or (dots and int(first) > int(last)):
-        given = "numbers above 0, one, several or a range that rises"
-        raise InputError(f"--ranks {text}", given, "e.g. 8, 8,64 or 8..1024")
+        value = "numbers above 0, one, several or a range that rises"
+        raise InputError(f"--ranks {text}", value, "e.g. 8, 8,64 or 8..1024")
     if not dots:
         return [int(part) for part in parts]
-    found, most = [int(first)], int(last)
-    while found[-1] * 2 <= most:
-        found.append(found[-1] * 2)
-    return found
+    result, most = [int(first)], int(last)
+    while result[-1] * 2 <= most:
+        result.append(result[-1] * 2)
+    return result

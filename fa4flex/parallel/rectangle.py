@@ -66,8 +66,8 @@ def shifted(score: Expr, mask: Expr, heads: bool = False) -> Shifted:
     }
     memo: dict[Expr, Expr] = {}
     order = {slot: at for at, slot in enumerate(read)}
-    found = [renumber(root, tensors, order, memo) for root in roots]
-    return Shifted(analyze(*found), tuple(meaning[slot] for slot in read))
+    results = [renumber(root, tensors, order, memo) for root in roots]
+    return Shifted(analyze(*results), tuple(meaning[slot] for slot in read))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,5 +134,5 @@ class Rectangles:
     def _call(self, qkv: tuple[Tensor, Tensor, Tensor], start: tuple[int, int]) -> Call:
         q, k, v = qkv
         places = {**self.whole, "q_start": start[0], "kv_start": start[1], "h_start": self.h_start or 0}
-        found = shifted(self.score, self.mask, self.h_start is not None).scalars(self.scalars, places)
-        return Call(q, Contiguous(k, v), self.operands, None, NO_LENGTHS, found, self.scale, True, ("lse",))
+        result = shifted(self.score, self.mask, self.h_start is not None).scalars(self.scalars, places)
+        return Call(q, Contiguous(k, v), self.operands, None, NO_LENGTHS, result, self.scale, True, ("lse",))

@@ -54,10 +54,10 @@ def divided(work: Work, ranks: int, plain: Placement, always: bool = False) -> P
         moves = cost > (1 + MOVED) * max(plain.loads) and _few_see_many(work)
         if ranks == 1 or not (uneven or moves):
             return plain
-        found = [(_cost(work, ranks, x) + CALLS, x) for x in _ways(work, ranks)]
-        if not found:
+        results = [(_cost(work, ranks, x) + CALLS, x) for x in _ways(work, ranks)]
+        if not results:
             return plain
-        best, dealt = min(found, key=lambda item: item[0])
+        best, dealt = min(results, key=lambda item: item[0])
         if best >= cost and not (always and uneven and float(dealt.loads.max()) < max(plain.loads)):
             return plain
         return _placement(work, ranks, dealt)
@@ -93,19 +93,19 @@ class _Dealt:
 def _ways(work: Work, ranks: int) -> list[_Dealt]:
     """Ways to split the chunks with most work: those with loads within 3 % of the mean, if there are any."""
     total, split = float(work.area.sum()), 0
-    found: list[_Dealt] = []
+    results: list[_Dealt] = []
     even: list[_Dealt] = []
     for share in SHARES:
         heavy = (work.area > share * total / ranks).nonzero().flatten()
         if len(heavy) == split or len(heavy) * -(-work.kv_len // work.tile) > MOST_CELLS:
             continue
         split = len(heavy)
-        found += _deal(work, ranks, heavy)
-        even = [x for x in found if float(x.loads.max()) * ranks <= total * (1 + UNEVEN)]
+        results += _deal(work, ranks, heavy)
+        even = [x for x in results if float(x.loads.max()) * ranks <= total * (1 + UNEVEN)]
         # More splits would balance no better; but where keys are many, to split all queries may move less.
         if even and work.q_len >= work.kv_len:
             break
-    return even or found
+    return even or results
 
 
 def _deal(work: Work, ranks: int, heavy: Tensor) -> Iterator[_Dealt]:
@@ -119,9 +119,9 @@ def _deal(work: Work, ranks: int, heavy: Tensor) -> Iterator[_Dealt]:
         sees=work.sees.index_fill(0, heavy, False),
     )
     total, mean = float(sizes.sum()), float(work.area.sum()) / ranks
-    found = [(_level(x.loads, total), x) for x in candidates(light, ranks)]
-    limit = max(min(level for level, _ in found), mean * (1 + UNEVEN / 2))
-    _, best = min((x for x in found if x[0] <= limit), key=lambda item: item[1].moved)
+    results = [(_level(x.loads, total), x) for x in candidates(light, ranks)]
+    limit = max(min(level for level, _ in results), mean * (1 + UNEVEN / 2))
+    _, best = min((x for x in results if x[0] <= limit), key=lambda item: item[1].moved)
     rooms = (_level(best.loads, total) - best.loads).clamp(min=0.0)
     for home in (_holders(work, best.owners, ranks), None):
         to = _hosts(sizes, tile, rooms, home)
@@ -216,11 +216,11 @@ def _splits(work: Work, dealt: _Dealt) -> Iterator[Split]:
 
 def _joined(splits: Iterator[Split]) -> tuple[Split, ...]:
     """Neighbours of one owner whose keys are divided alike, as one."""
-    found: list[Split] = []
+    results: list[Split] = []
     for x in splits:
-        last = found[-1] if found else None
+        last = results[-1] if results else None
         if last and (last.queries[1], last.owner, last.parts) == (x.queries[0], x.owner, x.parts):
-            found[-1] = replace(last, queries=(last.queries[0], x.queries[1]))
+            results[-1] = replace(last, queries=(last.queries[0], x.queries[1]))
         else:
-            found.append(x)
-    return tuple(found)
+            results.append(x)
+    return tuple(results)

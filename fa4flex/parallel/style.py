@@ -56,14 +56,14 @@ class SequenceParallelAttention(ParallelStyle):
             owner: Any = module
             owner.forward = self._spread(lambda: owner.variant, device_mesh)
             return module
-        found = [(name, x) for name, x in vars(module).items() if _is_attention(x)]
-        if not found:
+        results = [(name, x) for name, x in vars(module).items() if _is_attention(x)]
+        if not results:
             raise UnsupportedError(
                 f"{type(self).__name__} for {type(module).__name__}",
                 "a fa4flex.nn.Attention, or a module that has fa4flex.compile(...) as an attribute",
                 "name the module that calls attention in the plan",
             )
-        for name, x in found:
+        for name, x in results:
             setattr(module, name, self._spread(_always(x.variant), device_mesh))
         return module
 
@@ -78,11 +78,11 @@ class SequenceParallelAttention(ParallelStyle):
         call = parallel(variant(), group, dim, **self.options)
         at, sequence = names.index(dim), 1 if call.variant.layout == "bshd" else SEQUENCE
 
-        def all_of(given: Layouts | None, usual: Placement) -> tuple[Placement, ...]:
-            given = usual if given is None else given
-            if isinstance(given, tuple):
-                return given
-            return tuple(given if i == at else Replicate() for i in range(mesh.ndim))
+        def all_of(layouts: Layouts | None, usual: Placement) -> tuple[Placement, ...]:
+            layouts = usual if layouts is None else layouts
+            if isinstance(layouts, tuple):
+                return layouts
+            return tuple(layouts if i == at else Replicate() for i in range(mesh.ndim))
 
         inputs = all_of(self.input_layouts, Replicate())
         computed = tuple(Shard(sequence) if i == at else x for i, x in enumerate(inputs))
@@ -113,12 +113,12 @@ class Spread:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
         """Attention as one process computes it, of tensors as the style says that they lie."""
         inputs, computed, outputs = self.layouts
-        given = [
+        arguments = [
             x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, inputs, run_check=False)
             for x in (q, k, v)
         ]
         call = replace(self.call, variant=self.variant())
-        out, lse = call(*(x.redistribute(placements=computed) for x in given), return_lse=True)
+        out, lse = call(*(x.redistribute(placements=computed) for x in arguments), return_lse=True)
         out = self._result(out, outputs)
         return (out, self._result(lse, tuple(map(self._of_lse, outputs)))) if return_lse else out
 

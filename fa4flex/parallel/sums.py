@@ -111,8 +111,8 @@ class Sums:
         if over and where not in over and all(lo <= first and last <= hi for first, last in over):
             within = {part: self.parts.pop(part) for part in over}
             self._begin(where, x)
-            for part, found in within.items():
-                for one in (found.total, found.last):
+            for part, result in within.items():
+                for one in (result.total, result.last):
                     if one is not None:
                         self.take_in(part, one)
             return
@@ -134,10 +134,10 @@ class Sums:
         """Part a sum at the ends of `inner`."""
         if whole == inner:
             return
-        found = self.parts.pop(whole)
+        result = self.parts.pop(whole)
         cuts = sorted({*whole, *inner})
         for lo, hi in pairwise(cuts):
-            self.parts[lo, hi] = found.narrow(lo - whole[0], hi - lo)
+            self.parts[lo, hi] = result.narrow(lo - whole[0], hi - lo)
 
     def write(self, ranges: Ranges, into: Tensor) -> None:
         """Put the sums of these ranges there, one after another: 0 where nothing was added."""
@@ -164,18 +164,18 @@ class Sums:
     def whole(self, ranges: Ranges, like: Tensor) -> Tensor:
         """The same as a tensor like this one: one that was taken in, if it is of just these tokens."""
         whole = in_a_row(ranges)
-        found = self.first.get(whole[0]) if len(whole) == 1 else None
-        if found is None or found.dtype != like.dtype:
-            found = torch.empty_like(like)
-            self.write(ranges, found)
-            return found
+        result = self.first.get(whole[0]) if len(whole) == 1 else None
+        if result is None or result.dtype != like.dtype:
+            result = torch.empty_like(like)
+            self.write(ranges, result)
+            return result
         first, last = whole[0]
         for lo, hi in self._over(first, last):
             part = self.parts.pop((lo, hi))
             if not (part.alone and part.last is None):
-                part.write(found.narrow(SEQUENCE, lo - first, hi - lo))
-        self._begin((first, last), found)
-        return found
+                part.write(result.narrow(SEQUENCE, lo - first, hi - lo))
+        self._begin((first, last), result)
+        return result
 
     def _over(self, lo: int, hi: int) -> list[Range]:
         """The parts that have some of these tokens, in order."""

@@ -44,8 +44,8 @@ def accepted_context(mod: Callable[..., Any]) -> tuple[str, ...]:
         parameters = inspect.signature(mod).parameters
     except (TypeError, ValueError):
         return ()
-    given = bound_keywords(mod)
-    return tuple(name for name in CONTEXT if name in parameters and name not in given)
+    value = bound_keywords(mod)
+    return tuple(name for name in CONTEXT if name in parameters and name not in value)
 
 
 def bound_keywords(mod: Any) -> set[str]:
@@ -198,8 +198,8 @@ class Made:
         return self
 
     def __repr__(self) -> str:
-        given = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
-        return f"{self.family!r}({', '.join(given)})"
+        value = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{self.family!r}({', '.join(value)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Made:
         return Made(self.family, _copied(self.args, memo), _copied(self.kwargs, memo))
@@ -470,10 +470,10 @@ def _remember(original: Any, other: Any, memo: dict[int, Any]) -> None:
 
 def importable(value: Any) -> bool:
     """True if a module holds this very object under its qualified name."""
-    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    result: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for name in str(getattr(value, "__qualname__", "")).split("."):
-        found = getattr(found, name, None)
-    return found is value
+        result = getattr(result, name, None)
+    return result is value
 
 
 def _held_by_name(function: FunctionType) -> bool:
@@ -491,7 +491,7 @@ def _not_importable(value: Any) -> FunctionType | None:
         parts = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, (list, tuple)):
         parts = tuple(value)
-    return next((found for part in parts if (found := _not_importable(part)) is not None), None)
+    return next((result for part in parts if (result := _not_importable(part)) is not None), None)
 
 
 def _unpicklable(value: Any, function: Callable[..., Any]) -> UnsupportedError:

@@ -89,8 +89,8 @@ def listed_there(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """bool [B, H, R, C]: the blocks that a row lists, without those that do not exist."""
     live = torch.arange(indices.shape[3], device=counts.device) < counts.unsqueeze(-1)
     place = torch.where(live & (indices >= 0) & (indices < columns), indices, columns).long()
-    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
-    return found.scatter_(3, place, True)[..., :columns]
+    result = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+    return result.scatter_(3, place, True)[..., :columns]
 
 
 def _check_lists(
@@ -98,10 +98,10 @@ def _check_lists(
 ) -> None:
     """Raise InputError unless dtypes, shapes and devices fit together."""
     if (full_counts is None) != (full_indices is None):
-        given, missing = (
+        value, missing = (
             ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")
         )
-        raise InputError(f"{given} without {missing}", "both, or neither", f"pass {missing} too")
+        raise InputError(f"{value} without {missing}", "both, or neither", f"pass {missing} too")
     _check_list(counts, indices, "indices")
     if full_counts is None or full_indices is None:
         return

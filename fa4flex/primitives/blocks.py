@@ -279,15 +279,15 @@ class BlockMap:
                 "the lengths that the map was made for",
                 "build the map for these lengths; a mask without a block map serves any length",
             )
-        for name, given, wanted in (
+        for name, value, wanted in (
             ("batch", self.classes.shape[0], batch),
             ("heads", self.classes.shape[1], heads),
         ):
-            if given not in (1, wanted):
+            if value not in (1, wanted):
                 raise InputError(
-                    f"a block map with {given} {name} for inputs with {wanted}",
+                    f"a block map with {value} {name} for inputs with {wanted}",
                     f"1 (shared) or {wanted}; heads are query heads",
-                    _refitted(name, given, wanted),
+                    _refitted(name, value, wanted),
                 )
 
     @property
@@ -328,11 +328,11 @@ class BlockedMask(Mask):
         classes, (rows, columns) = self.blocks.classes, self.blocks.block_size
         batch = b if classes.shape[0] > 1 else 0
         head = h if classes.shape[1] > 1 else 0
-        found = classes[batch, head, q_idx // rows, kv_idx // columns]
+        result = classes[batch, head, q_idx // rows, kv_idx // columns]
         if self.inner is None:
-            return found != EMPTY
+            return result != EMPTY
         inside = call_with(self.inner, (b, h, q_idx, kv_idx), self.inner.context, context)
-        return (found == FULL) | ((found == PARTIAL) & inside)
+        return (result == FULL) | ((result == PARTIAL) & inside)
 
     def __repr__(self) -> str:
         return f"{self.blocks!r}.mask({'' if self.inner is None else repr(self.inner)})"
@@ -481,14 +481,14 @@ def _no_class(classes: Tensor) -> InputError:
     )
 
 
-def _refitted(name: str, given: int, wanted: int) -> str:
+def _refitted(name: str, number: int, wanted: int) -> str:
     """Advice for a map of another batch, or of other heads, than a call's."""
     made = f"make the map with {wanted} {name}"
     dimension, index = (0, "") if name == "batch" else (1, ":, ")
-    if given > wanted:
+    if number > wanted:
         part = f"blocks.classes[{index}:{wanted}]"
-    elif wanted % given == 0:
-        part = f"blocks.classes.repeat_interleave({wanted // given}, {dimension})"
+    elif wanted % number == 0:
+        part = f"blocks.classes.repeat_interleave({wanted // number}, {dimension})"
     else:
         return made
     return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"

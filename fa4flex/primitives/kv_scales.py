@@ -103,17 +103,17 @@ def check_kind(scales: object) -> KVScales | None:
 
 def check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise InputError or UnsupportedError unless k and v are an e4m3 cache for queries like q."""
-    given = f"k {k.dtype}, v {v.dtype}"
+    value = f"k {k.dtype}, v {v.dtype}"
     for x in (k, v):
         if x.dtype in _OTHERS:
             raise UnsupportedError(
-                given,
+                value,
                 "torch.float8_e4m3fn, the format of caches that have more digits than range",
                 "quantise to e4m3 with a scale, or dequantise: k.to(torch.bfloat16)",
             )
     if k.dtype != E4M3 or v.dtype != E4M3:
         instead = "quantise both alike" if E4M3 in (k.dtype, v.dtype) else "leave kv_scales out"
-        raise InputError(given, "keys and values that are both torch.float8_e4m3fn", instead)
+        raise InputError(value, "keys and values that are both torch.float8_e4m3fn", instead)
     if q.dtype == E4M3 or q.dtype in _OTHERS:
         raise UnsupportedError(
             f"q {q.dtype}",

@@ -130,8 +130,10 @@ class Bound(Mask):
     context: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        given = [name for name, _ in self.fixed]
-        object.__setattr__(self, "context", tuple(name for name in self.inner.context if name not in given))
+        arguments = [name for name, _ in self.fixed]
+        object.__setattr__(
+            self, "context", tuple(name for name in self.inner.context if name not in arguments)
+        )
 
     @property
     def parts(self) -> tuple[Mod, ...]:
@@ -164,14 +166,14 @@ def as_mask(value: Any) -> Mask:
         )
     if callable(value):
         return ModMask(value)
-    found = next((mask for convert in CONVERSIONS if (mask := convert(value)) is not None), None)
-    if found is None:
+    result = next((mask for convert in CONVERSIONS if (mask := convert(value)) is not None), None)
+    if result is None:
         raise InputError(
             f"{kind_of(value)} was given as a mask",
             "a mask_mod(b, h, q_idx, kv_idx), a fa4flex mask, or a torch BlockMask",
             "wrap a boolean tensor as a function: lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx]",
         )
-    return found
+    return result
 
 
 def mask_family(make: Callable[..., MaskMod]) -> Family[Mask]:

@@ -78,8 +78,8 @@ class Schedule:
                 'use next_tile="counter", which balances as well',
             )
         if self.next_tile not in get_args(NextTile):
-            given = f"next_tile={self.next_tile!r}"
-            raise InputError(given, f"one of {get_args(NextTile)}", 'leave it at "auto"')
+            value = f"next_tile={self.next_tile!r}"
+            raise InputError(value, f"one of {get_args(NextTile)}", 'leave it at "auto"')
         if self.contents not in get_args(Contents):
-            given = f"contents={self.contents!r}"
-            raise InputError(given, f"one of {get_args(Contents)}", 'leave it at "compared"')
+            value = f"contents={self.contents!r}"
+            raise InputError(value, f"one of {get_args(Contents)}", 'leave it at "compared"')

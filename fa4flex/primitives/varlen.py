@@ -40,8 +40,8 @@ class Varlen:
     max_seqlen_k: int | None = None
 
     def __post_init__(self) -> None:
-        given = self._tensors()
-        if not given:
+        value = self._tensors()
+        if not value:
             raise InputError(
                 "Varlen() without lengths", "cu_seqlens_q, or seqused_k", "leave varlen= out if dense"
             )
@@ -49,10 +49,10 @@ class Varlen:
             raise InputError(
                 "cu_seqlens_k without cu_seqlens_q", "both, or cu_seqlens_q alone", "pass cu_seqlens_q too"
             )
-        for name, tensor in given.items():
+        for name, tensor in value.items():
             _check_vector(name, tensor)
-        if len(given) > 1:
-            _check_alike(given)
+        if len(value) > 1:
+            _check_alike(value)
         # Under torch.compile there is no data; whoever computes checks it. On a device, kernels do.
         if not torch.compiler.is_compiling() and self.checked:
             self._check_contents_again()
@@ -65,8 +65,8 @@ class Varlen:
 
     def check_contents(self) -> None:
         """Raise InputError for lengths that contradict each other, or themselves."""
-        given = self._tensors()
-        here = {name: on_host(tensor) for name, tensor in given.items()}
+        value = self._tensors()
+        here = {name: on_host(tensor) for name, tensor in value.items()}
         for name, tensor in here.items():
             _check_values(name, tensor)
         cu_q = here.get("cu_seqlens_q")
@@ -78,9 +78,9 @@ class Varlen:
     def _check_contents_again(self) -> None:
         """`check_contents`, unless lengths with these contents were found to be right: they may have been
         written to since this object was made."""
-        given = self._tensors()
-        key = tuple(given), self.max_seqlen_q, self.max_seqlen_k
-        _right.made(key, list(given.values()), self.check_contents)
+        value = self._tensors()
+        key = tuple(value), self.max_seqlen_q, self.max_seqlen_k
+        _right.made(key, list(value.values()), self.check_contents)
 
     @property
     def packed(self) -> bool:
@@ -166,13 +166,13 @@ class Varlen:
         return [(*a, *b) for a, b in zip(q, k, strict=True)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        given = {
+        arguments = {
             "cu_seqlens_q": self.cu_seqlens_q,
             "cu_seqlens_k": self.cu_seqlens_k,
             "seqused_q": self.seqused_q,
             "seqused_k": self.seqused_k,
         }
-        return {name: x for name, x in given.items() if x is not None}
+        return {name: x for name, x in arguments.items() if x is not None}
 
     def _check_max(self, name: str, bound: int | None, cu: Tensor | None, used: Tensor | None) -> None:
         if bound is None:
@@ -208,14 +208,14 @@ def _check_vector(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_alike(given: dict[str, Tensor]) -> None:
-    if len({tensor.device for tensor in given.values()}) > 1:
+def _check_alike(arguments: dict[str, Tensor]) -> None:
+    if len({tensor.device for tensor in arguments.values()}) > 1:
         raise InputError(
-            ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items()),
+            ", ".join(f"{name} on {tensor.device}" for name, tensor in arguments.items()),
             "one device",
             "move them with .to(q.device)",
         )
-    counts = {name: t.numel() - name.startswith("cu_") for name, t in given.items()}
+    counts = {name: t.numel() - name.startswith("cu_") for name, t in arguments.items()}
     if len(set(counts.values())) > 1:
         raise InputError(
             ", ".join(f"{name} has {count} sequences" for name, count in counts.items()),

@@ -23,12 +23,12 @@ _APPEND = OPERATORS["append"]
 @on_the_host
 def append(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(lengths afterwards, rotated queries, which are empty without q)."""
-    given = _APPEND.named(arguments)
-    cos, sin = given["cos"], given["sin"]
-    rotary = None if cos is None or sin is None else Rotary(cos, sin, given["interleaved"])
-    k, v, q, cu_seqlens, seqused = (given[name] for name in ("k", "v", "q", "cu_seqlens", "seqused"))
+    value = _APPEND.named(arguments)
+    cos, sin = value["cos"], value["sin"]
+    rotary = None if cos is None or sin is None else Rotary(cos, sin, value["interleaved"])
+    k, v, q, cu_seqlens, seqused = (value[name] for name in ("k", "v", "q", "cu_seqlens", "seqused"))
     new = New(k, v, q, rotary, cu_seqlens, seqused)
-    pool = Pool(*(given[name] for name in ("k_pool", "v_pool", "page_table", "seqused_k")))
+    pool = Pool(*(value[name] for name in ("k_pool", "v_pool", "page_table", "seqused_k")))
     if k.is_cuda or simulating():
         lengths, rotated = on_gpu.append(new, pool, lambda: check_contents(new, pool))
     else:
@@ -37,9 +37,9 @@ def append(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def append_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    given = _APPEND.named(arguments)
-    q, used = given["q"], given["seqused_k"]
-    rotated = given["k"].new_empty(0) if q is None else q.new_empty(q.shape)
+    value = _APPEND.named(arguments)
+    q, used = value["q"], value["seqused_k"]
+    rotated = value["k"].new_empty(0) if q is None else q.new_empty(q.shape)
     return used.new_empty(used.shape), rotated
 
 
@@ -79,10 +79,10 @@ def check_contents(new: New, pool: Pool) -> None:
     _check_lengths(new, pool.seqused_k)
     places = places_of(new, pool)
     capacity = table.shape[1] * page_size
-    for given, after in zip(pool.seqused_k.tolist(), places.lengths.tolist(), strict=True):
+    for value, after in zip(pool.seqused_k.tolist(), places.lengths.tolist(), strict=True):
         if after > capacity:
             raise InputError(
-                f"seqused_k of {given} and {after - given} tokens to append",
+                f"seqused_k of {value} and {after - value} tokens to append",
                 f"at most max_pages * page_size = {capacity} tokens together",
                 "give the page table more columns",
             )

@@ -24,10 +24,10 @@ def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     """See ops.forward."""
     inputs, sequences = _inputs(program, call), _sequences(call)
     if sequences is None and not differentiable and "max_scores" not in call.statistics:
-        found = cpu.single_queries(program.facts, inputs)
-        if found is not None:
-            none = found[1].new_empty(0)
-            return *found, none, none
+        outcome = cpu.single_queries(program.facts, inputs)
+        if outcome is not None:
+            none = outcome[1].new_empty(0)
+            return *outcome, none, none
     result = _forward(program, inputs, sequences)
     return result.out, result.lse, result.max_scores, result.total
 
@@ -77,10 +77,10 @@ def _backward(
     dlse = of_lse[0] if of_lse else None
     sequences, before = _sequences(call), cpu.Forward(*saved)
     if sequences is None:
-        found = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
+        result = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
     else:
-        found = cpu.backward_sequences(program.facts, inputs, sequences, before, (dout, dlse), needs)
-    results = [found.dq, found.dk, found.dv, found.sinks, *(found.operands[slot] for slot in needs)]
+        result = cpu.backward_sequences(program.facts, inputs, sequences, before, (dout, dlse), needs)
+    results = [result.dq, result.dk, result.dv, result.sinks, *(result.operands[slot] for slot in needs)]
     return [x for x in results if x is not None]
 
 

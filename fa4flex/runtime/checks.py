@@ -95,13 +95,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_descriptions(varlen: object, paging: object, pages: bool = False) -> None:
     """`varlen` and `paging` are the objects that describe ragged and paged inputs, or None; not so the second
     where there are `pages`."""
-    for name, given, wanted, example in (
+    for name, value, wanted, example in (
         ("varlen", varlen, Varlen, "Varlen(cu_seqlens)"),
         ("paging", paging, Paging, "Paging(page_table, seqused_k)"),
     ):
-        if not isinstance(given, wanted) and (given is not None or (pages and wanted is Paging)):
+        if not isinstance(value, wanted) and (value is not None or (pages and wanted is Paging)):
             raise InputError(
-                f"{name} is a {type(given).__name__}",
+                f"{name} is a {type(value).__name__}",
                 f"a fa4flex.{wanted.__name__}",
                 f"pass fa4flex.{example}",
             )

@@ -69,9 +69,9 @@ def _backward_on_gpu(
     (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
     if dout.dtype == out.dtype == call.q.dtype and not call.empty:
-        found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
-        if found is not None:
-            return [x for x in (*found[:4], *found.captured) if x is not None]
+        result = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
+        if result is not None:
+            return [x for x in (*result[:4], *result.captured) if x is not None]
     from fa4flex.runtime import blockwise
 
     turned = [call.turn(dout), *of_lse], (call.turn(out), lse)
@@ -85,10 +85,10 @@ def _backward_on_gpu(
 def _by_flex(program: Published, call: Call) -> Forward:
     """The results as an operator returns them."""
     with _outside(grad=False):
-        found, lse, largest = program.flex.attend(call)
+        result, lse, largest = program.flex.attend(call)
     assert lse is not None
     output = program.precision.output_dtype(call.q.dtype)
-    out = empty_output(call.q, call.kv.v.shape[-1], output).copy_(found)
+    out = empty_output(call.q, call.kv.v.shape[-1], output).copy_(result)
     lse = lse.contiguous()
     if call.q.device.type != "cpu":
         return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)

@@ -41,15 +41,15 @@ def follow() -> None:
 
 
 def forward_flops(*arguments: Any, **_: Any) -> int:
-    given = OPERATORS["attention"].named(arguments)
-    q, k, v = (given[name] for name in "qkv")
-    return 2 * _scores(q, k, sequence_lengths(given)) * (q.shape[-1] + v.shape[-1])
+    value = OPERATORS["attention"].named(arguments)
+    q, k, v = (value[name] for name in "qkv")
+    return 2 * _scores(q, k, sequence_lengths(value)) * (q.shape[-1] + v.shape[-1])
 
 
 def backward_flops(*arguments: Any, **_: Any) -> int:
-    given = OPERATORS["attention_backward"].named(arguments)
-    q, k, v = (given[name] for name in "qkv")
-    return 2 * _scores(q, k, sequence_lengths(given)) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    value = OPERATORS["attention_backward"].named(arguments)
+    q, k, v = (value[name] for name in "qkv")
+    return 2 * _scores(q, k, sequence_lengths(value)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:
@@ -81,5 +81,5 @@ def _read(lengths: Tensor) -> list[int] | None:
     """None where a tensor has no contents."""
     if lengths.is_meta or torch.compiler.is_compiling() or type(lengths) is not Tensor:
         return None
-    found: list[int] = lengths.tolist()
-    return found
+    results: list[int] = lengths.tolist()
+    return results

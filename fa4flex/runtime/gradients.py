@@ -103,8 +103,8 @@ class Attend(torch.autograd.Function):
         q, kv, operands, sinks, lengths, *_ = call
         if sinks is None and lengths is NO_LENGTHS:
             return apply(outline, q, kv.k, kv.v, *operands)
-        given = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
-        return apply(outline, q, kv.k, kv.v, *given, *operands)
+        arguments = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
+        return apply(outline, q, kv.k, kv.v, *arguments, *operands)
 
 
 _apply_compared: Callable[..., Any] = super(torch.autograd.Function, Attend).apply
@@ -129,14 +129,14 @@ def gradients(
     upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
     needs = [slot for slot, want in enumerate(wanted[fixed : fixed + call.operands]) if want]
     if torch.is_grad_enabled():  # create_graph=True
-        found = list(
+        results = list(
             TwiceDerived.apply(call, needs, (len(upstream), len(saved)), *upstream, *saved, *tensors)
         )
     else:
-        found = _backward(call, tensors, upstream, saved, needs)
+        results = _backward(call, tensors, upstream, saved, needs)
     first = 3 + call.sinks
-    placed: list[Tensor | None] = [*found[:first], *[None] * (len(tensors) - first)]
-    for slot, gradient in zip(needs, found[first:], strict=True):
+    placed: list[Tensor | None] = [*results[:first], *[None] * (len(tensors) - first)]
+    for slot, gradient in zip(needs, results[first:], strict=True):
         placed[fixed + slot] = gradient
     return placed
 
@@ -151,7 +151,7 @@ def _backward(
         return call.backward(tensors, upstream, saved, needs)
     rows = zip(*[batch.rows(x) for x in upstream], strict=True)
     each = [_backward(call, tensors, list(row), saved, needs) for row in rows]
-    return [batch.stacked(found) for found in zip(*each, strict=True)]
+    return [batch.stacked(result) for result in zip(*each, strict=True)]
 
 
 class TwiceDerived(torch.autograd.Function):
@@ -159,10 +159,10 @@ class TwiceDerived(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Outline, needs: list[int], counts: tuple[int, int], *given: Any
+        ctx: Any, call: Outline, needs: list[int], counts: tuple[int, int], *value: Any
     ) -> tuple[Tensor, ...]:
         first, second = counts
-        upstream, saved, tensors = given[:first], given[first : first + second], given[first + second :]
+        upstream, saved, tensors = value[:first], value[first : first + second], value[first + second :]
         return tuple(_backward(call, tensors, list(upstream), saved, needs))
 
     @staticmethod

@@ -97,20 +97,20 @@ class _Attention(HigherOrderOperator):
         _check_shapes(*kv.stand_in(q, heads_first), lengths.cu_seqlens_q)
         graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
         lifted = (*score_lifted, *mask_lifted)
-        found = _kept(graphs, options["context"])
-        for position, dimension in found.fixed:
+        result = _kept(graphs, options["context"])
+        for position, dimension in result.fixed:
             int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
-        bases = tuple([lifted[position] for position in found.bases])
-        operands = tuple([operand.of(bases).value() for operand in found.operands])
+        bases = tuple([lifted[position] for position in result.bases])
+        operands = tuple([operand.of(bases).value() for operand in result.operands])
         scalars = tuple([
             lifted[at] if dimension is None else lifted[at].shape[dimension]
-            for at, dimension in found.scalars
+            for at, dimension in result.scalars
         ])  # fmt: skip
         if not isinstance(scale, Tensor):
             scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         schedule = Schedule(**_plain(options["schedule"]))
         precision = Precision(**_plain(options["precision"]))
-        program = publish(found.facts, schedule, precision, options["backend"])
+        program = publish(result.facts, schedule, precision, options["backend"])
         statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
         call = Call(q, kv, operands, options["sinks"], lengths, scalars, scale, heads_first, statistics)  # type: ignore[arg-type]
         out, lse, largest, *_ = results_by_operator(program, call)
@@ -245,10 +245,12 @@ class _Mods:
         mod = self.variant.score_mod
         if mod is None:
             return s
-        found = _one(mod(s, b, h, q, kv, **{name: self.context[name] for name in mod.context}))
+        result = _one(mod(s, b, h, q, kv, **{name: self.context[name] for name in mod.context}))
         # Dynamo takes no float for the result of a function.
         return (
-            torch.where(torch.ones_like(b, dtype=torch.bool), found, s) if isinstance(found, float) else found
+            torch.where(torch.ones_like(b, dtype=torch.bool), result, s)
+            if isinstance(result, float)
+            else result
         )
 
     def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -383,20 +385,20 @@ def _hint(value: Any) -> Any:
 def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor]) -> list[StandIn]:
     mode, made = fake_tensors(), dict[int, Tensor]()
     symbols = {id(x): name for x, name in zip(context, CONTEXT, strict=True)}
-    found = []
+    results = []
     for position, (x, carried) in enumerate(zip(lifted, carriers, strict=True)):
         if not isinstance(x, Tensor):
-            found.append(StandIn(position, number=_hint(x)))
+            results.append(StandIn(position, number=_hint(x)))
         elif id(x) in symbols:
-            found.append(StandIn(position, symbol=symbols[id(x)]))
+            results.append(StandIn(position, symbol=symbols[id(x)]))
         else:
             if id(x) not in made:
                 with mode:
                     sizes = [_hint(n) for n in x.shape]
                     made[id(x)] = torch.empty(sizes, dtype=x.dtype, device=x.device)
             number = float(carried) if carried is not None and x.dtype == torch.float64 else None
-            found.append(StandIn(position, made[id(x)], number))
-    return found
+            results.append(StandIn(position, made[id(x)], number))
+    return results
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:

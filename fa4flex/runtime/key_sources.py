@@ -116,10 +116,10 @@ def source_of(k: Any, v: Any, paging: Paging | None, scales: KVScales | None) ->
     """The source that arguments of a call describe. Raises InputError for what does not describe one."""
     if scales is None and not is_eight_bit(k, v):
         return Contiguous(k, v) if paging is None else Paged(k, v, paging.page_table, paging.seqused_k)
-    given, pages = check_kind(scales) or NO_SCALES, (None, None)
+    value, pages = check_kind(scales) or NO_SCALES, (None, None)
     if paging is not None:
         pages = paging.page_table, paging.seqused_k  # type: ignore[assignment]
-    return EightBit(k, v, given.k, given.v, "", "", *pages)
+    return EightBit(k, v, value.k, value.v, "", "", *pages)
 
 
 # --- contiguous -------------------------------------------------------------------------------------------
@@ -208,11 +208,11 @@ class Paged(_Pages, KeySource):
         sizes = rows.shape[:2]
         cu_q = torch.arange(sizes[0] + 1, dtype=torch.int32, device=q.device) * sizes[1]
 
-        def results(found: Results) -> Results:
-            out = found[0].unflatten(0, sizes)
+        def results(result: Results) -> Results:
+            out = result[0].unflatten(0, sizes)
             lse, largest = (
                 x.unflatten(1, sizes).transpose(0, 1) if x is not None and x.ndim == 2 else x
-                for x in found[1:]
+                for x in result[1:]
             )
             return out.transpose(1, 2) if heads_first else out, lse, largest
 
@@ -232,8 +232,8 @@ class Paged(_Pages, KeySource):
         return Copied(q, Contiguous(k.flatten(0, 1), v.flatten(0, 1)), ragged, _same)
 
 
-def _same(found: Results) -> Results:
-    return found
+def _same(result: Results) -> Results:
+    return result
 
 
 def _read_in_pages(qkv: QKV, varlen: Varlen | None, variant: Variant, paging: Paging | None) -> bool:
@@ -351,8 +351,8 @@ class EightBit(_Scaled, KeySource):
         on_cpu, output = q.device.type == "cpu" and not kernels, variant.precision.output_dtype(q.dtype)
         dtype = variant.precision.compute_dtype(q.dtype) if on_cpu else q.dtype
 
-        def results(found: Results) -> Results:
-            return found[0].to(output), found[1], found[2]
+        def results(result: Results) -> Results:
+            return result[0].to(output), result[1], result[2]
 
         return Copied(q.to(dtype), self.dequantised(varlen, variant, dtype), varlen, results)
 

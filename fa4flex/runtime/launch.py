@@ -73,9 +73,9 @@ class Calling(NamedTuple):
         return self.bound.trace.tensors(self.bound.bases)
 
     def scale(self, q: Tensor) -> float:
-        given = self.variant.scale
+        value = self.variant.scale
         # Heads without channels are refused where all else is checked.
-        return default_scale(max(q.shape[-1], 1)) if given is None else given
+        return default_scale(max(q.shape[-1], 1)) if value is None else value
 
     @property
     def sinks(self) -> Tensor | None:
@@ -102,11 +102,11 @@ _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakK
 
 def _prepare(trace: Trace, variant: Variant) -> Prepared:
     known, settings = _prepared.setdefault(trace, {}), settings_of(variant)
-    found = known.get(settings)
-    if found is None:
-        found = Prepared(publish(trace.facts, variant.schedule, variant.precision, variant.backend))
-        found = known.setdefault(settings, found)  # another thread may have been faster
-    return found
+    result = known.get(settings)
+    if result is None:
+        result = Prepared(publish(trace.facts, variant.schedule, variant.precision, variant.backend))
+        result = known.setdefault(settings, result)  # another thread may have been faster
+    return result
 
 
 def attend(
@@ -150,9 +150,9 @@ def run(
     kv.check(q, varlen, now.variant)
     seen = observed(q, kv.k, kv.v)
     if not seen:
-        found = _path(now.variant, q)(now, q, kv, varlen, statistics)
-        if found is not None:
-            return found
+        result = _path(now.variant, q)(now, q, kv, varlen, statistics)
+        if result is not None:
+            return result
     kv.fits(q, varlen)
     copy = kv.copied(q, varlen, now.variant, kernels=by_kernels(now.variant, q), eager=True)
     if copy is not None:
@@ -225,8 +225,8 @@ def _by_kernels(
     again = Outline.of(now.prepared.program, ready, call) if trains else None
     if now.recent is not None and (known or not contiguous):
         now.recent.remember(call, (q, kv.k, kv.v), ready, again, statistics)
-    found: Results = ready(call) if again is None else Attend.of(again, call)
-    return found
+    result: Results = ready(call) if again is None else Attend.of(again, call)
+    return result
 
 
 _UNSEEN: Any = object()
@@ -277,8 +277,8 @@ def _single_queries(
         return None
     if torch.is_grad_enabled() and call.wants_gradients:
         return None
-    found = blockwise.single_queries(now.prepared.program, turned)
-    return None if found is None else (call.turn(found[0]), found[1], None)
+    result = blockwise.single_queries(now.prepared.program, turned)
+    return None if result is None else (call.turn(result[0]), result[1], None)
 
 
 def _check_call(

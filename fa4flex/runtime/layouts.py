@@ -23,11 +23,11 @@ def output_layout(q: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, ..
         row = max(width, 1)
         inner = max(m, 1) * row
         return shape, (max(n, 1) * inner, inner, row, 1)
-    found, step = [1] * len(shape), max(width, 1)
+    result, step = [1] * len(shape), max(width, 1)
     for i in reversed(outermost_first(strides)[:-1]):
-        found[i] = step
+        result[i] = step
         step *= max(shape[i], 1)
-    return shape, tuple(found)
+    return shape, tuple(result)
 
 
 def outermost_first(strides: Sequence[int]) -> list[int]:

@@ -59,24 +59,24 @@ _follow()
 
 @on_the_host
 def attention(*arguments: Any) -> Forward:
-    given = _ATTENTION.named(arguments)
-    with autocast.off(given["q"]):
-        return forward(read(given["program"]), packing.call_of(given))
+    value = _ATTENTION.named(arguments)
+    with autocast.off(value["q"]):
+        return forward(read(value["program"]), packing.call_of(value))
 
 
 @on_the_host
 def attention_backward(*arguments: Any) -> list[Tensor]:
-    given = _BACKWARD.named(arguments)
-    call, gradients = packing.call_of(given), (given["upstream"], given["saved"])
+    value = _BACKWARD.named(arguments)
+    call, gradients = packing.call_of(value), (value["upstream"], value["saved"])
     with autocast.off(call.q):
-        found = backward(read(given["program"]), call, gradients, given["needs"])
-    return [x.contiguous() for x in found]
+        result = backward(read(value["program"]), call, gradients, value["needs"])
+    return [x.contiguous() for x in result]
 
 
 def attention_with_gradients(*arguments: Any) -> Any:
     _follow()
-    given = _ATTENTION.named(arguments)
-    program, call = read(given["program"]), packing.call_of(given, data=False)
+    value = _ATTENTION.named(arguments)
+    program, call = read(value["program"]), packing.call_of(value, data=False)
 
     def compute(call: Call) -> Any:
         with below_autograd():
@@ -89,34 +89,34 @@ def attention_with_gradients(*arguments: Any) -> Any:
 
 def backward_below(*arguments: Any) -> list[Tensor]:
     with below_autograd():
-        found: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
-    return found
+        results: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
+    return results
 
 
 def attention_fake(*arguments: Any) -> Forward:
-    given = _ATTENTION.named(arguments)
-    out, lse, largest = _results_fake(given, heads_first=True)
+    value = _ATTENTION.named(arguments)
+    out, lse, largest = _results_fake(value, heads_first=True)
     if out.device.type != "cpu":
         return out, lse, largest, lse.new_empty(0)
     return out, lse, lse.new_empty(lse.shape), lse.new_empty(lse.shape)
 
 
-def _results_fake(given: dict[str, Any], heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _results_fake(arguments: dict[str, Any], heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and max_scores, which are empty where they are not wanted."""
-    q, precision = given["q"], read(given["program"]).precision
+    q, precision = arguments["q"], read(arguments["program"]).precision
     rows: Sequence[Any] = (q.shape[1], q.shape[0])
-    if given["cu_seqlens_q"] is None:
+    if arguments["cu_seqlens_q"] is None:
         rows = q.shape[:3] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
-    out = empty_output(q, given["v"].shape[-1], precision.output_dtype(q.dtype))
-    dtype, wanted = precision.compute_dtype(q.dtype), given["max_scores"]
+    out = empty_output(q, arguments["v"].shape[-1], precision.output_dtype(q.dtype))
+    dtype, wanted = precision.compute_dtype(q.dtype), arguments["max_scores"]
     return out, q.new_empty(rows, dtype=dtype), q.new_empty(rows if wanted else (0,), dtype=dtype)
 
 
 def attention_backward_fake(*arguments: Any) -> list[Tensor]:
-    given = _BACKWARD.named(arguments)
-    sinks, operands = given["sinks"], given["operands"]
-    like = [*map(given.get, "qkv"), *([] if sinks is None else [sinks])]
-    like += [operands[slot] for slot in given["needs"]]
+    value = _BACKWARD.named(arguments)
+    sinks, operands = value["sinks"], value["operands"]
+    like = [*map(value.get, "qkv"), *([] if sinks is None else [sinks])]
+    like += [operands[slot] for slot in value["needs"]]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
 
 
@@ -132,8 +132,8 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     Contents are looked at on a CPU, and with FA4FLEX_VALIDATE=1 on a device. Else kernels find what does not
     fit, or, where pages are copied, conditions that nobody waits for; and a later call tells.
     """
-    given = _IN_PAGES.named(arguments)
-    program, call = read(given["program"]), packing.call_of(given, Paged)
+    value = _IN_PAGES.named(arguments)
+    program, call = read(value["program"]), packing.call_of(value, Paged)
     kv = call.kv
     assert isinstance(kv, Paged)
     paging, pool, on_device = Paging(kv.page_table, kv.paged_keys), kv.k, not call.q.is_cpu or simulating()
@@ -141,9 +141,9 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         paging.check_contents(pool)
     with autocast.off(call.q):
         if on_gpu(call.q) and not by_flex(program.backend, call.q) and not call.empty:
-            found = _by_kernel(program, call, kv.heads_first() if call.heads_first else kv)
-            if found is not None:
-                return found
+            result = _by_kernel(program, call, kv.heads_first() if call.heads_first else kv)
+            if result is not None:
+                return result
         if on_device:
             for condition, message in conditions_of(paging, pool):
                 later.require_at_each_replay(condition, message)
@@ -175,5 +175,5 @@ def _copied(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tensor, 
 
 
 def attention_in_pages_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given = _IN_PAGES.named(arguments)
-    return _results_fake(given, given["heads_first"])
+    value = _IN_PAGES.named(arguments)
+    return _results_fake(value, value["heads_first"])

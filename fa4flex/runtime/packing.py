@@ -27,8 +27,8 @@ def results_by_operator(program: Published, call: Call) -> tuple[Tensor, ...]:
     """Results of a call with heads first, or of pages, by the operator of its source of keys."""
     name = NAMES[type(call.kv)]
     arguments = OPERATORS[name].packed(named(program, call))
-    found: tuple[Tensor, ...] = getattr(torch.ops.fa4flex, name)(*arguments)
-    return found
+    results: tuple[Tensor, ...] = getattr(torch.ops.fa4flex, name)(*arguments)
+    return results
 
 
 def gradients_by_operator(
@@ -44,8 +44,8 @@ def gradients_by_operator(
         "needs": needs,
     }
     arguments = OPERATORS["attention_backward"].packed(named(program, call.turned()) | more)
-    found: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
-    return [*map(call.turn, found[:3]), *found[3:]]
+    results: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
+    return [*map(call.turn, results[:3]), *results[3:]]
 
 
 def named(program: Published, call: Call) -> dict[str, Any]:
@@ -80,30 +80,32 @@ def _as_tensor(x: Any) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
-def call_of(given: Mapping[str, Any], kind: type[KeySource] = Contiguous, data: bool = True) -> Call:
+def call_of(arguments: Mapping[str, Any], kind: type[KeySource] = Contiguous, data: bool = True) -> Call:
     """The call that an operator's arguments make, by name. data: whether floats are read; they lie on the
     host, which waits for nothing."""
-    program, floats, scale = read(given["program"]), list(given["floats"]), given["scale"]
+    program, floats, scale = read(arguments["program"]), list(arguments["floats"]), arguments["scale"]
     floats = [float(x) for x in floats] if data else floats
     scale = floats.pop() if scale is None else scale
-    lengths = sequence_lengths(given)
+    lengths = sequence_lengths(arguments)
     return Call(
-        given["q"],
-        kind(*[given[name] for name in kind._fields]),
-        tuple(given["operands"]),
-        given["sinks"],
+        arguments["q"],
+        kind(*[arguments[name] for name in kind._fields]),
+        tuple(arguments["operands"]),
+        arguments["sinks"],
         lengths,
-        program.scalars(given["ints"], floats),
+        program.scalars(arguments["ints"], floats),
         scale,
-        given.get("heads_first", True),
-        ("lse", "max_scores") if given.get("max_scores", False) else ("lse",),
+        arguments.get("heads_first", True),
+        ("lse", "max_scores") if arguments.get("max_scores", False) else ("lse",),
     )
 
 
-def sequence_lengths(given: Mapping[str, Any]) -> SequenceLengths:
+def sequence_lengths(arguments: Mapping[str, Any]) -> SequenceLengths:
     """Lengths among an operator's arguments."""
-    if "lengths" in given:
-        found = SequenceLengths(*given["lengths"])
+    if "lengths" in arguments:
+        result = SequenceLengths(*arguments["lengths"])
     else:
-        found = SequenceLengths(**{name: given[name] for name in SequenceLengths._fields if name in given})
-    return NO_LENGTHS if all(x is None for x in found) else found
+        result = SequenceLengths(
+            **{name: arguments[name] for name in SequenceLengths._fields if name in arguments}
+        )
+    return NO_LENGTHS if all(x is None for x in result) else result

@@ -65,8 +65,8 @@ class Published:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kind of each captured number, by slot: "int" or "float"."""
-        found = {n.value: n.kind for n in nodes(self.facts.score, self.facts.mask) if n.op == "scalar"}
-        return tuple(found[slot] for slot in range(len(found)))
+        results = {n.value: n.kind for n in nodes(self.facts.score, self.facts.mask) if n.op == "scalar"}
+        return tuple(results[slot] for slot in range(len(results)))
 
     @cached_property
     def text(self) -> str:

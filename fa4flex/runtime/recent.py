@@ -99,9 +99,9 @@ class Recent(Generic[Prepared]):
             return None
         kept, flex, dense = self.kept, self.flex, varlen is None and paging is None
         if dense and flex is not None and flex.kept:
-            found = flex.serve(variant, qkv, statistics)
-            if found is not None:
-                return found
+            result = flex.serve(variant, qkv, statistics)
+            if result is not None:
+                return result
         if not kept:
             return None
         faults.check()
@@ -166,17 +166,17 @@ class Recent(Generic[Prepared]):
         if simulating() or self.reader is None or type(call.kv) not in (Contiguous, Paged):
             return
         key = ready, again is not None, statistics, _types(call)
-        found = [one for one in self.kept if one.key == key]
-        if not found:
-            found = [one for one in self.once if one.key == key]
-            if not found:
+        results = [one for one in self.kept if one.key == key]
+        if not results:
+            results = [one for one in self.once if one.key == key]
+            if not results:
                 shapes = call.q.shape, call.kv.k.shape
                 one = Kept(*key, shapes=shapes)
                 self.once = (one, *self.once)[:MOST_KEPT]
                 return
             self.once = tuple([one for one in self.once if one.key != key])
-            self.kept = (found[0], *[one for one in self.kept if one.key != key])[:MOST_KEPT]
-        one = found[0]  # threads may have kept several
+            self.kept = (results[0], *[one for one in self.kept if one.key != key])[:MOST_KEPT]
+        one = results[0]  # threads may have kept several
         if one.missed < MOST_TRIES:
             made = FamilyPath.of(call, qkv, ready, self.reader)
             one.missed += made is None or one.family is not None

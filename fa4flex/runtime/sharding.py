@@ -60,16 +60,16 @@ def indexed_by(program: str, index: str) -> dict[int, int] | None:
     roots = (facts.score, facts.mask)
     if index == "h" and any("num_heads" in root.free for root in roots):
         return None
-    found: dict[int, set[tuple[int, ...]]] = {}
+    results: dict[int, set[tuple[int, ...]]] = {}
     for node in nodes(*roots):
         slot, selectors, others = _parts(node)
         if (_is(node, index) and node in roots) or any(_is(x, index) for x in others):
             return None
         if slot is not None:
-            found.setdefault(slot, set()).add(tuple(at for at, x in enumerate(selectors) if _is(x, index)))
-    if any(len(dims) > 1 or len(dim) > 1 for dims in found.values() for dim in dims):
+            results.setdefault(slot, set()).add(tuple(at for at, x in enumerate(selectors) if _is(x, index)))
+    if any(len(dims) > 1 or len(dim) > 1 for dims in results.values() for dim in dims):
         return None
-    return {slot: dim[0] for slot, (dim,) in found.items() if dim}
+    return {slot: dim[0] for slot, (dim,) in results.items() if dim}
 
 
 def _is(node: Expr, index: str) -> bool:
@@ -125,10 +125,11 @@ class _Plan:
             return self.placed(None, None)
         return self.placed(None, 0) if self.packed else self.placed(0, 1)
 
-    def results(self, given: Sequence[Any]) -> list[Any]:
+    def results(self, arguments: Sequence[Any]) -> list[Any]:
         """The local parts of an output and its statistics, or of their gradients."""
         return [
-            self.here(x, self.statistics(x) if at else self.rows, "a gradient") for at, x in enumerate(given)
+            self.here(x, self.statistics(x) if at else self.rows, "a gradient")
+            for at, x in enumerate(arguments)
         ]
 
     def sinks(self, partial: bool = False) -> list[Any]:
@@ -154,28 +155,33 @@ class _Plan:
     def whole(self, x: Tensor, placements: list[Any], like: Any = None) -> Any:
         """The DTensor of every process's part, placed as `like` is."""
         distributed = sys.modules[DTENSOR].DTensor
-        found = distributed.from_local(x, self.mesh, placements, run_check=False)
+        result = distributed.from_local(x, self.mesh, placements, run_check=False)
         if isinstance(like, distributed) and not any(p.is_partial() for p in like.placements):
-            found = found.redistribute(self.mesh, like.placements)
-        return found
+            result = result.redistribute(self.mesh, like.placements)
+        return result
 
-    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of an operator by name, with local tensors in place of DTensors."""
-        found: dict[str, Any] = {**given, "sinks": self.here(given["sinks"], self.sinks(), "sinks")}
-        found |= {name: self.here(given[name], self.rows, name) for name in "qkv"}
-        found["operands"] = [
-            self.here(x, self.operand(at), f"captured tensor {at}") for at, x in enumerate(given["operands"])
+        entries: dict[str, Any] = {**arguments, "sinks": self.here(arguments["sinks"], self.sinks(), "sinks")}
+        entries |= {name: self.here(arguments[name], self.rows, name) for name in "qkv"}
+        entries["operands"] = [
+            self.here(x, self.operand(at), f"captured tensor {at}")
+            for at, x in enumerate(arguments["operands"])
         ]
-        for name, x in sequence_lengths(given)._asdict().items():
+        for name, x in sequence_lengths(arguments)._asdict().items():
             sequences = 0 if name.startswith("seqused") and not self.packed else None
-            found[name] = self.here(x, self.placed(sequences, None), name.rpartition("_")[0])
-        return found | {"lengths": [found[name] for name in SequenceLengths._fields]}
+            entries[name] = self.here(x, self.placed(sequences, None), name.rpartition("_")[0])
+        return entries | {"lengths": [entries[name] for name in SequenceLengths._fields]}
 
 
-def _plan(given: Mapping[str, Any]) -> _Plan:
+def _plan(arguments: Mapping[str, Any]) -> _Plan:
     """Keep the batch or heads sharded where q, or else k or v, has them so and the program allows it."""
-    distributed, qkv, operands = sys.modules[DTENSOR].DTensor, [given[x] for x in "qkv"], given["operands"]
-    program, lengths = given["program"], sequence_lengths(given)
+    distributed, qkv, operands = (
+        sys.modules[DTENSOR].DTensor,
+        [arguments[x] for x in "qkv"],
+        arguments["operands"],
+    )
+    program, lengths = arguments["program"], sequence_lengths(arguments)
     for x, name in zip(qkv, "qkv", strict=True):
         if not isinstance(x, distributed):
             raise _plain_tensor(name)
@@ -184,7 +190,7 @@ def _plan(given: Mapping[str, Any]) -> _Plan:
         raise InputError("DTensors of several meshes", "one mesh", "distribute all of them over q's mesh")
     wanted = [_wanted([x.placements[at] for x in qkv], packed) for at in range(mesh.ndim)]
     (batch, heads), kv_heads = qkv[0].shape[:2], qkv[1].shape[1]
-    found: dict[Choice, dict[int, int]] = {"batch": {}, "heads": {}}
+    results: dict[Choice, dict[int, int]] = {"batch": {}, "heads": {}}
     for choice, index, sizes in (("batch", "b", (batch,)), ("heads", "h", (heads, kv_heads))):
         if choice not in wanted:
             continue
@@ -192,10 +198,10 @@ def _plan(given: Mapping[str, Any]) -> _Plan:
         along = indexed_by(program, index)
         fits = along is not None and all(operands[slot].shape[dim] == sizes[0] for slot, dim in along.items())
         if along is not None and fits and all(size % parts == 0 for size in sizes):
-            found[choice] = along
+            results[choice] = along
         else:
             wanted = [None if x == choice else x for x in wanted]
-    return _Plan(mesh, tuple(wanted), packed, found["batch"], found["heads"])
+    return _Plan(mesh, tuple(wanted), packed, results["batch"], results["heads"])
 
 
 _DIMENSIONS = ("batch", "heads", "the sequence", "head_dim")
@@ -231,21 +237,21 @@ def _plain_tensor(name: str) -> InputError:
 
 
 def _forward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    given = _ATTENTION.named(args)
+    value = _ATTENTION.named(args)
     with torch.no_grad():
-        plan = _plan(given)
-        out, *statistics = func(*_ATTENTION.packed(plan.inputs(given)))
+        plan = _plan(value)
+        out, *statistics = func(*_ATTENTION.packed(plan.inputs(value)))
         return plan.whole(out, plan.rows), *(plan.whole(x, plan.statistics(x)) for x in statistics)
 
 
 def _backward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    given = _BACKWARD.named(args)
+    value = _BACKWARD.named(args)
     with torch.no_grad():
-        plan = _plan(given)
-        arriving = {name: plan.results(given[name]) for name in ("upstream", "saved")}
-        found = func(*_BACKWARD.packed(plan.inputs(given) | arriving))
-        sinks, operands, needs = given["sinks"], given["operands"], given["needs"]
-        owners = [(given[name], plan.rows) for name in "qkv"]
+        plan = _plan(value)
+        arriving = {name: plan.results(value[name]) for name in ("upstream", "saved")}
+        result = func(*_BACKWARD.packed(plan.inputs(value) | arriving))
+        sinks, operands, needs = value["sinks"], value["operands"], value["needs"]
+        owners = [(value[name], plan.rows) for name in "qkv"]
         owners += [] if sinks is None else [(sinks, plan.sinks(partial=True))]
         owners += [(operands[slot], plan.operand(slot, partial=True)) for slot in needs]
-        return [plan.whole(x, placed, own) for x, (own, placed) in zip(found, owners, strict=True)]
+        return [plan.whole(x, placed, own) for x, (own, placed) in zip(result, owners, strict=True)]

@@ -138,8 +138,8 @@ def allowed(mask: Any, q_len: int, kv_len: int, batch: int = 1) -> Tensor:
     b = torch.arange(batch)[:, None, None]
     q, kv = torch.arange(q_len)[None, :, None], torch.arange(kv_len)[None, None, :]
     context = {"q_len": q_len, "kv_len": kv_len, "num_heads": 1}
-    found = torch.as_tensor(call_mod(mask, (b, torch.tensor(0), q, kv), context))
-    return found.expand(batch, q_len, kv_len)
+    result = torch.as_tensor(call_mod(mask, (b, torch.tensor(0), q, kv), context))
+    return result.expand(batch, q_len, kv_len)
 
 
 def scored(mod: Any, scores: Tensor) -> Tensor:

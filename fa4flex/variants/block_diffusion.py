@@ -47,8 +47,8 @@ def definition(q: int, kv: int, seq_len: int, block: int) -> bool:
 
 
 def _case(s: Sizes) -> Drawn:
-    given = s.of(320), s.of(24, least=s.some(2))
-    return masked(s.square(2 * given[0]), block_diffusion(*given), definition, *given)
+    arguments = s.of(320), s.of(24, least=s.some(2))
+    return masked(s.square(2 * arguments[0]), block_diffusion(*arguments), definition, *arguments)
 
 
 CASES = (Case(_case),)

@@ -38,8 +38,8 @@ def definition(q: int, kv: int, window: int, dilation: int, q_len: int, kv_len: 
 
 
 def _case(s: Sizes) -> Drawn:
-    given = s.of(48, least=s.some(3)), s.some(3)
-    return masked(s, dilated_window(*given), definition, *given, s.q_len, s.kv_len)
+    arguments = s.of(48, least=s.some(3)), s.some(3)
+    return masked(s, dilated_window(*arguments), definition, *arguments, s.q_len, s.kv_len)
 
 
 CASES = (Case(_case),)

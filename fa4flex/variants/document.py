@@ -40,15 +40,15 @@ def document(
     Give one of them. Raises InputError for none, several, or a wrong shape or dtype.
     """
     offered = {"ids": ids, "offsets": offsets, "cu_seqlens": cu_seqlens, "q_ids": q_ids, "kv_ids": kv_ids}
-    given = [name for name, value in offered.items() if value is not None]
-    if given not in (["ids"], ["offsets"], ["cu_seqlens"], ["q_ids", "kv_ids"]):
+    arguments = [name for name, value in offered.items() if value is not None]
+    if arguments not in (["ids"], ["offsets"], ["cu_seqlens"], ["q_ids", "kv_ids"]):
         raise InputError(
-            f"document() with {' and '.join(given) or 'nothing'}",
+            f"document() with {' and '.join(arguments) or 'nothing'}",
             "one of ids, offsets, cu_seqlens, or q_ids with kv_ids",
             "e.g. document(ids) with the document number of each token",
         )
     if offsets is not None or cu_seqlens is not None:
-        ids = offsets_to_ids("document", given[0], offsets if cu_seqlens is None else cu_seqlens)
+        ids = offsets_to_ids("document", arguments[0], offsets if cu_seqlens is None else cu_seqlens)
     if ids is not None:
         of_q = of_kv = table("document", "ids", ids, INTEGERS, (1, 2), _SHAPE)
     else:

@@ -63,12 +63,12 @@ def natten(
 
 
 def _per_axis(name: str, value: Ints, axes: int) -> tuple[int, ...]:
-    given = value if isinstance(value, tuple) else (value,) * axes
-    if len(given) != axes or axes not in (1, 2, 3):
+    argument = value if isinstance(value, tuple) else (value,) * axes
+    if len(argument) != axes or axes not in (1, 2, 3):
         raise InputError(
             f"natten({name}={value!r})", "1 to 3 entries, as many as canvas has", "one entry per axis"
         )
-    return tuple(whole("natten", name, entry) for entry in given)
+    return tuple(whole("natten", name, entry) for entry in argument)
 
 
 def _check_axis(size: int, kernel: int, dilation: int, causal: bool) -> None:

@@ -25,12 +25,12 @@ _WIDTH = 128
 
 def devices_here() -> list[torch.device]:
     """The CPU, and the current GPU if there is one."""
-    found = [torch.device("cpu")]
+    results = [torch.device("cpu")]
     if torch.cuda.is_available():
-        found.append(torch.device("cuda", torch.cuda.current_device()))
+        results.append(torch.device("cuda", torch.cuda.current_device()))
     if torch.xpu.is_available():
-        found.append(torch.device("xpu", torch.xpu.current_device()))
-    return found
+        results.append(torch.device("xpu", torch.xpu.current_device()))
+    return results
 
 
 def choices_here(asked: Backend = "auto") -> list[tuple[torch.device, Choice]]:

@@ -70,7 +70,7 @@ def explain(
 
 def _section(title: str, lines: Iterable[str]) -> str:
     pad = " " * LABEL_WIDTH
-    body = [piece for line in lines for given in line.splitlines() for piece in _wrapped(given)]
+    body = [piece for line in lines for part in line.splitlines() for piece in _wrapped(part)]
     return f"{title:<{LABEL_WIDTH}}" + f"\n{pad}".join(body)
 
 
@@ -271,8 +271,8 @@ def _pinned(pin: Pinned) -> str:
 
 def _indices(program: Program, names: Names, chosen: Setting) -> list[str]:
     roots = (program.facts.score, program.facts.mask)
-    found = overflowing(roots, chosen.shape, program.captured(), bits=32)
-    beyond = [(node, ends) for node, ends in found if node.op != "const"]
+    result = overflowing(roots, chosen.shape, program.captured(), bits=32)
+    beyond = [(node, ends) for node, ends in result if node.op != "const"]
     if not beyond:
         return ["all index arithmetic fits 32 bits at these lengths"]
     shown = beyond[:MOST_LISTED]

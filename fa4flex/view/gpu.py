@@ -41,11 +41,11 @@ def lowered(program: Program, q_len: int | None = None, kv_len: int | None = Non
     sizes = changes.pop("batch", None), changes.pop("heads", None)
     inputs = inputs_of(program, setting(program, q_len, kv_len, *sizes).shape, changes)
     captured, schedule = program.captured(), program.variant.schedule
-    given = Given(program.facts, schedule, inputs, captured, target, changes=changes)
+    value = Given(program.facts, schedule, inputs, captured, target, changes=changes)
     if direction == "forward":
-        return lower_forward(given)
+        return lower_forward(value)
     wanted = enumerate(captured.operands)
-    return lower_backward(given, [slot for slot, x in wanted if x.requires_grad])
+    return lower_backward(value, [slot for slot, x in wanted if x.requires_grad])
 
 
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
@@ -56,14 +56,14 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     variant = program.variant
     width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")
     output, lengths = variant.precision.output, changes.pop("lengths", "dense")
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "head_dim_v": width,
         "out_dtype": dtype if output is None else dtype_name(output),
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
     }
     others = "statistics", "kv_dtype", "k_scales", "v_scales"
-    known = {name: changes.pop(name) for name in (*given, *others) if name in changes}
+    known = {name: changes.pop(name) for name in (*arguments, *others) if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
         kv_heads=changes.pop("kv_heads", shape.heads),
@@ -71,7 +71,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         dtype=dtype,
         lengths=lengths,
         captured=tuple((dtype_name(o.dtype), tuple(o.shape)) for o in program.operands),
-        **given | known,
+        **arguments | known,
     )
 
 
@@ -98,11 +98,11 @@ def target_named(arch: str) -> Target:
 
     if arch == arch_here():
         return target_of(torch.device("cuda", torch.cuda.current_device()))
-    found = next((target for target in TARGETS if target.name == arch), None)
-    if found is None:
+    result = next((target for target in TARGETS if target.name == arch), None)
+    if result is None:
         names = ", ".join(target.name for target in TARGETS)
         raise UnsupportedError(f"arch={arch!r}", f"one of {names}", f"pass arch={ARCH!r}")
-    return found
+    return result
 
 
 def arch_here() -> str | None:
@@ -115,7 +115,7 @@ def arch_here() -> str | None:
     return next((target.name for target in TARGETS if target.capability == capability), None)
 
 
-def source_of(program: Program, found: Lowered) -> Source:
+def source_of(program: Program, result: Lowered) -> Source:
     """The generated module, under the names of the user's code and with the lines that it comes from."""
     from fa4flex.codegen.emit.module import Captions
     from fa4flex.lower import captioned
@@ -126,7 +126,7 @@ def source_of(program: Program, found: Lowered) -> Source:
     variant = program.variant
     mods = [name_of(mod) for mod in (variant.score_mod, variant.mask) if mod is not None]
     captions = Captions(" with ".join(mods) or "attention", names.tensors, names.numbers)
-    return captioned(found, captions, origins)
+    return captioned(result, captions, origins)
 
 
 def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
@@ -139,8 +139,8 @@ def _planned(
 ) -> tuple[Lowered, str]:
     """The pass, and its plan in words."""
     shape = setting(program, q_len, kv_len, changes.get("batch"), changes.get("heads")).shape
-    found = lowered(program, q_len, kv_len, **changes)
-    return found, found.plan.explain(_size(program, found, shape, changes.get("kv_heads")))
+    result = lowered(program, q_len, kv_len, **changes)
+    return result, result.plan.explain(_size(program, result, shape, changes.get("kv_heads")))
 
 
 _SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "bound:")
@@ -161,8 +161,8 @@ def headline(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
 
 def summary(program: Program, q_len: int, kv_len: int, **changes: Any) -> list[str]:
     """The plan's headlines, and what was proved for it."""
-    found, text = _planned(program, q_len, kv_len, changes)
-    problem, lines, shown = found.problem, [], False
+    result, text = _planned(program, q_len, kv_len, changes)
+    problem, lines, shown = result.problem, [], False
     for line in text.splitlines():  # an indented line goes on with the one above it
         shown = shown if line.startswith(" ") else line.startswith(_SHOWN)
         lines += [line] * shown
@@ -191,24 +191,24 @@ def backward(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
     return f"a kernel, tile {tile[0]} queries x {tile[1]} keys"
 
 
-def _size(program: Program, found: Lowered, shape: Shape, kv_heads: int | None) -> Size:
+def _size(program: Program, result: Lowered, shape: Shape, kv_heads: int | None) -> Size:
     """The launch, with the share of tiles that the kernel computes of it."""
     from fa4flex.kernels.plan.bound import Size
 
-    density, keys = _computed(program, found, shape) if found.direction == "forward" else (None, None)
+    density, keys = _computed(program, result, shape) if result.direction == "forward" else (None, None)
     return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len, density, kv_heads, keys)
 
 
-def _computed(program: Program, found: Lowered, shape: Shape) -> tuple[float | None, float | None]:
+def _computed(program: Program, result: Lowered, shape: Shape) -> tuple[float | None, float | None]:
     """Shares of the kernel's tiles that are computed, and of keys that these read; None where lengths of
     sequences, which are a call's, or tensors of other sizes decide."""
-    problem, (rows, keys) = found.problem, found.plan.tile
+    problem, (rows, keys) = result.problem, result.plan.tile
     if problem.lengths != "dense":
         return None, None
     if problem.mask_form in ("none", "pairs"):
         return 1.0, 1.0
     try:
-        tiles = tiles_of(program, Setting(shape), (max(rows // found.plan.packed_heads, 1), keys))
+        tiles = tiles_of(program, Setting(shape), (max(rows // result.plan.packed_heads, 1), keys))
     except Fa4flexError:
         return None, None
     return max(tiles.density, NONE), tiles.used_columns
@@ -234,9 +234,9 @@ def ptx_stage(program: Program, q_len: int | None = None, kv_len: int | None = N
     from fa4flex.compiler.inspect import inspect
     from fa4flex.compiler.signature import Signature
 
-    found = lowered(program, q_len, kv_len, **changes)
+    result = lowered(program, q_len, kv_len, **changes)
     nodes = walk(program.facts.score, program.facts.mask)
     kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
     scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
-    source = source_of(program, found)
-    return inspect(source, found.problem, Signature(scalars=scalars), found.plan.target.name).ptx
+    source = source_of(program, result)
+    return inspect(source, result.problem, Signature(scalars=scalars), result.plan.target.name).ptx

@@ -55,8 +55,8 @@ class Grid:
 
     def counts(self) -> tuple[int, int, int]:
         """Cells that are (empty, partial, full)."""
-        found = numpy.bincount(self.classes.ravel(), minlength=3)
-        return int(found[EMPTY]), int(found[PARTIAL]), int(found[FULL])
+        result = numpy.bincount(self.classes.ravel(), minlength=3)
+        return int(result[EMPTY]), int(result[PARTIAL]), int(result[FULL])
 
     def queries(self, top: int, bottom: int) -> tuple[int, int]:
         """First and last query of the cell rows [top, bottom)."""

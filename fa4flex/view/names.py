@@ -27,11 +27,11 @@ class Names:
         numbers = list(program.scalar_names)
         taken = Counter([*names, *numbers, *SYMBOLS])
 
-        def settle(given: list[str], letter: str) -> tuple[str, ...]:
+        def settle(arguments: list[str], letter: str) -> tuple[str, ...]:
             # A name that is no identifier, or stands for two things, would make the listing ambiguous.
             return tuple(
                 name if name.isidentifier() and taken[name] == 1 else f"{letter}{slot}"
-                for slot, name in enumerate(given)
+                for slot, name in enumerate(arguments)
             )
 
         return Names(settle(names, "t"), settle(numbers, "s"))

@@ -25,20 +25,20 @@ class Setting:
 
 def implied(program: Program) -> dict[str, int]:
     """Extents that captured tensors give to b, h, q and kv: `ids[b, kv]` has ids.shape[1] keys."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for load in loads(program.facts.score, program.facts.mask):
         shape = program.operands[load.value].shape
         for index, extent in zip(load.args, shape):
             name, per_entry = _plain(program, index)
             if name in ("b", "h", "q", "kv"):
-                found[name] = min(extent * per_entry, found.get(name, extent * per_entry))
+                results[name] = min(extent * per_entry, results.get(name, extent * per_entry))
     blocks, sinks = program.variant.blocks, program.variant.sinks
     if blocks is not None:
-        found |= {"q": blocks.q_len, "kv": blocks.kv_len}
-        found |= {name: size for name, size in zip("bh", blocks.classes.shape) if size > 1}
+        results |= {"q": blocks.q_len, "kv": blocks.kv_len}
+        results |= {name: size for name, size in zip("bh", blocks.classes.shape) if size > 1}
     if sinks is not None:
-        found["h"] = sinks.now().shape[0]
-    return found
+        results["h"] = sinks.now().shape[0]
+    return results
 
 
 def _plain(program: Program, index: Expr) -> tuple[str, int]:

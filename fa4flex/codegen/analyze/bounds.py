@@ -114,8 +114,8 @@ def _leaf_or_rule(
     return rule_for(node.op, node.args[-1].kind)(*args)
 
 
-def _from_table(node: Expr, found: tuple[Value, Value, bool]) -> Bounds:
-    lo, hi, nan = found
+def _from_table(node: Expr, results: tuple[Value, Value, bool]) -> Bounds:
+    lo, hi, nan = results
     if node.kind == "float":
         return rounded(real(lo), real(hi), nan)
     return Bounds(lo, hi)

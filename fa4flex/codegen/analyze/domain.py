@@ -28,11 +28,11 @@ class Shape:
         """The range of each symbol over the whole problem, with Python ends."""
         lengths = {"q_len": self.q_len, "kv_len": self.kv_len, "num_heads": self.heads}
         last = {"b": self.batch - 1, "h": self.heads - 1, "q": self.q_len - 1, "kv": self.kv_len - 1}
-        found = {name: Bounds(0, max(end, 0)) for name, end in last.items()}
-        found |= {name: Bounds(value, value) for name, value in lengths.items()}
+        results = {name: Bounds(0, max(end, 0)) for name, end in last.items()}
+        results |= {name: Bounds(value, value) for name, value in lengths.items()}
         if self.b is not None:
-            found["b"] = Bounds(self.b, self.b)
-        return found
+            results["b"] = Bounds(self.b, self.b)
+        return results
 
     def values(self) -> dict[str, int]:
         """Symbols that have one value in this problem."""

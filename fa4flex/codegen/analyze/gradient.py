@@ -222,12 +222,12 @@ def _with_own_axes(x: Expr, owned: frozenset[Expr] = frozenset(), taken: Iterabl
 
 def _varying(order: list[Expr]) -> set[Expr]:
     """The float nodes that the score or a captured floating tensor flows into."""
-    found: set[Expr] = set()
+    results: set[Expr] = set()
     for node in order:
         source = (node.op == "sym" and node.value == "score") or node.op == "load"
-        if node.kind == "float" and (source or any(a in found for a in node.args)):
-            found.add(node)
-    return found
+        if node.kind == "float" and (source or any(a in results for a in node.args)):
+            results.add(node)
+    return results
 
 
 def _sum_over(axes: Iterable[str], extents: dict[str, int], x: Expr) -> Expr:

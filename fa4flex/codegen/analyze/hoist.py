@@ -61,13 +61,13 @@ def hoist(*roots: Expr) -> Hoisting:
         for argument in node.args:
             users[argument].append(node)
     bound = {node.value[1] for node in nodes if node.op == "reduce"}
-    found: dict[str, list[Expr]] = {"uniform": [], "row": [], "column": []}
+    results: dict[str, list[Expr]] = {"uniform": [], "row": [], "column": []}
     for node in nodes:
         mine = frequency(node)
         # Leaves cost nothing, and a term under a reduction's axis only exists inside its loop.
         if mine == "element" or not node.args or node.free & bound:
             continue
         if not users[node] or any(frequency(user) != mine for user in users[node]):
-            found[mine].append(node)
+            results[mine].append(node)
     per_element = sum(1 for node in nodes if frequency(node) == "element" and node.args)
-    return Hoisting(tuple(found["uniform"]), tuple(found["row"]), tuple(found["column"]), per_element)
+    return Hoisting(tuple(results["uniform"]), tuple(results["row"]), tuple(results["column"]), per_element)

@@ -78,8 +78,8 @@ def allowed_keys(mask: Expr) -> KeyIntervals | None:
     certain = [x for x in _alternatives(mask) if _is_certain(key_intervals(x))]
     if not certain:
         return None
-    found = key_intervals(functools.reduce(lambda a, b: apply("or_", a, b), certain))
-    return found if _is_certain(found) else None
+    result = key_intervals(functools.reduce(lambda a, b: apply("or_", a, b), certain))
+    return result if _is_certain(result) else None
 
 
 def _alternatives(mask: Expr) -> list[Expr]:
@@ -96,19 +96,19 @@ _EXCHANGED = {sym(a): sym(b) for a, b in (("q", "kv"), ("kv", "q"), ("q_len", "k
 
 def query_intervals(mask: Expr) -> QueryIntervals | None:
     """The query intervals of a mask, or None where they are not found."""
-    found = key_intervals(substitute(mask, _EXCHANGED))
-    if found is None:
+    result = key_intervals(substitute(mask, _EXCHANGED))
+    if result is None:
         return None
-    spans = tuple((substitute(lo, _EXCHANGED), substitute(hi, _EXCHANGED)) for lo, hi in found.spans)
-    nonnegative = tuple(substitute(x, _EXCHANGED) for x in found.nonnegative)
-    return QueryIntervals(spans, found.sorted_operands, nonnegative)
+    spans = tuple((substitute(lo, _EXCHANGED), substitute(hi, _EXCHANGED)) for lo, hi in result.spans)
+    nonnegative = tuple(substitute(x, _EXCHANGED) for x in result.nonnegative)
+    return QueryIntervals(spans, result.sorted_operands, nonnegative)
 
 
 def searched(keys: Intervals) -> tuple[Expr, ...]:
     """The elements of what the ends search, in their order: those at `kv`, for all numbers below the size of
     their captured tensor's last dimension. The intervals hold where none is less than the one before."""
-    found = (node for node in nodes(*(end for span in keys.spans for end in span)) if node.op == "search")
-    rows = dict.fromkeys((node.value[0], node.args[1:]) for node in found)
+    results = (node for node in nodes(*(end for span in keys.spans for end in span)) if node.op == "search")
+    rows = dict.fromkeys((node.value[0], node.args[1:]) for node in results)
     return tuple(load(slot, (*lead, _KV), "int") for slot, lead in rows)
 
 

@@ -64,8 +64,8 @@ def _written(x: int) -> str:
 def index_ranges(roots: Sequence[Expr], shape: Shape, captured: Captured) -> dict[Expr, tuple[int, int]]:
     """Bounds, as exact Python ints, of every integer node under `roots` over all b, h, q, kv of `shape`."""
     wanted = integers(*roots)
-    found = _ranges(roots, wanted, shape.ranges(), Tables(on_host(captured, *wanted)))
-    return {node: (int(found[node].lo), int(found[node].hi)) for node in wanted}
+    result = _ranges(roots, wanted, shape.ranges(), Tables(on_host(captured, *wanted)))
+    return {node: (int(result[node].lo), int(result[node].hi)) for node in wanted}
 
 
 @lru_cache(maxsize=1024)
@@ -95,10 +95,10 @@ def beyond_int64(root: Expr, shape: Shape, tables: Tables) -> Mapping[Expr, Boun
 
     These are the nodes that may be too large, and all that is computed from them.
     """
-    found = _ranges([root], [root], shape.ranges(), tables)
+    result = _ranges([root], [root], shape.ranges(), tables)
     tainted: dict[Expr, Bounds] = {}
     for node in nodes(root):
-        x = found.get(node)
+        x = result.get(node)
         too_large = node.kind == "int" and x is not None and (x.lo < -_SAFE or x.hi > _SAFE)
         if x is not None and (too_large or any(a in tainted for a in node.args)):
             tainted[node] = x
@@ -119,8 +119,8 @@ def _ranges(
     # A loop bounds its body step by step. What is inside is bounded apart, over all steps at once.
     outside = [node for node in every if not node.free & axes.keys()]
     inside = [node for node in every if node.free & axes.keys()]
-    found = dict(zip(outside, bounds(outside, symbols, tables, known)))
-    return found | dict(zip(inside, bounds(inside, {**symbols, **axes}, tables, known)))
+    result = dict(zip(outside, bounds(outside, symbols, tables, known)))
+    return result | dict(zip(inside, bounds(inside, {**symbols, **axes}, tables, known)))
 
 
 def _any_float() -> Bounds:
@@ -198,8 +198,8 @@ def _proved(roots: tuple[Expr, ...], wanted: tuple[Expr, ...], dtypes: Dtypes, n
                 known[node] = Bounds(limits.min, limits.max)
     lengths = dict.fromkeys((*INDICES, *CONTEXT), Bounds(0, MODEST_LENGTH))
     symbols = lengths | dict.fromkeys(("b", "h", "num_heads"), Bounds(0, MODEST_COUNT))
-    found = _ranges(roots, wanted, symbols, Tables(Captured()), known)
-    return all(found[node].lo >= -_WORD and found[node].hi < _WORD for node in wanted)
+    result = _ranges(roots, wanted, symbols, Tables(Captured()), known)
+    return all(result[node].lo >= -_WORD and result[node].hi < _WORD for node in wanted)
 
 
 # --- refusing, and deciding beforehand --------------------------------------------------------------------
@@ -269,8 +269,8 @@ def _decided(
 ) -> dict[Expr, bool]:
     """Comparisons that come out the same for every element."""
     asked = [node for node in decidable if node.op in COMPARISONS or node.op == "to_bool"]
-    found = _ranges(roots, asked, shape.ranges(), Tables(on_host(captured, *asked)))
-    return {node: bool(found[node].lo) for node in asked if found[node].lo == found[node].hi}
+    result = _ranges(roots, asked, shape.ranges(), Tables(on_host(captured, *asked)))
+    return {node: bool(result[node].lo) for node in asked if result[node].lo == result[node].hi}
 
 
 def _simpler(node: Expr, ranges: Mapping[Expr, tuple[int, int]], memo: Mapping[Expr, Expr]) -> Expr | None:

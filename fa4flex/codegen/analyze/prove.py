@@ -158,9 +158,9 @@ def _ends(facts: Facts) -> tuple[Expr, ...]:
 def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
     """The symbols that may not run past the table of each read: masks are asked about every pair, scores
     about allowed ones, and the lengths of ragged sequences are not known."""
-    found: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), ("b", "h"))
-    found |= dict.fromkeys(nodes(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
-    return found
+    results: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), ("b", "h"))
+    results |= dict.fromkeys(nodes(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
+    return results
 
 
 def _in_range(
@@ -174,10 +174,10 @@ def _in_range(
     for node in reads:
         table = tables.captured.operands[slot_of(node)]
         index = node.args if node.op == "load" else node.args[1:]
-        for i, found, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
-            if i.op == "sym" and i.value in never_past.get(node, ()) and found.hi >= size:
-                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}", node)
-            proved = proved and bool(found.lo >= 0 and found.hi < size)
+        for i, result, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
+            if i.op == "sym" and i.value in never_past.get(node, ()) and result.hi >= size:
+                raise PastTheEnd(table, f"{i} goes up to {result.hi} in a dimension of {size}", node)
+            proved = proved and bool(result.lo >= 0 and result.hi < size)
     return proved
 
 

@@ -41,26 +41,26 @@ def widest(
     exact = extents_of(shape)
     bounds = list(_bounds(facts, exact, sizes))
     largest = Ragged(bounds[0][0], shape.heads, *bounds[0][1:])
-    found = proved(largest)
-    if found is not None and found.in_range:
+    result = proved(largest)
+    if result is not None and result.in_range:
         return planned(largest).within(Reach(most=bounds[0])), largest
     limit = planned(shape)
     bounds = [each(min, most, limit.most) for most in bounds]
     problems = [Ragged(most[0], shape.heads, *most[1:]) for most in bounds]
     for most, problem in zip(bounds, problems, strict=True):
-        found = proved(problem)
-        if found is not None and found.in_range:
+        result = proved(problem)
+        if result is not None and result.in_range:
             return planned(problem).within(Reach(limit.least, most)), problem
-    found = proved(problems[0])
-    if found is not None and found == proved(shape):
+    result = proved(problems[0])
+    if result is not None and result == proved(shape):
         return planned(problems[0]).within(Reach(exact, bounds[0])), problems[0]
     return Reach.exactly(exact), shape
 
 
 def _bounds(facts: Facts, exact: Extents, sizes: Sizes) -> Iterator[Extents]:
     """Upper bounds to try, the largest first."""
-    found = _directly_read(facts)
-    caps = [_cap(found.get(name, ()), sizes, n) for name, n in zip(("b", "q", "kv"), exact, strict=True)]
+    result = _directly_read(facts)
+    caps = [_cap(result.get(name, ()), sizes, n) for name, n in zip(("b", "q", "kv"), exact, strict=True)]
     most = each(
         min, (generous(exact[0]), generous(exact[1]), generous(exact[2])), (caps[0], caps[1], caps[2])
     )
@@ -94,10 +94,10 @@ def _cap(reads: tuple[tuple[int, int], ...], sizes: Sizes, n: int) -> int:
 @lru_cache(maxsize=1024)
 def _directly_read(facts: Facts) -> Mapping[str, tuple[tuple[int, int], ...]]:
     """Dimensions of captured tensors, by slot, that a symbol itself is the index of."""
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    results: dict[str, tuple[tuple[int, int], ...]] = {}
     for node in nodes(facts.score, facts.mask):
         if node.op in READS:
             for dim, index in enumerate(node.args if node.op == "load" else node.args[1:]):
                 if index.op == "sym":
-                    found[index.value] = (*found.get(index.value, ()), (slot_of(node), dim))
-    return found
+                    results[index.value] = (*results.get(index.value, ()), (slot_of(node), dim))
+    return results

@@ -49,7 +49,7 @@ def looked_up(ends: Sequence[Expr], captured: Captured) -> tuple[tuple[Expr, ...
 @lru_cache(maxsize=512)
 def _looked_up(ends: tuple[Expr, ...], free: int) -> tuple[tuple[Expr, ...], tuple[int, ...]]:
     """Ends that read operands `free` and those behind it: two of each of the slots, which come second."""
-    found: dict[Expr, Expr] = {}
+    results: dict[Expr, Expr] = {}
     slots: list[int] = []
     for node in nodes(*ends):
         if node.op != "search":
@@ -58,8 +58,8 @@ def _looked_up(ends: tuple[Expr, ...], free: int) -> tuple[tuple[Expr, ...], tup
         if needle.op == "load" and needle.value == slot and needle.args[:-1] == tuple(lead):
             if slot not in slots:
                 slots.append(slot)
-            found[node] = load(free + 2 * slots.index(slot) + (side == "right"), needle.args, "int")
-    return tuple(substitute(end, found) for end in ends), tuple(slots)
+            results[node] = load(free + 2 * slots.index(slot) + (side == "right"), needle.args, "int")
+    return tuple(substitute(end, results) for end in ends), tuple(slots)
 
 
 _runs: Alike[tuple[Tensor, Tensor]] = Alike(64, 2)

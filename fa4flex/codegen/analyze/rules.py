@@ -292,16 +292,16 @@ def _exact_float(function: Callable[[Value, Value], Value]) -> Callable[[Bounds,
 def _from_row(op: str) -> Callable[..., Bounds]:
     """The rule that the `range` of an operation's row states."""
     row = OPS[op]
-    found = row.range
-    assert found is not None, f"no range of {op}"
-    low, high = found.low, found.high
-    if found.shape == "within":
+    result = row.range
+    assert result is not None, f"no range of {op}"
+    low, high = result.low, result.high
+    if result.shape == "within":
         return lambda *xs: Bounds(torch.tensor(low).double(), torch.tensor(high).double(), _unbounded(*xs))
-    function, enclosed = getattr(torch, row.torch[0]), Bounds if found.exact else _widened
+    function, enclosed = getattr(torch, row.torch[0]), Bounds if result.exact else _widened
 
     def rule(a: Bounds) -> Bounds:
-        a = _float_abs(a) if found.shape == "even" else a
-        first, last = (a.hi, a.lo) if found.shape == "falling" else (a.lo, a.hi)
+        a = _float_abs(a) if result.shape == "even" else a
+        first, last = (a.hi, a.lo) if result.shape == "falling" else (a.lo, a.hi)
         nan = (a.lo < low) | (a.hi > high) | a.nan
         return enclosed(function(first.clamp(low, high)), function(last.clamp(low, high)), nan)
 

@@ -23,7 +23,7 @@ def keys_seen(facts: Facts, shape: Shape, captured: Captured) -> int | None:
         # An end that is the greatest of several is bounded by each of them: with one of these, what both ends
         # have in common cancels.
         lengths = [apply("sub", b, a) for a, b in product(_parts("maximum", lo), _parts("minimum", hi))]
-        total += max(int(min(found.hi for found in bounds(lengths, symbols, tables))), 0)
+        total += max(int(min(result.hi for result in bounds(lengths, symbols, tables))), 0)
     return total
 
 

@@ -101,9 +101,9 @@ class _Looker:
             symbols = {**self.shape.ranges(), "b": Bounds(b, b), "h": Bounds(h, h)}
             symbols["q"] = Bounds(some.q_lo, some.q_hi)
             symbols["kv"] = Bounds(some.kv_lo, some.kv_hi)
-            (found,) = bounds([self.mask], symbols, self.tables, self.known)
-            full[part] = torch.as_tensor(found.lo)
-            empty[part] = ~torch.as_tensor(found.hi)
+            (result,) = bounds([self.mask], symbols, self.tables, self.known)
+            full[part] = torch.as_tensor(result.lo)
+            empty[part] = ~torch.as_tensor(result.hi)
         return full, empty
 
     def points(self, m: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +154,8 @@ class _Classifier:
         total = self.maps * self.rows * self.columns
         witnessed = evaluated = 0
         for some in places.split(TILES_AT_ONCE) if len(places) else ():
-            found = self._settle(classes, some)
-            witnessed, evaluated = witnessed + found[0], evaluated + found[1]
+            result = self._settle(classes, some)
+            witnessed, evaluated = witnessed + result[0], evaluated + result[1]
         by_bounds = total - witnessed - evaluated
         return Squares(classes[:, : self.rows, : self.columns], by_bounds, witnessed, evaluated)
 
@@ -197,8 +197,8 @@ class _Classifier:
                 some_true, some_false = self.look.elements(parts.select(now))
                 true[owner[now][some_true]] = True
                 false[owner[now][some_false]] = True
-        found = torch.where(true & false, PARTIAL, torch.where(true, FULL, 0)).to(torch.uint8)
-        classes[tuple(places.T)] = found
+        result = torch.where(true & false, PARTIAL, torch.where(true, FULL, 0)).to(torch.uint8)
+        classes[tuple(places.T)] = result
         return witnessed, evaluated
 
     def _parts(self, tiles: Boxes, which: Tensor) -> tuple[Tensor, Boxes]:

@@ -103,8 +103,8 @@ class Tables:
             index = list(los)
             for d, upper in zip(moving, corner, strict=True):
                 index[d] = his[d] + 1 if upper else los[d]
-            found = sums[tuple(index)]
-            total = total + found if (len(moving) - sum(corner)) % 2 == 0 else total - found
+            result = sums[tuple(index)]
+            total = total + result if (len(moving) - sum(corner)) % 2 == 0 else total - result
         return torch.as_tensor(total == area), torch.as_tensor(total > 0)
 
     def _cumulative(self, slot: int, moving: list[int]) -> Tensor:
@@ -194,11 +194,11 @@ class _Extremes:
             chosen = level == k
             at = [i[chosen] for i in index]
             ends = lo[chosen], hi[chosen] - (1 << k) + 1
-            for found, table, join in zip(
+            for result, table, join in zip(
                 (least, greatest), self._level(k), (torch.minimum, torch.maximum), strict=True
             ):
                 first, second = (table[(*at[: self.axis], end, *at[self.axis + 1 :])] for end in ends)
-                found[chosen] = join(first, second)
+                result[chosen] = join(first, second)
         return least, greatest
 
     def _level(self, k: int) -> tuple[Tensor, Tensor]:
@@ -301,8 +301,8 @@ def _search_rows(vectors: Tensor, row: Value, needle: Value, side: str) -> Value
     if not isinstance(needle, Tensor) and not limits.min <= needle <= limits.max:
         return 0 if needle < 0 else vectors.shape[1]
     rows, exact = torch.broadcast_tensors(torch.as_tensor(row), torch.as_tensor(needle))
-    found = torch.empty_like(exact)
+    result = torch.empty_like(exact)
     for r in rows.unique().tolist():
         chosen = rows == r
-        found[chosen] = torch.searchsorted(vectors[r].to(torch.int64), exact[chosen].contiguous(), side=side)
-    return found if found.ndim else int(found.item())
+        result[chosen] = torch.searchsorted(vectors[r].to(torch.int64), exact[chosen].contiguous(), side=side)
+    return result if result.ndim else int(result.item())

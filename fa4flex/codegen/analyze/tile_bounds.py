@@ -108,9 +108,9 @@ class _Rules:
         if x.op == "sym":
             return self._index(x)
         if len(moving) == 1 and x.free <= set(SYMBOLS) and not self._exact(x):
-            found = self._range(x)
-            if found is not None:
-                return found
+            result = self._range(x)
+            if result is not None:
+                return result
         if x.op in READS:
             return self._read(x) if x.op == "load" else None
         if x.op == "reduce":
@@ -120,10 +120,10 @@ class _Rules:
         rule = _RULES.get((x.op, x.args[0].kind)) or _RULES.get((x.op, "any"))
         if rule is None:
             return None
-        given = [self.ends(a) for a in x.args]
+        arguments = [self.ends(a) for a in x.args]
         if x.kind == "bool" and x.op != "ne" and all(a.kind == "bool" for a in x.args):
-            given = [found or _ANYTHING for found in given]
-        return None if any(found is None for found in given) else rule(*given)
+            arguments = [result or _ANYTHING for result in arguments]
+        return None if any(result is None for result in arguments) else rule(*arguments)
 
     def _index(self, x: Expr) -> Ends | None:
         if x.value not in self._size:
@@ -246,17 +246,17 @@ def _positive(x: Expr) -> bool:
 
 
 def _folded(op: str, values: Sequence[Expr]) -> Expr:
-    found = values[0]
+    result = values[0]
     for value in values[1:]:
-        found = apply(op, found, value)
-    return found
+        result = apply(op, result, value)
+    return result
 
 
 # --- rules ------------------------------------------------------------------------------------------------
 
 
 def _rising(op: str) -> Callable[..., Ends]:
-    return lambda *given: (apply(op, *(lo for lo, _ in given)), apply(op, *(hi for _, hi in given)))
+    return lambda *value: (apply(op, *(lo for lo, _ in value)), apply(op, *(hi for _, hi in value)))
 
 
 def _sub(a: Ends, b: Ends) -> Ends:

@@ -142,8 +142,8 @@ def _fitted(
     mask: Expr, keys: KeyIntervals | None, shape: Shape, captured: Captured
 ) -> tuple[Expr, KeyIntervals | None]:
     """A mask whose integers fit in 64 bits over this problem, and its key intervals. Raises TooLarge."""
-    (found,) = fitted([mask], shape, captured)
-    return found, keys if found is mask else key_intervals(found)
+    (result,) = fitted([mask], shape, captured)
+    return result, keys if result is mask else key_intervals(result)
 
 
 def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:

@@ -45,7 +45,7 @@ class _Tables(Module):
         items = ["uniform=uniform"] if self._uniform() else []
         items += [f"{name}={self.pointwise(name)}" for name in BOUNDS]
         for field, kind in (("ranges", "range_"), ("searched", "element_")):
-            found = [self.pointwise(name) for name in self._roots if name.startswith(kind)]
-            items += [f"{field}=({', '.join(found)},)"] * bool(found)
+            results = [self.pointwise(name) for name in self._roots if name.startswith(kind)]
+            items += [f"{field}=({', '.join(results)},)"] * bool(results)
         items += ["spans=spans"] * bool(self._spans)
         return call("HOOKS = Hooks", items)

@@ -93,18 +93,18 @@ class Lowering:
     def value_within(self, x: Expr, around: Expr) -> Expr:
         """`value` of an expression that analysis derived from `around`."""
         self._here = self._origins.get(around)
-        found = self.value(x)
+        result = self.value(x)
         self._here = None
-        return found
+        return result
 
     def place(self, slot: int, index: tuple[Expr, ...], around: Expr) -> tuple[Expr, ...]:
         """The index of an element of operand `slot`, whose gradient analysis derived from `around`."""
         self._here = self._origins.get(around)
-        found = self._index(slot, index)
-        for i in found:
+        result = self._index(slot, index)
+        for i in result:
             self.credit(i)
         self._here = None
-        return found
+        return result
 
     def _values_of(self, xs: Iterable[Expr]) -> tuple[Expr, ...]:
         return tuple(self.value(x) for x in xs)

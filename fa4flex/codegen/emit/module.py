@@ -168,7 +168,7 @@ class Module:
 
     def _named_shares(self, facts: Facts) -> dict[str, LoweredShare]:
         """After the tensors whose gradients they make."""
-        found: dict[str, LoweredShare] = {}
+        results: dict[str, LoweredShare] = {}
         problem = self._plan.problem
         copied = {
             slot
@@ -177,10 +177,10 @@ class Module:
         }
         for share in lowered_shares(facts, problem.gradients, self._lowering, copied):
             base = name = self._printer.names.tensor(share.slot)
-            while name in found:
-                name = f"{base}_{sum(other.slot == share.slot for other in found.values()) + 1}"
-            found[name] = share
-        return found
+            while name in results:
+                name = f"{base}_{sum(other.slot == share.slot for other in results.values()) + 1}"
+            results[name] = share
+        return results
 
     def _lowered_spans(self, facts: Facts, ends: _Ends) -> tuple[Span, ...]:
         intervals = getattr(facts, ends.fact)
@@ -204,11 +204,11 @@ class Module:
 
     def _uniform(self) -> list[Expr]:
         """Values that all hooks share."""
-        found = [x for needed in self._needs.values() for x in needed["uniform"]]
-        found += cut(self._span_ends(), self._ends.rate)["uniform"]
+        results = [x for needed in self._needs.values() for x in needed["uniform"]]
+        results += cut(self._span_ends(), self._ends.rate)["uniform"]
         if self._factor is not None and self._factor.op != "const":
-            found.append(self._factor)
-        return list(dict.fromkeys(found))
+            results.append(self._factor)
+        return list(dict.fromkeys(results))
 
     def _names_of_shared_values(self) -> dict[Expr, str]:
         named: dict[Expr, str] = {}
@@ -245,23 +245,23 @@ class Module:
         return "\n".join([*parts, *wiring]) + "\n"
 
     def _functions(self) -> list[Function]:
-        found = [Function("uniform", "uniform", tuple(self._uniform()))] if self._uniform() else []
+        result = [Function("uniform", "uniform", tuple(self._uniform()))] if self._uniform() else []
         for name, root in self._roots.items():
             for level in ARGUMENT_RATES:
                 shared = tuple(self._needs[name][level])
-                found += [Function(f"{name}_{level}", level, shared, name)] * bool(shared)
-            found += self._terms(name)
+                result += [Function(f"{name}_{level}", level, shared, name)] * bool(shared)
+            result += self._terms(name)
             loop = self._loops.get(name, ())
-            found.append(Function(name, _rate_of(name, root), (root,), name, "one", loop))
+            result.append(Function(name, _rate_of(name, root), (root,), name, "one", loop))
         for name, share in self._shares.items():
-            found += self._place_functions(f"{name}_place", share)
+            result += self._place_functions(f"{name}_place", share)
         if self._factor is not None:
-            found.append(Function("factor", "row", (self._factor,), returns="one"))
+            result.append(Function("factor", "row", (self._factor,), returns="one"))
         if self._spans:
-            found.append(
+            result.append(
                 Function(self._ends.hook, self._ends.rate, tuple(self._span_ends()), returns="spans")
             )
-        return found
+        return result
 
     def _terms(self, name: str) -> list[Function]:
         """Functions of the terms of a hook's folds; each sees the folds before its own."""
@@ -276,12 +276,12 @@ class Module:
 
     def _place_functions(self, name: str, share: LoweredShare) -> list[Function]:
         slower = [level for level in ARGUMENT_RATES if self._needs[name][level]]
-        found = [
+        results = [
             Function(f"{name}_{level}", level, tuple(self._needs[name][level]), name) for level in slower
         ]
         # A function at the rate "uniform" computes what all others share; this one is called with that.
         here: Rate = "row" if share.at == "uniform" else share.at
-        return [*found, Function(name, here, share.place, name, loop=tuple(axis for axis, _ in share.loop))]
+        return [*results, Function(name, here, share.place, name, loop=tuple(axis for axis, _ in share.loop))]
 
     def _text(self, function: Function) -> list[str]:
         provided: dict[str, Sequence[Expr]] = {}
@@ -297,8 +297,8 @@ class Module:
 
     def _docstring(self) -> str:
         places = [f"{name}_place" for name in self._shares]
-        given = [*self._roots, *[self._ends.hook] * bool(self._spans), *places]
-        hooks = ", ".join(given) or "no hooks: the scaled product over every key"
+        arguments = [*self._roots, *[self._ends.hook] * bool(self._spans), *places]
+        hooks = ", ".join(arguments) or "no hooks: the scaled product over every key"
         return (
             f'"""{self._captions.title}: {self._pass.word} for {self._plan.target.name}. Hooks: {hooks}."""\n'
         )
@@ -327,28 +327,32 @@ class Module:
         items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():
-            given = [str(share.which), repr(share.rate).replace("'", '"'), self.pointwise(f"{name}_place")]
+            arguments = [
+                str(share.which),
+                repr(share.rate).replace("'", '"'),
+                self.pointwise(f"{name}_place"),
+            ]
             if share.weight is not None:
-                given.append(f"weight={self.pointwise(f'{name}_weight')}")
-            given += ["scaled=True"] * share.scaled
+                arguments.append(f"weight={self.pointwise(f'{name}_weight')}")
+            arguments += ["scaled=True"] * share.scaled
             if share.once:
-                given.append(f"axes={share.axes}")
+                arguments.append(f"axes={share.axes}")
             if share.loop:
-                given.append(f"loop={tuple(extent for _, extent in share.loop)}")
-            lines += call(f"{name}_share = Share", given)
+                arguments.append(f"loop={tuple(extent for _, extent in share.loop)}")
+            lines += call(f"{name}_share = Share", arguments)
         shares = [f"{name}_share" for name in self._shares]
         items += [f"shares=({', '.join(shares)},)"] * bool(shares)
         return [*lines, *call("HOOKS = Hooks", items)]
 
     def pointwise(self, name: str) -> str:
-        given = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
+        arguments = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
         folds = [f"Fold({', '.join(self._printer.folded(x, term))})" for term, x in self._named_terms(name)]
-        given += [f"folds=({', '.join(folds)},)"] * bool(folds)
+        arguments += [f"folds=({', '.join(folds)},)"] * bool(folds)
         if name.endswith("_weight") and "score" in self._roots[name].free:
-            given.append("scored=True")
+            arguments.append("scored=True")
         if name == "start" and any(x.op in OPS and OPS[x.op].branches for x in walk(self._roots[name])):
-            given.append("branches=True")
-        return f"Pointwise({', '.join([name, *given])})"
+            arguments.append("branches=True")
+        return f"Pointwise({', '.join([name, *arguments])})"
 
 
 def _rate_of(hook: str, root: Expr) -> Rate:
@@ -364,8 +368,8 @@ def _config(config: Any) -> list[str]:
 
 def _dataclasses_of(config: Any) -> list[tuple[str, list[str]]]:
     """Modules, and the dataclasses of each that the repr of a config names."""
-    given = (getattr(config, f.name) for f in fields(config))
-    parts = [part for x in given for part in (x if isinstance(x, tuple) else (x,))]
+    arguments = (getattr(config, f.name) for f in fields(config))
+    parts = [part for x in arguments for part in (x if isinstance(x, tuple) else (x,))]
     named = sorted({(type(x).__module__, type(x).__name__) for x in (config, *parts) if is_dataclass(x)})
     return [(module, [name for _, name in names]) for module, names in groupby(named, itemgetter(0))]
 

@@ -51,11 +51,11 @@ def lowered_shares(
 ) -> tuple[LoweredShare, ...]:
     """Shares of the slots asked for; `copied` are those that take copies of dS, where it is what they want.
     Raises UnsupportedError where there are too many reads."""
-    found = []
+    results = []
     for which, (slot, adding), term in _terms(facts, gradients):
         share = _lowered(facts, term, (which, adding), lowering)
-        found.append(replace(share, copied=share.copied and slot in copied))
-    return tuple(found)
+        results.append(replace(share, copied=share.copied and slot in copied))
+    return tuple(results)
 
 
 def _terms(
@@ -69,13 +69,13 @@ def _terms(
         for term in facts.gradient.of_slots([one[0]])
     ]
     for most in (MOST, 1):
-        found = [
+        results = [
             (which, one, point)
             for which, one, term in terms
             for point in ([term] if _loops(term, most) else _along_axes(term))
         ]
-        if len(found) <= MOST:
-            return found
+        if len(results) <= MOST:
+            return results
     raise UnsupportedError(
         f"gradients of more than {MOST} reads of captured tensors",
         f"at most {MOST} in a kernel",

@@ -99,9 +99,9 @@ class Names:
             self._axes[name] = self.fresh(re.sub(r"\W", "_", name))
         return self._axes[name]
 
-    def _slot(self, letter: str, slot: int, given: Sequence[str]) -> str:
+    def _slot(self, letter: str, slot: int, arguments: Sequence[str]) -> str:
         if (letter, slot) not in self._slots:
-            name = given[slot] if slot < len(given) else ""
+            name = arguments[slot] if slot < len(arguments) else ""
             usable = name.isidentifier() and not keyword.iskeyword(name) and name not in _RESERVED
             self._slots[letter, slot] = self.fresh(name if usable else f"{letter}{slot}")
         return self._slots[letter, slot]
@@ -227,8 +227,8 @@ class Printer:
 
     def _search(self, node: Expr, args: list[str]) -> str:
         slot, side = node.value
-        found = self.call(f"search_{side}", self.names.tensor(slot), _tuple(args[1:]), args[0], "at.guard")
-        return f"{self.integer}({found})" if self.wide else found
+        result = self.call(f"search_{side}", self.names.tensor(slot), _tuple(args[1:]), args[0], "at.guard")
+        return f"{self.integer}({result})" if self.wide else result
 
     def base_name(self, node: Expr) -> str:
         """Base name for the value of a node."""
@@ -259,9 +259,9 @@ def _order(index: Sequence[Expr]) -> list[str]:
     return [] if order == sorted(order) else [f"order={_tuple(list(map(str, order)))}"]
 
 
-def _stepped(index: str, given: Sequence[Expr], texts: Sequence[str]) -> str:
+def _stepped(index: str, arguments: Sequence[Expr], texts: Sequence[str]) -> str:
     """index * coefficient + rest: the sum in parentheses is the same for all of a tile."""
-    (c, rest), (c_text, rest_text) = given, texts
+    (c, rest), (c_text, rest_text) = arguments, texts
     by = "" if c.op == "const" and c.value == 1.0 else f" * {c_text}"
     base = f"at.{index}_base_float{by}"
     plain = rest.op == "const" and rest.value == 0.0

@@ -21,10 +21,10 @@ def with_steps(root: Expr, came: dict[Expr, Origin | None], pairs: bool = True) 
     exact = set(walk(*(a for x in walk(root) if jumps(x) for a in x.args if "score" not in a.free)))
     for node in walk(root):
         args = tuple(memo[a] for a in node.args)
-        found = _linear(node.op, args) if node.kind == "float" and node not in exact else None
-        if found is None and node.op == "load":
-            found = _near(node, args, pairs)
-        memo[node] = found or device(node.op, *args, value=node.value, kind=node.kind)
+        result = _linear(node.op, args) if node.kind == "float" and node not in exact else None
+        if result is None and node.op == "load":
+            result = _near(node, args, pairs)
+        memo[node] = result or device(node.op, *args, value=node.value, kind=node.kind)
         _credit(memo[node], came, came.get(node))
     return memo[root]
 
@@ -92,6 +92,6 @@ def _step(i: Expr) -> tuple[Expr | None, int] | None:
     if not moving:
         return None, 0
     form: Linear = linear(i)
-    found = [(atom, c) for atom, c in form.terms if atom in BASES]
+    results = [(atom, c) for atom, c in form.terms if atom in BASES]
     rest = [atom for atom, _ in form.terms if atom not in BASES and any(x.value in atom.free for x in BASES)]
-    return found[0] if len(found) == 1 and not rest else None
+    return results[0] if len(results) == 1 and not rest else None

@@ -214,8 +214,8 @@ class Function:
         named: Mapping[Expr, str],
         spans: Sequence[Span] = (),
     ) -> list[str]:
-        given = {x: named[x] for values in provided.values() for x in values}
-        writer = Writer(printer, came, self.here, given, self.loop)
+        arguments = {x: named[x] for values in provided.values() for x in values}
+        writer = Writer(printer, came, self.here, arguments, self.loop)
         results = writer.results(self.roots, named)
         if self.returns == "tuple":
             result = _tupled(results)

@@ -13,11 +13,11 @@ MISSING = object()
 
 def class_data(cls: type, names: frozenset[str]) -> dict[str, Any]:
     """Plain attributes of the user's classes above `cls` that code with these names can read."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for base in cls.__mro__:
         if not from_library(base):
-            found = {name: member for name, member in vars(base).items() if name in names} | found
-    return {name: x for name, x in found.items() if _is_data(name, x)}
+            results = {name: member for name, member in vars(base).items() if name in names} | results
+    return {name: x for name, x in results.items() if _is_data(name, x)}
 
 
 def _is_data(name: str, member: Any) -> bool:

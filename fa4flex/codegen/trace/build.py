@@ -118,8 +118,8 @@ def from_tensor(tensor: Tensor) -> Value:
 def _name(tensor: Tensor, recipe: Recipe | None) -> str:
     state = current()
     if recipe is None:
-        found = state.found.get(id(tensor))
-        return f"tensor{len(state.captures.operands)}" if found is None else found[1]
+        result = state.found.get(id(tensor))
+        return f"tensor{len(state.captures.operands)}" if result is None else result[1]
     function = getattr(recipe.function, "__name__", "").strip("_")
     base = next((state.found[id(b)][1] for b in recipe.bases() if id(b) in state.found), "tensor")
     return f"{function}({base})" if function not in ("getitem", "get") else f"{base}[...]"

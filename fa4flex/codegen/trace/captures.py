@@ -35,9 +35,9 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """Every leaf of `tree`, left to right."""
-    found: list[Any] = []
-    map_leaves(tree, found.append)
-    return found
+    results: list[Any] = []
+    map_leaves(tree, results.append)
+    return results
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +76,8 @@ class Recipe:
             id(owner) if owner is not None else None,
             getattr(self.function, "__name__", id(self.function)),
         )
-        given = map_leaves((self.args, dict(self.kwargs)), _leaf_key)
-        return called, _hashable(given), self.output, self.grad
+        value = map_leaves((self.args, dict(self.kwargs)), _leaf_key)
+        return called, _hashable(value), self.output, self.grad
 
     def exchanged(self, kind: type, other: Callable[[Any], Any]) -> Recipe:
         """The same recipe with `other(leaf)` for each of its leaves of that kind."""
@@ -213,26 +213,26 @@ class Captures:
     def depend(
         self,
         guards: Sequence[Guard],
-        found: Mapping[int, tuple[Tensor, str, Path]],
+        results: Mapping[int, tuple[Tensor, str, Path]],
         seen: Mapping[int, set[Seen]],
         opaque: str | None,
     ) -> None:
         """Note what a finished trace depends on: guards, and what was `seen` of tensors that were `found`."""
         self.guards += tuple(guards)
         self.opaque = self.opaque or opaque
-        for key, (tensor, _, path) in found.items():
+        for key, (tensor, _, path) in results.items():
             self.guards += tuple(_guards_of(tensor, path, seen.get(key, set())))
             if key in seen and self.paths.setdefault(key, path) is not path:
                 self.guards += (Guard("same", path, self.paths[key]),)
 
     def bases(self) -> tuple[Tensor, ...]:
         """The captured tensors that operands are, or are computed from."""
-        found: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
         for operand in self.operands:
             own = [operand.base] if isinstance(operand.base, Tensor) else []
             of_recipe = [] if operand.recipe is None else operand.recipe.bases()
-            found |= {id(x): x for x in (*own, *of_recipe) if id(x) in self.paths or own}
-        return tuple(found.values())
+            results |= {id(x): x for x in (*own, *of_recipe) if id(x) in self.paths or own}
+        return tuple(results.values())
 
     def mark(self) -> Mark:
         return Mark(len(self.operands), len(self.scalars))

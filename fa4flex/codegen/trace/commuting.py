@@ -41,20 +41,20 @@ def commuted(name: str, function: Callable[..., Any], args: Any, kwargs: Any) ->
     state = current()
     error, seen = state.first_error, {key: set(what) for key, what in state.seen.items()}
     try:
-        given, named = map_leaves((args, kwargs), _element)
+        value, named = map_leaves((args, kwargs), _element)
         if name in ("T", "mT"):
-            found = call("getattr", given[0], name)
+            result = call("getattr", value[0], name)
         else:
-            found = call(function, *given, **named)  # type: ignore[arg-type]
+            result = call(function, *value, **named)  # type: ignore[arg-type]
     except TraceError:  # the table has no such operation, or not on such arguments
         state.first_error = error
         return None
     finally:  # torch compares extents when it makes the tensor; the expression is the same for others
         state.seen = seen
-    if type(found) is not Value:
+    if type(result) is not Value:
         return None
-    narrowed = found.expr.kind == "int" and found.dtype_or_none not in (torch.int64, tensors[0].dtype)
-    return None if name in _CASTS and narrowed else found
+    narrowed = result.expr.kind == "int" and result.dtype_or_none not in (torch.int64, tensors[0].dtype)
+    return None if name in _CASTS and narrowed else result
 
 
 def alike(elements: Value, tensor: Tensor) -> bool:

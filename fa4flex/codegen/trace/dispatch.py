@@ -290,9 +290,9 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     captured = [t for t in tensors if id(t) not in state.made or state.made[id(t)].recipe is not None]
     asked = captured and captured[0] is (args[0] if args else None)
-    if asked and (found := answer(name, args, kwargs)) is not None:
+    if asked and (outcome := answer(name, args, kwargs)) is not None:
         state.meet(captured[0])
-        return found
+        return outcome
     if captured and _is_mutation(name, kwargs):
         raise _mutation(name)
     if captured and name in _READS:
@@ -307,9 +307,9 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         noted(name, tensor) if question else state.see(id(tensor), "all")
     if not captured:
         result = map_leaves(result, _to_keep)
-    given = {id(t) for t in tensors}
+    arguments = {id(t) for t in tensors}
     for position, leaf in enumerate(leaves(result)):
-        if isinstance(leaf, Tensor) and id(leaf) not in given:
+        if isinstance(leaf, Tensor) and id(leaf) not in arguments:
             recipe = _recipe(function, args, kwargs, position) if captured else None
             fits = elements is not None and leaf is result and alike(elements, leaf)
             state.made[id(leaf)] = Derived(leaf, recipe, elements if fits else None)

@@ -103,7 +103,7 @@ _OF_ARGUMENTS = frozenset(("is_tensor", "is_storage", "get_default_dtype"))
 def imported(code: CodeType, package: str | None) -> tuple[str, ...]:
     """Modules that `code` imports, those that they lie in among them, and what it imports from them, be it a
     module or not, as "module:name"."""
-    found: dict[str, None] = {}
+    results: dict[str, None] = {}
     for inner in nested(code):
         level: int = 0
         names: Any = None
@@ -111,11 +111,11 @@ def imported(code: CodeType, package: str | None) -> tuple[str, ...]:
             if step.opname == "IMPORT_NAME":
                 base = importlib.util.resolve_name("." * level + step.argval, package or "")
                 parts = base.split(".")
-                found |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
-                found |= dict.fromkeys(f"{base}:{one}" for one in names or ())
+                results |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
+                results |= dict.fromkeys(f"{base}:{one}" for one in names or ())
             elif step.opname.startswith("LOAD_"):
                 level, names = (names if isinstance(names, int) else 0), step.argval
-    return tuple(found)
+    return tuple(results)
 
 
 def class_code(cls: type, names: frozenset[str]) -> Iterator[tuple[type, str]]:

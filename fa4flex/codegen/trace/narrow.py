@@ -38,12 +38,12 @@ def narrowed(x: Expr, dtype: torch.dtype) -> Expr:
 def _within(x: Expr, low: int, high: int) -> bool:
     if x.op == "const":
         return bool(low <= x.value <= high)
-    known = {node: found for node in walk(x) if (found := _read(node)) is not None}
+    known = {node: result for node in walk(x) if (result := _read(node)) is not None}
     symbols = {name: Bounds(0, _MOST if name in ("b", "h", "num_heads") else _LONGEST) for name in x.free}
     infinity = torch.tensor(torch.inf, dtype=torch.float64)
     symbols["score"] = Bounds(-infinity, infinity, True)
-    (found,) = bounds([x], symbols, Tables(Captured()), known)
-    return bool(found.lo >= low) and bool(found.hi <= high)
+    (result,) = bounds([x], symbols, Tables(Captured()), known)
+    return bool(result.lo >= low) and bool(result.hi <= high)
 
 
 def _read(node: Expr) -> Bounds | None:

@@ -39,12 +39,12 @@ def user_line(boundary: CodeType | None = None, depth: int = 1) -> Origin | None
 
 def raising_line(error: BaseException) -> Origin | None:
     """The innermost user line in the traceback of `error`."""
-    found, step = None, error.__traceback__
+    result, step = None, error.__traceback__
     while step is not None:
         if not is_library(step.tb_frame.f_code.co_filename):
-            found = Origin(step.tb_frame.f_code.co_filename, step.tb_lineno)
+            result = Origin(step.tb_frame.f_code.co_filename, step.tb_lineno)
         step = step.tb_next
-    return found
+    return result
 
 
 def definition_line(function: object) -> Origin | None:

@@ -127,13 +127,13 @@ def reader_of(
     read = _function("read", roots, [*writer.lines, f"return {_tuple(held)}, {_tuple(told)}"])
     matches = _function("matches", roots, [*writer.lines, f"return {both}"])
     tensors_now = f"return {_tuple(held)} if {' and '.join(the_numbers) or 'True'} else None"
-    found = _function("found", roots, [*writer.lines, tensors_now])
+    result = _function("found", roots, [*writer.lines, tensors_now])
     lines = [
         *read,
         "def matching(tensors, numbers):",
         *_indented([*of_tensors, *of_numbers, *matches, "return matches"]),
         "def tensors_with(numbers):",
-        *_indented([*of_numbers, *found, "return found"]),
+        *_indented([*of_numbers, *result, "return found"]),
     ]
     space = {**_NAMES, **writer.constants}
     exec(compile("\n".join(lines), "<fa4flex reader>", "exec"), space)

@@ -111,8 +111,8 @@ class Pins:
         self._guard("is", path, thing)
         self._class_code(thing)
         self._class_code(type(thing))
-        found = class_data(type(thing), self._names(type(thing))) | class_data(thing, self._names(thing))
-        for key, x in found.items():
+        result = class_data(type(thing), self._names(type(thing))) | class_data(thing, self._names(thing))
+        for key, x in result.items():
             self._pin(x, f"{name}.{key}", path.attribute(key))
         return thing
 
@@ -120,8 +120,8 @@ class Pins:
         """True if code may read attributes of the class of an object, rather than of the object."""
         if self.names is None or not {"type", "__class__", "super"}.isdisjoint(self.names):
             return True
-        found = (vars(base)[name] for base, name in class_code(cls, self.names))
-        return any(isinstance(member, classmethod) for member in found)
+        results = (vars(base)[name] for base, name in class_code(cls, self.names))
+        return any(isinstance(member, classmethod) for member in results)
 
     def _class_code(self, cls: type) -> None:
         """Functions of a class run as they are: they, and globals that they read, are compared by value."""

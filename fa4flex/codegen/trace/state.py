@@ -158,9 +158,9 @@ class State:
     def look(self, numbers: dict[str, int | float]) -> None:
         """The code needs these run-time numbers now: they become constants of the trace."""
         for name, value in numbers.items():
-            given = self.numbers[name][0]
-            if isinstance(given, (torch.SymInt, torch.SymFloat)):
-                type(value)(given)  # torch guards it
+            argument = self.numbers[name][0]
+            if isinstance(argument, (torch.SymInt, torch.SymFloat)):
+                type(value)(argument)  # torch guards it
             self.looked_at.setdefault(name, (value, self.where()))
 
 

@@ -309,14 +309,14 @@ def _root(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Expr:
         raise _bad_result(
             f"a vector of shape {extents}", kind, fn, "index it, or reduce it with sum, any, ..."
         )
-    found = value.expr.kind
-    if kind == "mask" and found != "bool":
-        given = f"{_article(found)} (`{value.expr}`)"
-        raise _bad_result(given, kind, fn, "a mask_mod returns a bool; compare, as in `x > 0` or `x != 0`")
-    if kind == "score" and found == "bool":
-        given = f"a bool (`{value.expr}`)"
+    outcome = value.expr.kind
+    if kind == "mask" and outcome != "bool":
+        argument = f"{_article(outcome)} (`{value.expr}`)"
+        raise _bad_result(argument, kind, fn, "a mask_mod returns a bool; compare, as in `x > 0` or `x != 0`")
+    if kind == "score" and outcome == "bool":
+        argument = f"a bool (`{value.expr}`)"
         raise _bad_result(
-            given, kind, fn, "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
+            argument, kind, fn, "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
         )
     return to_float(value.expr) if kind == "score" else value.expr
 

@@ -44,8 +44,8 @@ class Dim:
     def size(self) -> Any:
         """The extent, as a run-time number where it is one."""
         owner = current().owner(self.axis)
-        found = self._extent if owner is None else extent_of(*owner, self._extent)
-        return self.extent if found is self._extent else found
+        result = self._extent if owner is None else extent_of(*owner, self._extent)
+        return self.extent if result is self._extent else result
 
 
 Dims = tuple[Dim, ...]
@@ -269,8 +269,8 @@ class Shape(tuple[Any, ...]):
         return torch.Size
 
     def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        return Shape(found) if isinstance(at, slice) else found
+        result = super().__getitem__(at)
+        return Shape(result) if isinstance(at, slice) else result
 
     def numel(self) -> Any:
         return math.prod(self)

@@ -38,9 +38,9 @@ MAX_EXTENT = 1024
 
 def getitem(input: Any, index: Any) -> Value:
     """`input[index]` with ints, slices, None, `...`, and traced or captured integer indices."""
-    given = index if isinstance(index, tuple) else (index,)
+    value = index if isinstance(index, tuple) else (index,)
     rank = input.ndim if is_real(input) else len(coerce(input).dims)
-    entries = _expand_ellipsis(given, rank)
+    entries = _expand_ellipsis(value, rank)
     vectors = [_as_index(e) for e in entries if _is_advanced(e)]
     indices, shared = broadcast(vectors) if vectors else ([], ())
     whole = shared or any(entry is None or isinstance(entry, slice) for entry in entries)
@@ -87,14 +87,14 @@ def _is_advanced(entry: Any) -> bool:
 
 
 def _expand_ellipsis(index: tuple[Any, ...], rank: int) -> list[Any]:
-    given = sum(entry is not None and entry is not Ellipsis for entry in index)
-    if given > rank:
+    value = sum(entry is not None and entry is not Ellipsis for entry in index)
+    if value > rank:
         raise current().error(
-            given=f"{given} indices into a tensor of {rank} dimensions",
+            given=f"{value} indices into a tensor of {rank} dimensions",
             expected=f"at most {rank} indices",
             fix="check the tensor's shape",
         )
-    fill = [slice(None)] * (rank - given)
+    fill = [slice(None)] * (rank - value)
     if not any(entry is Ellipsis for entry in index):
         return [*index, *fill]
     at = next(i for i, entry in enumerate(index) if entry is Ellipsis)
@@ -458,8 +458,8 @@ def matmul(input: Any, other: Any) -> Value:
 
 def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
     if p not in (2, "fro", None) or dtype is not None:
-        given = f"norm of order {p}" if dtype is None else f"norm with dtype={dtype}"
-        raise current().error(given, "the 2-norm", "write the sum out")
+        value = f"norm of order {p}" if dtype is None else f"norm with dtype={dtype}"
+        raise current().error(value, "the 2-norm", "write the sum out")
     return elementwise("sqrt", _fold("sum", elementwise("to_float", square(input)), dim, keepdim))
 
 
@@ -479,8 +479,8 @@ def count_nonzero(input: Any, dim: Any = None) -> Value:
 
 
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Value:
-    found = _fold("any", elementwise("eq", unsqueeze(elements, -1), reshape(test_elements, -1)), -1, False)
-    return elementwise("not_", found) if invert else found
+    result = _fold("any", elementwise("eq", unsqueeze(elements, -1), reshape(test_elements, -1)), -1, False)
+    return elementwise("not_", result) if invert else result
 
 
 def _refused(what: str, fix: str) -> Builder:

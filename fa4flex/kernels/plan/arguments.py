@@ -342,7 +342,7 @@ BACKWARD = Schema(
         OPERANDS,
         SCALARS,
         replace(SCALE, read_by=(MAIN, AFTER)),
-        Argument("scale_log2", Number(), computed=lambda given: given["scale"] * math.log2(math.e)),
+        Argument("scale_log2", Number(), computed=lambda value: value["scale"] * math.log2(math.e)),
         Argument("gradients", Captured("gradients"), "launch"),
         Argument("cleared", Array("int32", ("batch", "q_heads")), "launch", _clears, (BEFORE, MAIN)),
         Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.persistent),

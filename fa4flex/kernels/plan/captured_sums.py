@@ -80,9 +80,9 @@ def _separate(one: CapturedSum, facts: Facts, inputs: Inputs, plan: BackwardPlan
 
 
 def _sum_of(facts: Facts, inputs: Inputs, problem: Problem, slot: int, zero_fills: bool) -> CapturedSum:
-    (dtype, given), extents = inputs.captured[slot], inputs.extents
+    (dtype, value), extents = inputs.captured[slot], inputs.extents
     alone = [name for name, n in (("b", extents.batch), ("h", extents.heads)) if n == 1]
-    shape, elements = given or (1,), math.prod(given)
+    shape, elements = value or (1,), math.prod(value)
     if not written_once(facts.gradient.of_slots([slot]), alone):
         copies = MOST_COPIES
         while copies > 1 and copies * elements * 4 > COPIED_BYTES:

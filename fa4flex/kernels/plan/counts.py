@@ -23,9 +23,9 @@ def check_counts(topology: Topology) -> None:
     _check_places(topology)
 
 
-def _require(given: int, expected: int, what: str) -> None:
-    if given != expected:
-        raise PlanError(what, f"{expected}, not {given}", "make both sides equal")
+def _require(number: int, expected: int, what: str) -> None:
+    if number != expected:
+        raise PlanError(what, f"{expected}, not {number}", "make both sides equal")
 
 
 def _check_ring(ring: Ring, roles: tuple[Role, ...]) -> None:

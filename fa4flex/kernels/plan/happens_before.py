@@ -154,8 +154,8 @@ class Memory:
 
     def _under(self, name: str, part: int, parts: int) -> list[_Cell]:
         """Cells that share bytes with a part: the same one where there are as many, else all of it."""
-        found = [cells for over in self.over[name] for cells in self.named[over]]
-        return [cell for cells in found for cell in (cells if len(cells) != parts else (cells[part],))]
+        results = [cells for over in self.over[name] for cells in self.named[over]]
+        return [cell for cells in results for cell in (cells if len(cells) != parts else (cells[part],))]
 
     def require_read(self) -> None:
         for cells in self.cells.values():
@@ -190,12 +190,12 @@ class Memory:
     def _read(self, step: int, kind: Kind, verb: str, name: str, cell: _Cell, number: int | None) -> None:
         wanted = number if number is None or kind != "update" else number - 1
         if wanted is not None and cell.content != wanted:
-            found = self.said(name, cell.content)
+            result = self.said(name, cell.content)
             if cell.content is None:
-                found = "nothing yet" if cell.writer is None else "what was written over it"
+                result = "nothing yet" if cell.writer is None else "what was written over it"
             raise PlanError(
                 f"{self.trace.steps[step].who} {_does(verb)} {self.said(name, wanted)} before it is there, or"
-                f" after: there is {found}",
+                f" after: there is {result}",
                 "what was written for it",
                 "wait until it is there, and hand it on only when it is read",
             )

@@ -231,20 +231,24 @@ def _require_width(name: str, width: object) -> None:
         )
 
 
-def _require_one_of(name: str, given: object, allowed: tuple[object, ...]) -> None:
-    if given not in allowed:
-        raise InputError(f"{name}={given!r}", f"one of {allowed}", f"pass {name}={allowed[0]!r}")
+def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name}={value!r}", f"one of {allowed}", f"pass {name}={allowed[0]!r}")
 
 
-def _require_statistics(given: tuple[str, ...]) -> None:
-    if not isinstance(given, tuple) or set(given) - set(STATISTICS) or len(set(given)) < len(given):
+def _require_statistics(names: tuple[str, ...]) -> None:
+    if (
+        not isinstance(names, tuple)
+        or set(names) - set(STATISTICS)
+        or len(set(names)) < len(names)
+    ):
         raise InputError(
-            f"statistics={given!r}", f"a tuple of different names out of {STATISTICS}", 'e.g. ("lse",)'
+            f"statistics={names!r}", f"a tuple of different names out of {STATISTICS}", 'e.g. ("lse",)'
         )
 
 
-def _require_operands(given: tuple[tuple[str, int], ...]) -> None:
-    for operand in given:
+def _require_operands(arguments: tuple[tuple[str, int], ...]) -> None:
+    for operand in arguments:
         if len(operand) != 2 or not isinstance(operand[0], str) or not isinstance(operand[1], int):
             raise InputError(
                 f"operand {operand!r}", "(dtype name, rank) per captured tensor", 'e.g. ("float32", 2)'

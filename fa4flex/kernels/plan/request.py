@@ -108,17 +108,17 @@ def rescaling(threshold: float) -> str:
     return f"maxima are raised and the output rescaled where a probability would pass 2^{threshold:g}"
 
 
-def check_threshold(given: float, problem: Problem) -> None:
+def check_threshold(number: float, problem: Problem) -> None:
     most = MOST_RESCALE[problem.dtype]
-    if not 0 <= given <= most:
+    if not 0 <= number <= most:
         raise UnsupportedError(
-            f"rescale_threshold={given} with {problem.dtype} probabilities",
+            f"rescale_threshold={number} with {problem.dtype} probabilities",
             f"0 to {most:g}: beyond, probabilities or their sums could overflow",
             f"use {RESCALE:g}, or 0 to take the maxima of every tile of keys",
         )
-    if given and "max_scores" in problem.statistics:
+    if number and "max_scores" in problem.statistics:
         raise UnsupportedError(
-            f"rescale_threshold={given} with max_scores: the maximum in use lags behind the true one",
+            f"rescale_threshold={number} with max_scores: the maximum in use lags behind the true one",
             "a threshold of 0 where max_scores is written",
             "pass rescale_threshold=0, or None to let the planner choose",
         )

@@ -68,18 +68,18 @@ class Difference:
 
 def arrivals_of(topology: Topology) -> dict[str, int]:
     """Arrivals that complete a phase, by the names of all mbarriers."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for ring in topology.rings:
         for stage in range(ring.stages):
             for warp in range(WARPGROUP if ring.per_warp else 1):
                 if not ring.full_of:
-                    found[ring_barrier(ring, "full", stage, warp)] = ring.full_arrivals * ring.lanes
+                    results[ring_barrier(ring, "full", stage, warp)] = ring.full_arrivals * ring.lanes
                 if not ring.shares_empty:
-                    found[ring_barrier(ring, "empty", stage, warp)] = ring.empty_arrivals
+                    results[ring_barrier(ring, "empty", stage, warp)] = ring.empty_arrivals
     for barrier in topology.mbarriers:
         for warp in range(WARPGROUP if barrier.per_warp else 1):
-            found[_own(barrier.name, barrier.per_warp, warp)] = barrier.counted
-    return found
+            results[_own(barrier.name, barrier.per_warp, warp)] = barrier.counted
+    return results
 
 
 def ring_barrier(ring: Ring, side: str, stage: int, warp: int = 0) -> str:
@@ -166,7 +166,7 @@ def _of_ring(topology: Topology, ring: Ring, warp: int, event: Event) -> Iterato
 # --- what a run was ------------------------------------------------------------------------------------
 
 
-def rows_of(topology: Topology, found: Sequence[Signal]) -> list[int]:
+def rows_of(topology: Topology, results: Sequence[Signal]) -> list[int]:
     """Numbers of key tiles of the tiles that a block took, from what the first role did. Where that is not
     the graph's, those of which it is longest."""
     role = topology.roles[0]
@@ -180,7 +180,7 @@ def rows_of(topology: Topology, found: Sequence[Signal]) -> list[int]:
         return word([s for e in events for s in _signals(topology, role, 0, e)])
 
     first, body, last, empty = (part(events) for events in (role.first, role.body, role.last, role.empty))
-    told, at = word(found), len(word(_begin(topology)) + part(role.opening))
+    told, at = word(results), len(word(_begin(topology)) + part(role.opening))
     begun = f"{re.escape(first)}(?:{re.escape(body)})*"
     tile = re.compile(f"(?P<some>{begun}{re.escape(last)})|{re.escape(empty)}")
 
@@ -194,7 +194,7 @@ def rows_of(topology: Topology, found: Sequence[Signal]) -> list[int]:
     unfinished = re.compile(begun).match(told, at)
     more = count(unfinished.end() - at) if unfinished else 0
     longer = [rows, *([*rows, more + i] for i in (0, 1))]
-    return max(longer, key=lambda some: _alike(expected(topology, role, 0, some), found))
+    return max(longer, key=lambda some: _alike(expected(topology, role, 0, some), results))
 
 
 def _stageless(name: str) -> str:
@@ -210,29 +210,29 @@ def _alike(these: Sequence[Signal], those: Sequence[Signal]) -> tuple[int, int]:
 
 
 def difference(
-    role: str, warp: int, expected: Sequence[Signal], found: Sequence[Signal]
+    role: str, warp: int, expected: Sequence[Signal], results: Sequence[Signal]
 ) -> Difference | None:
     """The first signal that is not the graph's; None where all are."""
     again = {s.at for s in expected if s.again}
     seen: dict[str, int | None] = {}
     i = 0
-    for number, signal in enumerate(found):
+    for number, signal in enumerate(results):
         coming = i
-        while _is_left_out(expected[coming : coming + 2], found[number : number + 2]):
+        while _is_left_out(expected[coming : coming + 2], results[number : number + 2]):
             coming += 1
         if coming < len(expected) and expected[coming].is_like(signal):
             seen[signal.at] = signal.parity
             i = coming + 1
         elif not (signal.does == "wait" and signal.at in again and seen.get(signal.at) == signal.parity):
             next_one = expected[coming] if coming < len(expected) else None
-            return Difference(role, warp, number, next_one, signal, tuple(found[:number]))
+            return Difference(role, warp, number, next_one, signal, tuple(results[:number]))
     left = next((s for s in expected[i:] if not s.maybe), None)
-    return None if left is None else Difference(role, warp, len(found), left, None, tuple(found))
+    return None if left is None else Difference(role, warp, len(results), left, None, tuple(results))
 
 
-def _is_left_out(expected: Sequence[Signal], found: Sequence[Signal]) -> bool:
+def _is_left_out(expected: Sequence[Signal], results: Sequence[Signal]) -> bool:
     """True if the first of these was left out. A wait is repeated later: there, what follows tells."""
     if not expected or not expected[0].maybe:
         return False
     seen = 2 if expected[0].does == "wait" else 1
-    return not all(a.is_like(b) for a, b in zip(expected[:seen], found[:seen]))
+    return not all(a.is_like(b) for a, b in zip(expected[:seen], results[:seen]))

@@ -223,13 +223,13 @@ class _Machine:
     @cached_property
     def waiters(self) -> dict[tuple[str, int], set[str]]:
         """Names of actors that will wait, by barrier and phase."""
-        found: dict[tuple[str, int], set[str]] = defaultdict(set)
+        results: dict[tuple[str, int], set[str]] = defaultdict(set)
         for actor in self.actors:
             for event in actor.events:
                 if event.action in _WAITS:
                     barrier, phase = self._found(actor, event)
-                    found[barrier.name, phase].add(actor.name)
-        return found
+                    results[barrier.name, phase].add(actor.name)
+        return results
 
     def ready(self) -> list[Callable[[], None]]:
         """Steps that could come next: one of each role that is not blocked, the end of a copy under way, or

@@ -152,12 +152,12 @@ def _row_ends(facts: Facts) -> tuple[Expr, ...]:
 
 def _biases(score: Expr, problem: Problem) -> list[Bias]:
     """Loads of as many elements as scores."""
-    found = []
+    results = []
     for node in _evaluated(score):
         if read_by_pairs(node):
             dtype, _ = problem.operands[node.value]
-            found.append(Bias(itemsize(dtype), "b" in node.free, "h" in node.free))
-    return found
+            results.append(Bias(itemsize(dtype), "b" in node.free, "h" in node.free))
+    return results
 
 
 def is_plain(facts: Facts, problem: Problem) -> bool:

@@ -70,9 +70,9 @@ def accumulate(
     All integers of `facts` fit in 64 bits.
     """
     call = None if shared.operands else scattered(facts, inputs)
-    found = None if call is None else scattered_gradients(call, saved, upstream, shared.sinks)
-    if found is not None:
-        return found
+    result = None if call is None else scattered_gradients(call, saved, upstream, shared.sinks)
+    if result is not None:
+        return result
     state = _Backward(inputs, saved, upstream, shared)
     for block in Walk(facts, inputs):
         _Rows(block, state).run()

@@ -93,7 +93,7 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
         return None
     if facts.score is not SCORE or inputs.sinks is not None:
         return None
-    q, k, v = given = inputs.q, inputs.k, inputs.v
+    q, k, v = arguments = inputs.q, inputs.k, inputs.v
     if q.shape[2] != 1 or not _are_few(inputs):
         return None
     kv_len = k.shape[2]
@@ -107,9 +107,9 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
     out, lse = single_query_kernel(q, k, v, 0.0, False, scale=inputs.scale)
-    if given[0].stride(0) < given[0].stride(1) and q.shape[0] > 1:
-        out = empty_output(given[0], v.shape[3], out.dtype).copy_(out)
-    kind = inputs.output or given[0].dtype
+    if arguments[0].stride(0) < arguments[0].stride(1) and q.shape[0] > 1:
+        out = empty_output(arguments[0], v.shape[3], out.dtype).copy_(out)
+    kind = inputs.output or arguments[0].dtype
     return out if out.dtype is kind else out.to(kind), lse
 
 

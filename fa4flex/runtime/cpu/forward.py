@@ -60,9 +60,11 @@ def attend(facts: Facts, inputs: Inputs) -> Forward:
     if out.numel() == 0 and lse.numel() == 0:
         return result
     call = scattered(facts, inputs)
-    found = None if call is None else attend_scattered(call)
-    if call is not None and found is not None:
-        for parts, into in zip(found, (result.out, result.lse, result.max_scores, result.total), strict=True):
+    outcome = None if call is None else attend_scattered(call)
+    if call is not None and outcome is not None:
+        for parts, into in zip(
+            outcome, (result.out, result.lse, result.max_scores, result.total), strict=True
+        ):
             call.to_rows(parts, into)
         return result
     space = Workspace(inputs.precision)

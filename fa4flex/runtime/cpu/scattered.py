@@ -119,10 +119,10 @@ class Scattered:
         """The reverse of `of_rows`."""
         rows, tall = self.tiles.grid[0], self.tiles.tile[0]
         batch, heads, length = into.shape[:3]
-        found = parts.view(batch, heads // self.ratio, rows, self.ratio, tall, *into.shape[3:]).transpose(
+        result = parts.view(batch, heads // self.ratio, rows, self.ratio, tall, *into.shape[3:]).transpose(
             2, 3
         )
-        into.copy_(found.reshape(batch, heads, rows * tall, *into.shape[3:])[:, :, :length])
+        into.copy_(result.reshape(batch, heads, rows * tall, *into.shape[3:])[:, :, :length])
 
     def of_keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, Hkv, Skv, D] as [tiles of all heads, keys * D], with zeros past the end."""
@@ -198,16 +198,16 @@ class Batch:
         whole = self.whole
         columns, keys = whole.tiles.grid[1], whole.tiles.tile[1]
         kv_len = whole.inputs.k.shape[2]
-        found: Tensor | None = None
+        result: Tensor | None = None
         if not bool(self.there.all()) or (kv_len < columns * keys and bool((self.tile == columns - 1).any())):
             index = (self.tile[..., None] * keys + torch.arange(keys)).flatten(1)
             padding = (~self.there)[..., None].expand(-1, -1, keys).flatten(1)
-            found = (padding | (index >= kv_len))[:, None, None]
+            result = (padding | (index >= kv_len))[:, None, None]
         if self.masked:
             (allowed,) = self.evaluate([whole.facts.mask])
             banned = ~torch.as_tensor(allowed)
-            found = banned if found is None else found | banned
-        return found
+            result = banned if result is None else result | banned
+        return result
 
     def evaluate(self, roots: list[Expr], **extra: Value) -> list[Value]:
         inputs = self.whole.inputs
@@ -236,10 +236,10 @@ def scattered_tiles(
 
 def _block_size(mask: Expr, scalars: tuple[bool | int | float, ...]) -> tuple[int, int] | None:
     """(queries, keys) of the blocks of a map that the mask reads."""
-    found = {pair for pair in map(_divisors, _reads(mask)) if pair is not None}
-    if len(found) != 1:
+    results = {pair for pair in map(_divisors, _reads(mask)) if pair is not None}
+    if len(results) != 1:
         return None
-    rows, columns = (x.value if x.op == "const" else scalars[x.value] for x in found.pop())
+    rows, columns = (x.value if x.op == "const" else scalars[x.value] for x in results.pop())
     return int(rows), int(columns)
 
 
@@ -250,11 +250,11 @@ def _reads(mask: Expr) -> tuple[Expr, ...]:
 
 def _divisors(load: Expr) -> tuple[Expr, Expr] | None:
     """Divisors of queries and of keys in the indices of a captured tensor, if it has both."""
-    found = {}
+    results = {}
     for index in load.args:
         if index.op == "floordiv" and index.args[0].op == "sym" and index.args[1].op in ("const", "scalar"):
-            found[index.args[0].value] = index.args[1]
-    return (found["q"], found["kv"]) if {"q", "kv"} <= found.keys() else None
+            results[index.args[0].value] = index.args[1]
+    return (results["q"], results["kv"]) if {"q", "kv"} <= results.keys() else None
 
 
 def attend(call: Scattered) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
@@ -282,8 +282,8 @@ def _attend(call: Scattered) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scores.sub_(shift)
         weights = exponential(scores) if hidden or not call.plain else scores.exp_()
         sums = weights.sum(-1, keepdim=True)
-        found = torch.bmm(weights, batch.gathered(values))
-        out[numbers] = found.div_(sums.masked_fill(sums == 0, 1.0))
+        result = torch.bmm(weights, batch.gathered(values))
+        out[numbers] = result.div_(sums.masked_fill(sums == 0, 1.0))
         largest[numbers], total[numbers] = maximum.squeeze(-1), sums.squeeze(-1)
     return _with_sinks(call, out, largest, total)
 

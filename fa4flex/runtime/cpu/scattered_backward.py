@@ -28,12 +28,12 @@ def gradients(
     some pair, as in the forward pass; then nothing was added."""
     state = _State.of(call, saved, upstream)
     try:
-        found = state.run()
+        result = state.run()
     except (PastTheEnd, DividedByZero):
         return None
     if sinks is not None:
         state.add_to(sinks)
-    return found
+    return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -191,8 +191,8 @@ def backward_sequences(
     for n, one in _each(inputs, sequences):
         statistics = (sequences.of_statistics(x, n) for x in _statistics(saved))
         part = Forward(sequences.of_queries(saved.out, n), *statistics)
-        given = sequences.of_queries(dout, n), None if dlse is None else sequences.of_statistics(dlse, n)
-        grads = accumulate(facts, one, part, given, shared)
+        arguments = sequences.of_queries(dout, n), None if dlse is None else sequences.of_statistics(dlse, n)
+        grads = accumulate(facts, one, part, arguments, shared)
         sequences.of_queries(dq, n).copy_(grads[0])
         sequences.of_keys(dk, n).copy_(grads[1])
         sequences.of_keys(dv, n).copy_(grads[2])

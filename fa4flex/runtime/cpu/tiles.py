@@ -269,9 +269,9 @@ class Walk:
                 block_rows = slice(row * self.rows, min((row + 1) * self.rows, q_len))
                 masks: dict[tuple[int, int], Value] = {}
                 limit = _key_limit(groups, block_rows)
-                found = spans(runs, self.keys, kv_len, limit)
+                result = spans(runs, self.keys, kv_len, limit)
                 for heads in groups:
-                    yield Block(self, heads, block_rows, found, masks)
+                    yield Block(self, heads, block_rows, result, masks)
 
 
 def _power_of_two(x: int) -> int:

@@ -90,7 +90,7 @@ def _kernel(new: New, pool: Pool) -> Kernel:
     interleaved = rotary is not None and rotary.interleaved
     dtype, packed, together = name_of(new.k.dtype), new.cu_seqlens is not None, _together(new, pool)
     optional = ("seqused_q", new.seqused), ("cos", rotary), ("sin", rotary), ("q", new.q), ("rotated", new.q)
-    given = tuple(name for name, x in optional if x is not None)
+    arguments = tuple(name for name, x in optional if x is not None)
     lengths = (
         ("page_table", pool.page_table),
         ("paged_keys", pool.seqused_k),
@@ -98,9 +98,9 @@ def _kernel(new: New, pool: Pool) -> Kernel:
         ("seqused_q", new.seqused),
     )
     wide = tuple(name for name, x in lengths if x is not None and x.dtype == torch.int64)
-    look = dtype, angles, packed, together, interleaved, given, wide, new.k.get_device(), target()
-    found = _kernels.get(look)
-    if found is None:
+    look = dtype, angles, packed, together, interleaved, arguments, wide, new.k.get_device(), target()
+    result = _kernels.get(look)
+    if result is None:
         require_not_capturing()
         config = (
             f"Config(dtype={dtype!r}, angles={angles!r}, packed={packed}, together={together},"
@@ -108,9 +108,9 @@ def _kernel(new: New, pool: Pool) -> Kernel:
         )
         problem = Problem(WIDTH, WIDTH, lengths="packed" if packed else "dense")
         arch = target_of(new.k.device).name
-        found = compile_kernel(_source(config), problem, Signature(given=given, wide=wide), arch)
-        _kernels[look] = found
-    return found
+        result = compile_kernel(_source(config), problem, Signature(given=arguments, wide=wide), arch)
+        _kernels[look] = result
+    return result
 
 
 def _source(config: str) -> Source:

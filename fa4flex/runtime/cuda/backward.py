@@ -49,9 +49,9 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
         return known(call, saved)
     if VALIDATE:
         check_lengths(call)
-    found = engine.look(call)
-    assert found is not None, "gradients are those of a call that was launched"
-    look, extents = (found[0], _key_of_saved(saved), *asked[:2]), found[1]
+    result = engine.look(call)
+    assert result is not None, "gradients are those of a call that was launched"
+    look, extents = (result[0], _key_of_saved(saved), *asked[:2]), result[1]
     ready = engine.backward.find(look, extents, _UNKNOWN)
     if ready is _UNKNOWN:
         try:
@@ -90,9 +90,9 @@ def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
 def _kernels_of(engine: Engine, call: Call, dlse: bool) -> list[tuple[Lowered, Signature]]:
     """All kernels that `_make_ready` will have compiled, that of the pass first."""
     needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
-    lowered, given, signature, _ = _lowered(engine, call, needs, dlse, _deterministic(engine))
+    lowered, value, signature, _ = _lowered(engine, call, needs, dlse, _deterministic(engine))
     lengths = lengths_kernel(engine.kinds, call, lowered)
-    tables = tables_kernel(engine.kinds, call, lowered, given.captured)
+    tables = tables_kernel(engine.kinds, call, lowered, value.captured)
     return [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
 
 
@@ -104,22 +104,22 @@ def _lowered(
 
     schedule = replace(engine.schedule, deterministic=deterministic)
     lower = partial(lower_backward, needs=needs)
-    lowered, given, reach = lowered_for(engine, call, schedule, lower, queries=not deterministic)
-    return lowered, given, signature_of(engine.kinds, call, ("dlse",) * dlse), reach
+    lowered, value, reach = lowered_for(engine, call, schedule, lower, queries=not deterministic)
+    return lowered, value, signature_of(engine.kinds, call, ("dlse",) * dlse), reach
 
 
 def _make_ready(
     engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
 ) -> ReadyBackward:
-    lowered, given, signature, reach = _lowered(engine, call, needs, saved.dlse is not None, deterministic)
-    captured = given.captured
+    lowered, value, signature, reach = _lowered(engine, call, needs, saved.dlse is not None, deterministic)
+    captured = value.captured
     plan: BackwardPlan = lowered.plan
     kernel = lowered.compile(signature)
     of_one = any(one.adding != "sum" for one in lowered.sums)
     if of_one or (lowered.sums and deterministic):
-        reach = Reach.exactly(extents_of(given.inputs.extents))
+        reach = Reach.exactly(extents_of(value.inputs.extents))
     elif lowered.sums:
-        reach = reach.within(_as_alone(extents_of(given.inputs.extents)))
+        reach = reach.within(_as_alone(extents_of(value.inputs.extents)))
     constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(BACKWARD, call=call._replace(lengths=NO_LENGTHS), saved=saved)
     return ReadyBackward(
@@ -134,7 +134,7 @@ def _make_ready(
         lowered.sums,
         reach,
         lengths_of(engine.kinds, call, lowered, engine.counted),
-        groups_of(given.inputs, plan),
+        groups_of(value.inputs, plan),
     )
 
 

@@ -97,15 +97,15 @@ class Engine:
         faults.check()
         if VALIDATE:
             check_lengths(call)
-        found = self.look(call)
-        return default if found is None else self.ready.find(*found, default)
+        result = self.look(call)
+        return default if result is None else self.ready.find(*result, default)
 
     def keep(self, call: Call, ready: Ready | None) -> None:
         """Keep what was made ready for calls that look like this one, or that nothing launches them."""
         # Another thread may have seen larger integers since it was made.
-        found = self.look(call, None if ready is None else ready.bits)
-        if found is not None:
-            self.ready.keep(*found, ready)
+        result = self.look(call, None if ready is None else ready.bits)
+        if result is not None:
+            self.ready.keep(*result, ready)
 
     def run(self, call: Call) -> Results:
         """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
@@ -120,17 +120,17 @@ class Engine:
         """Note which captured tensors hold large integers: this waits for the device, at the first call of
         its kind."""
         wide = (x for x in self._integers if call.operands[x].dtype in _WIDE and call.operands[x].numel())
-        found = {slot: _bits(call.operands[slot]) for slot in wide}
-        self._hold({slot: bits for slot, bits in found.items() if bits > MODEST_BITS})
+        results = {slot: _bits(call.operands[slot]) for slot in wide}
+        self._hold({slot: bits for slot, bits in results.items() if bits > MODEST_BITS})
 
     def _hold(self, bits: dict[int, int]) -> None:
         """Take captured integers for at least so large from now on. Launches are found by that."""
         with self._changing:
             known = dict(self.bits)
             more = {slot: max(n, known.get(slot, 0)) for slot, n in bits.items()}
-            found = tuple(sorted((known | more).items()))
-            if found != self.bits:
-                self.bits = found
+            results = tuple(sorted((known | more).items()))
+            if results != self.bits:
+                self.bits = results
 
     @property
     def counted(self) -> bool:
@@ -171,8 +171,8 @@ class Engine:
 
     def look(self, call: Call, bits: Bits | None = None) -> tuple[Look, Extents] | None:
         """All that the launch of a call depends on, and its extents: see look_of. bits: see Engine.bits."""
-        found = look_of(call)
-        return None if found is None else ((*found[0], self.bits if bits is None else bits), found[1])
+        result = look_of(call)
+        return None if result is None else ((*result[0], self.bits if bits is None else bits), result[1])
 
 
 MORE_BITS = 40
@@ -213,18 +213,18 @@ def lowered_for(
     target = target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
     proofs = Proofs(engine, call, captured)
-    given = Given(engine.facts, schedule, inputs, captured, target, proofs.prove)
+    value = Given(engine.facts, schedule, inputs, captured, target, proofs.prove)
     passes: dict[Shape, Lowered] = {}
 
     def planned(bound: Shape) -> Reach:
-        passes[bound] = lower(replace(given, bound=bound))
+        passes[bound] = lower(replace(value, bound=bound))
         return passes[bound].valid
 
     shapes = tuple([tuple(x.shape) for x in call.operands])
     proved = proofs.of_both_passes if queries else proofs.usable
     reach, bound = widest(engine.facts, inputs.extents, shapes, planned, proved)
     served = bound if reach.exact else Ragged(reach.most[0], bound.heads, *reach.most[1:])
-    return passes[bound], replace(given, bound=served), reach
+    return passes[bound], replace(value, bound=served), reach
 
 
 class Proofs:
@@ -241,25 +241,25 @@ class Proofs:
 
     def usable(self, shape: Shape) -> Proved | None:
         """Facts for launches of other extents, too: no index is wider than theirs."""
-        found: Proved | None = self._made("usable", shape, lambda: self._usable(shape))
-        return found
+        result: Proved | None = self._made("usable", shape, lambda: self._usable(shape))
+        return result
 
     def of_both_passes(self, shape: Shape) -> Proved | None:
         """The same, with query intervals, where a backward pass computes them."""
-        found = self.usable(shape)
-        if found is None or not read_queries(self._engine.facts):
-            return found
+        result = self.usable(shape)
+        if result is None or not read_queries(self._engine.facts):
+            return result
         queries: ProvedQueries | None = self._made("queries", shape, lambda: self._queries(shape))
         if queries is None or queries.wide_index:
             return None
-        return replace(found, in_range=found.in_range and queries.in_range)
+        return replace(result, in_range=result.in_range and queries.in_range)
 
     def _usable(self, shape: Shape) -> Proved | None:
         try:
-            found = self.prove(self._engine.facts, shape, self._captured)
+            result = self.prove(self._engine.facts, shape, self._captured)
         except Fa4flexError:
             return None
-        return None if found.wide_index else found
+        return None if result.wide_index else result
 
     def _queries(self, shape: Shape) -> ProvedQueries | None:
         try:
@@ -277,12 +277,12 @@ def _sorted(plan: ForwardPlan) -> tuple[int, int]:
     return rows // plan.packed_heads, keys
 
 
-def _splitting(plan: ForwardPlan, given: Given) -> Splitting | None:
+def _splitting(plan: ForwardPlan, inputs: Given) -> Splitting | None:
     """The plan's splitting, for rows that may see few keys."""
-    found = plan.splitting
-    if found is None:
+    result = plan.splitting
+    if result is None:
         return None
-    return replace(found, seen=keys_seen(given.facts, given.proved_for, given.captured))
+    return replace(result, seen=keys_seen(inputs.facts, inputs.proved_for, inputs.captured))
 
 
 def lowered_of(engine: Engine, call: Call) -> tuple[Lowered, Given, Signature, Reach]:
@@ -290,17 +290,17 @@ def lowered_of(engine: Engine, call: Call) -> tuple[Lowered, Given, Signature, R
     same."""
     from fa4flex.lower import lower_forward
 
-    lowered, given, reach = lowered_for(engine, call, engine.schedule, lower_forward)
+    lowered, value, reach = lowered_for(engine, call, engine.schedule, lower_forward)
     ordered = ("order",) if lowered.plan.order == "by_work" else ()
-    return lowered, given, signature_of(engine.kinds, call, ordered), reach
+    return lowered, value, signature_of(engine.kinds, call, ordered), reach
 
 
 def kernels_of(engine: Engine, call: Call) -> list[tuple[Lowered, Signature]]:
     """All kernels that `make_ready` has compiled, that of the pass first."""
-    lowered, given, signature, _ = lowered_of(engine, call)
+    lowered, value, signature, _ = lowered_of(engine, call)
     tile = _sorted(lowered.plan) if lowered.plan.order == "by_work" else None
     lengths = lengths_kernel(engine.kinds, call, lowered, tile)
-    tables = tables_kernel(engine.kinds, call, lowered, given.captured)
+    tables = tables_kernel(engine.kinds, call, lowered, value.captured)
     return [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
 
 
@@ -308,8 +308,8 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     """Everything that calls that look like this one have in common. Raises UnsupportedError for what no
     kernel does, PastTheEnd for short captured tensors."""
     require_not_capturing()
-    lowered, given, signature, reach = lowered_of(engine, call)
-    captured = given.captured
+    lowered, value, signature, reach = lowered_of(engine, call)
+    captured = value.captured
     plan: ForwardPlan = lowered.plan
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature)
@@ -328,7 +328,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
         call.kv.seqused_k is not None,
-        _splitting(plan, given),
+        _splitting(plan, value),
         lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan) if by_work else None),
         tables_of(engine.kinds, call, lowered, captured, engine.counted),
         engine.watch_integers if engine.watches_integers else None,

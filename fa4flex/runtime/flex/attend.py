@@ -82,11 +82,11 @@ class Module:
             lines += [
                 f"    {kind}_{x.name} = derived({kind}_{x.base.name}, q.shape[1], {x.spread})" for x in made
             ]
-            given = "".join(f", {kind}_{x.name}" for x in of.buffers)
+            value = "".join(f", {kind}_{x.name}" for x in of.buffers)
             lines += [
                 "",
                 f"    def {kind}({arguments}):",
-                f"        return {kind}_mod({arguments}{given})",
+                f"        return {kind}_mod({arguments}{value})",
                 "",
             ]
         block_mask = "None"
@@ -133,12 +133,12 @@ class Module:
             sinks: Tensor | None,
         ) -> Outputs:
             lengths = q.shape[2], k.shape[2]
-            given = block_mask_of(_whole(q) if blocks is None else blocks, lengths, mask_mod)
+            value = block_mask_of(_whole(q) if blocks is None else blocks, lengths, mask_mod)
             copies = _derived(self.score, score_buffers, q.shape[1])
             masks = tuple([x.detach() for x in mask_buffers])
             operator: Any = torch.ops.higher_order.flex_attention
             out, lse, largest = operator(
-                q, k, v, score_mod, given.as_tuple(), wanted.scale, dict(_OPTIONS), copies, masks
+                q, k, v, score_mod, value.as_tuple(), wanted.scale, dict(_OPTIONS), copies, masks
             )
             lse, largest = lse * _LN2, largest * _LN2
             if sinks is not None:
@@ -150,8 +150,8 @@ class Module:
                 beside = saving_by_hooks() or threading.active_count() > 1
                 if beside and torch.is_grad_enabled():
                     tensors, structure = flattened(arguments)
-                    found: Outputs = _Again.apply(attend, structure, *tensors)
-                    return found
+                    result: Outputs = _Again.apply(attend, structure, *tensors)
+                    return result
                 return attend(*arguments)
 
         return saving_inputs_alone
@@ -190,8 +190,8 @@ class _Again(torch.autograd.Function):
         ctx: Any, tensors: list[Tensor | None], upstream: tuple[Tensor | None, ...]
     ) -> list[Tensor | None]:
         with torch.enable_grad():
-            found = ctx.attend(*unflattened(tensors, ctx.structure))
-        pairs = [(x, up) for x, up in zip(found, upstream, strict=True) if x is not None and up is not None]
+            result = ctx.attend(*unflattened(tensors, ctx.structure))
+        pairs = [(x, up) for x, up in zip(result, upstream, strict=True) if x is not None and up is not None]
         learned = [x for x in tensors if x is not None and x.requires_grad]
         outputs, gradients = zip(*pairs, strict=True)
         made = iter(torch.autograd.grad(outputs, learned, gradients, allow_unused=True))
@@ -227,11 +227,11 @@ def derived(table: Tensor, heads: int, spread: bool) -> Tensor:
     return table.expand(heads, *table.shape).contiguous() if spread else table.clone()
 
 
-def _derived(function: Function | None, given: tuple[Tensor, ...], heads: int) -> tuple[Tensor, ...]:
+def _derived(function: Function | None, arguments: tuple[Tensor, ...], heads: int) -> tuple[Tensor, ...]:
     """Buffers of a function, made of those that a call gives."""
     if function is None or all(x == x.base for x in function.buffers):
-        return given
-    own = dict(zip(buffers_of(function), given, strict=True))
+        return arguments
+    own = dict(zip(buffers_of(function), arguments, strict=True))
     return tuple([own[x] if x == x.base else derived(own[x.base], heads, x.spread) for x in function.buffers])
 
 

@@ -101,7 +101,7 @@ class Classifier:
     def _tables(self, shape: Shape, find: Find, device: torch.device) -> list[Tensor]:
         """Least and greatest value of each range over each tile, int64 [B or 1, H or 1, tiles]."""
         made: list[Tensor] = []
-        for i, given in enumerate(self.ranges):
+        for i, argument in enumerate(self.ranges):
             side = 0 if self.bounds.side(i) == "q" else 1
             length = (shape.q_len, shape.kv_len)[side]
             tiles = -(-length // BLOCK[side])
@@ -111,7 +111,7 @@ class Classifier:
             b, h = (
                 torch.arange(n, device=device).view(shape_) for n, shape_ in zip(maps, ((-1, 1, 1), (-1, 1)))
             )
-            value = self.names[given.name](b, h, token, token, *(find(x) for x in given.buffers))
+            value = self.names[argument.name](b, h, token, token, *(find(x) for x in argument.buffers))
             value = torch.as_tensor(value).expand(*maps, len(token)).unflatten(2, (tiles, BLOCK[side]))
             made += [value.amin(3), value.amax(3)]
         return made

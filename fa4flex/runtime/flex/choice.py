@@ -33,11 +33,11 @@ def by_flex(asked: Backend, q: Tensor) -> bool:
 
 @constant_in_graphs
 def _without_kernels(device: torch.device) -> bool:
-    found = _known.get(device)
-    if found is None:
-        found = device.type in FLEX_DEVICES and choose("auto", device).name == "flex"
-        _known[device] = found
-    return found
+    result = _known.get(device)
+    if result is None:
+        result = device.type in FLEX_DEVICES and choose("auto", device).name == "flex"
+        _known[device] = result
+    return result
 
 
 _known: dict[torch.device, bool] = {}
@@ -76,10 +76,10 @@ def _cuda(device: torch.device) -> Choice:
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         return Choice("flex", f"{name}: the generated kernels are for NVIDIA GPUs")
-    found = torch.cuda.get_device_capability(device)
-    if any(target.capability == found for target in TARGETS):
-        return Choice("kernels", f"{name}: generated kernels for compute capability {found[0]}.{found[1]}")
+    result = torch.cuda.get_device_capability(device)
+    if any(target.capability == result for target in TARGETS):
+        return Choice("kernels", f"{name}: generated kernels for compute capability {result[0]}.{result[1]}")
     known = ", ".join(f"{major}.{minor}" for major, minor in (target.capability for target in TARGETS))
     return Choice(
-        "flex", f"{name} has compute capability {found[0]}.{found[1]}; generated kernels are for {known}"
+        "flex", f"{name} has compute capability {result[0]}.{result[1]}; generated kernels are for {known}"
     )

@@ -80,10 +80,10 @@ class Compiled:
         runs: list[Run] = []
         self._watched.runs = runs
         try:
-            found = self(*arguments)
+            result = self(*arguments)
         finally:
             del self._watched.runs
-        return found, runs[0] if len(runs) == 1 else None
+        return result, runs[0] if len(runs) == 1 else None
 
     def _compile(self, module: Any, examples: Any) -> Callable[..., Any]:
         """Inductor, as a backend of Dynamo's."""
@@ -91,10 +91,10 @@ class Compiled:
         inner = past_dynamo(graph)  # Dynamo keeps out of `run`, and so of all that it calls
 
         def run(*inputs: Any) -> Any:
-            found, runs = inner(*inputs), getattr(self._watched, "runs", None)
+            result, runs = inner(*inputs), getattr(self._watched, "runs", None)
             if runs is not None:
-                runs.append(Run(graph, inputs, found))
-            return found
+                runs.append(Run(graph, inputs, result))
+            return result
 
         return run
 
@@ -128,24 +128,24 @@ class Graph:
         self._stance = stance()
 
     @staticmethod
-    def of(run: Run, given: tuple[Tensor | None, ...], found: Outputs) -> Graph | None:
+    def of(run: Run, arguments: tuple[Tensor | None, ...], result: Outputs) -> Graph | None:
         """The graph of a run that was `given` these tensors and had these results.
 
         None where the graph has an input or a result that is none of these, or where a tensor is given twice:
         it could not be told which of the two an input is. Inputs that are sizes are those of the tensors.
         """
-        present = [x for x in given if x is not None]
-        places = {id(x): i for i, x in enumerate(given) if x is not None}
+        present = [x for x in arguments if x is not None]
+        places = {id(x): i for i, x in enumerate(arguments) if x is not None}
         sizes = tuple([x for x in run.inputs if type(x) is int])
         results = {id(x): i for i, x in enumerate(run.results)}
         known = all(type(x) is int or id(x) in places for x in run.inputs)
-        if len(places) != len(present) or not known or not all(x is None or id(x) in results for x in found):
+        if len(places) != len(present) or not known or not all(x is None or id(x) in results for x in result):
             return None
         if GlobalStateGuard is None or function_modes() or saving_by_graphs():
             return None
-        of_sizes = iter(range(len(given), len(given) + len(sizes)))
+        of_sizes = iter(range(len(arguments), len(arguments) + len(sizes)))
         inputs = [next(of_sizes) if type(x) is int else places[id(x)] for x in run.inputs]
-        outputs = [-1 if x is None else results[id(x)] for x in found]
+        outputs = [-1 if x is None else results[id(x)] for x in result]
         return Graph(run.graph, sizes, inputs, outputs)
 
     def holds(self) -> bool:
@@ -157,7 +157,7 @@ class Graph:
             and stance() is self._stance
         )
 
-    def __call__(self, given: tuple[Tensor | None, ...]) -> Outputs:
-        found = self._graph(*self._inputs((*given, *self._constants)))
-        outputs: Outputs = self._outputs((*found, None))
+    def __call__(self, arguments: tuple[Tensor | None, ...]) -> Outputs:
+        result = self._graph(*self._inputs((*arguments, *self._constants)))
+        outputs: Outputs = self._outputs((*result, None))
         return outputs

@@ -79,8 +79,8 @@ class Engine:
 
     def find(self, call: Call) -> Ready | None:
         """Ready call of an earlier one that looked like this, all of whose parts were checked; else None."""
-        found: Ready | None = self._ready.get(self._look(call), ())
-        return found
+        result: Ready | None = self._ready.get(self._look(call), ())
+        return result
 
     def _look(self, call: Call) -> Hashable:
         return _look(call), self.watched.numbers_of(call.scalars)
@@ -227,15 +227,15 @@ class Ready:
         there."""
         q, k, v, blocks, operands, recent, sinks = parts
         numbers = recent.tensors
-        given = [operands[x.which] if x.kind == "tensor" else numbers[x] for x in self.taken]
-        return q, k, v, *(blocks or ()), *given, sinks
+        values = [operands[x.which] if x.kind == "tensor" else numbers[x] for x in self.taken]
+        return q, k, v, *(blocks or ()), *values, sinks
 
     def compute(self, parts: Parts) -> Outputs:
         return self.attend(*self.arguments(parts))
 
-    def results(self, found: Outputs, call: Call) -> Outputs:
+    def results(self, result: Outputs, call: Call) -> Outputs:
         """Results in the layout of q."""
-        out, lse, largest = found
+        out, lse, largest = result
         if call.sinks is not None and lse is not None and call.lengths.seqused_q is not None:
             lse = self._of_used(lse, call)
         if self.padded_to[1]:
@@ -377,11 +377,11 @@ def _proved(
     if call.lengths is not NO_LENGTHS:  # a batch entry or a head without an element raises
         sequences = next(x for x in call.lengths if x is not None).shape[0] - (call.q.ndim == 3)
         prove(own, Ragged(sequences, *(shape.heads, shape.q_len, shape.kv_len)), captured)
-    found = prove(facts, shape, captured)
+    result = prove(facts, shape, captured)
     read = slots_read(facts.score, facts.mask)
     reads_integers = any(not operands[slot].is_floating_point() for slot in read)
-    wide = found.wide_index or reads_integers or call.q.device.type == "cpu"
-    sizes = None if found.in_range else tuple(tuple(x.shape) for x in operands)
+    wide = result.wide_index or reads_integers or call.q.device.type == "cpu"
+    sizes = None if result.in_range else tuple(tuple(x.shape) for x in operands)
     floats = "torch.float64" if call.q.dtype == torch.float64 else "torch.float32"
     return Setting(floats, "torch.int64" if wide else "torch.int32", sizes)
 
@@ -390,13 +390,13 @@ def _bits(facts: Facts, operands: tuple[Tensor, ...]) -> tuple[tuple[int, int], 
     """Slots of captured integers of 2^30 and more, with the bits that they have."""
     slots = sorted(slots_read(*integers(facts.score, facts.mask)))
     large = [s for s in slots if operands[s].dtype in (torch.int64, torch.uint32) and operands[s].numel()]
-    found = []
+    results = []
     for slot in large:
         least, most = operands[slot].detach().to(torch.int64).aminmax()
         bits = max(-int(least), int(most)).bit_length()
         if bits > MODEST_BITS:
-            found.append((slot, bits))
-    return tuple(found)
+            results.append((slot, bits))
+    return tuple(results)
 
 
 # --- parts of a call --------------------------------------------------------------------------------------

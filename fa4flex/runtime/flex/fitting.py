@@ -90,14 +90,14 @@ def _calls(module: Any) -> list[Any]:
 
 def _take(module: Any, options: Options) -> Options:
     """Tiles and stages of the calls of a graph, after `options` were added but for those that users chose."""
-    found: Options = {}
+    results: Options = {}
     for node in _calls(module):
         place = next(i for i, x in enumerate(node.args) if isinstance(x, dict))
         taken = {**options, **node.args[place]}
         node.update_arg(place, taken)
-        found |= {x: y for x, y in taken.items() if x in NAMES}
+        results |= {x: y for x, y in taken.items() if x in NAMES}
     module.recompile()
-    return found
+    return results
 
 
 def _does_not_fit(error: BaseException) -> bool:

@@ -86,14 +86,14 @@ def function(
     Raises UnsupportedError for what torch operations on single elements cannot say.
     """
     writer = _Writer(setting)
-    found = [writer.returned(unrolled(root), dtype) for root, dtype in roots]
+    results = [writer.returned(unrolled(root), dtype) for root, dtype in roots]
     buffers = tuple(sorted(writer.buffers, key=lambda x: (x.kind, str(x.which), *x[2:])))
     parameters = [_NAMES.get(index, index) for index in indices] + [x.name for x in buffers]
     lines = [
         f"def {name}({', '.join(parameters)}):",
         *(f"    {line}" for line in writer.prologue(indices)),
         *(f"    {line}" for line in writer.lines),
-        f"    return {', '.join(found)}",
+        f"    return {', '.join(results)}",
     ]
     return Function(name, "\n".join(lines) + "\n", buffers)
 
@@ -122,10 +122,10 @@ def _terms(node: Expr) -> Expr:
             "compute the reduction outside, into a tensor that the mod captures",
         )
     terms = [substitute(node.args[0], {sym(axis): const(i)}) for i in range(extent)]
-    found = terms[0]
+    result = terms[0]
     for term in terms[1:]:
-        found = apply(_FOLDED[how], found, term)
-    return found
+        result = apply(_FOLDED[how], result, term)
+    return result
 
 
 # --- one function ----------------------------------------------------------------------------------------

@@ -92,18 +92,18 @@ def _side(cu: Tensor, used: Tensor | None, tokens: int) -> tuple[Tensor, Tensor,
     sequence = torch.where(inside, batch, -1)
     # Tokens of no sequence are masked; their places index tables nevertheless.
     place = torch.where(inside, place, 0)
-    found = sequence, batch, place, lengths
-    return tuple(x.to(torch.int32) for x in found)  # type: ignore[return-value]
+    results = sequence, batch, place, lengths
+    return tuple(x.to(torch.int32) for x in results)  # type: ignore[return-value]
 
 
 def ends_of(lengths: SequenceLengths, batch: int, q_len: int, kv_len: int) -> Ends:
     """Lengths used of each sequence of a padded batch; all of them where not given."""
     _, _, used_q, used_k = lengths
-    given = used_q if used_q is not None else used_k
-    assert given is not None
+    value = used_q if used_q is not None else used_k
+    assert value is not None
 
     def whole(length: int) -> Tensor:
-        return torch.full((batch,), length, dtype=torch.int32, device=given.device)
+        return torch.full((batch,), length, dtype=torch.int32, device=value.device)
 
     return Ends(
         whole(q_len) if used_q is None else used_q.to(torch.int32).clamp(max=q_len),

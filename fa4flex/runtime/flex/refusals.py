@@ -83,13 +83,13 @@ def places_of(facts: Facts, slots: frozenset[int]) -> frozenset[int]:
 
     Raises UnsupportedError where there are too many for a copy each.
     """
-    found = [node.value for node in loads(unrolled(facts.score))]
+    results = [node.value for node in loads(unrolled(facts.score))]
     for slot in slots:
-        if found.count(slot) > MOST_PLACES:
+        if results.count(slot) > MOST_PLACES:
             raise UnsupportedError(
-                f"a captured tensor that needs a gradient, read in {found.count(slot)} places of a score "
+                f"a captured tensor that needs a gradient, read in {results.count(slot)} places of a score "
                 'mod, with backend "flex"',
                 f"at most {MOST_PLACES}: torch differentiates one read of a tensor, each other has a copy",
                 f'detach it, or use backend="auto" {INSTEAD}',
             )
-    return frozenset(slot for slot in slots if found.count(slot) > 1)
+    return frozenset(slot for slot in slots if results.count(slot) > 1)

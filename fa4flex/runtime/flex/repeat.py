@@ -85,8 +85,8 @@ class Repeat:
         ready, graph = self.ready, self.graph
         parts = ready.parts(call, self.recent)
         self.recent = parts.recent
-        found = ready.compute(parts) if graph is None or not graph.holds() else graph(ready.flat(parts))
-        return ready.results(found, call)
+        result = ready.compute(parts) if graph is None or not graph.holds() else graph(ready.flat(parts))
+        return ready.results(result, call)
 
     def first(self, call: Call) -> Outputs:
         """The same, and from now on by the graph that computes this."""
@@ -95,9 +95,9 @@ class Repeat:
         self.recent = parts.recent
         if not isinstance(attend, Compiled):
             return ready.results(ready.compute(parts), call)
-        found, run = attend.watched(*ready.arguments(parts))
-        self.graph = None if run is None else Graph.of(run, ready.flat(parts), found)
-        return ready.results(found, call)
+        result, run = attend.watched(*ready.arguments(parts))
+        self.graph = None if run is None else Graph.of(run, ready.flat(parts), result)
+        return ready.results(result, call)
 
 
 class Repeats:
@@ -140,7 +140,7 @@ class Repeats:
             looks = guard_of(_tensors(call))
             if looks is not None:
                 made = Repeat(ready, looks, call)
-                found = made.first(turned)
+                result = made.first(turned)
                 self.kept = (made, *self.kept)[:MOST_KEPT]
-                return found
+                return result
         return ready(turned)

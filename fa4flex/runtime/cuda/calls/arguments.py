@@ -53,14 +53,14 @@ def absent(schema: Schema, kv: KeySource) -> dict[str, None]:
 def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
     """Conversions that arguments go through at every launch that looks like this one, by name; most arguments
     need none. owners: `call`, and in backward passes `saved`."""
-    found = {}
+    results = {}
     without = absent(schema, owners["call"].kv)
     for row, owner, read in _readers(schema):
         if owner in owners and row.name not in without:
             convert = conversion(row.look, read(owners[owner]))
             if convert is not None:
-                found[row.name] = convert
-    return found
+                results[row.name] = convert
+    return results
 
 
 @lru_cache
@@ -99,10 +99,10 @@ def _launch(
             return row.name
         if row.name in constants:
             return f"the_{row.name}"
-        found = f"convert_{row.name}({_path(row)})" if row.name in converted else _path(row)
+        result = f"convert_{row.name}({_path(row)})" if row.name in converted else _path(row)
         if row.look == Captured("tensors"):  # an empty tuple cannot be an argument
-            return f"{found} or None"
-        return found
+            return f"{result} or None"
+        return result
 
     return f"launch({', '.join(map(text, schema.entry))})"
 

@@ -17,20 +17,20 @@ Conversion = Callable[[Any], Any]
 """A function of a tensor, or of a tuple of captured tensors."""
 
 
-def conversion(look: Look, given: Any) -> Conversion | None:
+def conversion(look: Look, value: Any) -> Conversion | None:
     """Conversion that makes an argument look as its row says, this one and those that look like it; None
     where it is as it should be, or is not given."""
     match look:
-        case Heads() if given is not None and (given.dtype == E4M3 or not tma_able(given)):
-            if given.dtype != E4M3:
+        case Heads() if value is not None and (value.dtype == E4M3 or not tma_able(value)):
+            if value.dtype != E4M3:
                 return compact
-            return _bytes if tma_able(given) else lambda x: _bytes(compact(x))
-        case Array(dtype, _, unit) if given is not None:
+            return _bytes if tma_able(value) else lambda x: _bytes(compact(x))
+        case Array(dtype, _, unit) if value is not None:
             kind = getattr(torch, dtype)
-            if given.dtype != kind or (unit and given.stride(-1) != 1):
+            if value.dtype != kind or (unit and value.stride(-1) != 1):
                 return _array_of(kind)
-        case Captured("tensors") if any(map(_needs_view, given)):
-            places = tuple(i for i, x in enumerate(given) if _needs_view(x))
+        case Captured("tensors") if any(map(_needs_view, value)):
+            places = tuple(i for i, x in enumerate(value) if _needs_view(x))
             return lambda tensors: _readable(tensors, places)
     return None
 
@@ -62,9 +62,9 @@ def _needs_view(x: Tensor) -> bool:
 
 
 def _readable(tensors: Sequence[Tensor], places: tuple[int, ...]) -> tuple[Tensor, ...]:
-    found = list(tensors)
+    results = list(tensors)
     for i in places:
-        x = found[i].detach()
+        x = results[i].detach()
         x = x.view(torch.uint8) if x.dtype == torch.bool else x
-        found[i] = x.reshape(1) if x.ndim == 0 else x
-    return tuple(found)
+        results[i] = x.reshape(1) if x.ndim == 0 else x
+    return tuple(results)

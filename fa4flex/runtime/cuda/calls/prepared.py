@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def prepared(given: tuple[Any, ...] | None) -> Any:
+def prepared(arguments: tuple[Any, ...] | None) -> Any:
     """The tuple for any number of launches; it keeps its tensors alive."""
-    if given is None:
+    if arguments is None:
         return None
     import tvm_ffi
 
-    return tvm_ffi.convert(given)
+    return tvm_ffi.convert(arguments)

@@ -26,10 +26,10 @@ def counters(device: int) -> Tensor:
     # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
     if stream and (_capturing(device) or on_stream_of_graph_trees(device, stream)):
         return _zeros(device)
-    found = _counters.get((device, stream))
-    if found is None:
-        found = _counters[device, stream] = _zeros(device)
-    return found
+    result = _counters.get((device, stream))
+    if result is None:
+        result = _counters[device, stream] = _zeros(device)
+    return result
 
 
 def being_captured(device: int) -> bool:

@@ -14,12 +14,12 @@ from fa4flex.kernels.plan.target import TARGETS, Target
 def target_of(device: torch.device) -> Target:
     """The chip that a GPU is, with as many multiprocessors as this one has; raises UnsupportedError where
     there is no kernel for it."""
-    found = torch.cuda.get_device_capability(device)
-    target = next((target for target in TARGETS if target.capability == found), None)
+    result = torch.cuda.get_device_capability(device)
+    target = next((target for target in TARGETS if target.capability == result), None)
     if target is None:
         known = ", ".join(f"{'.'.join(map(str, t.capability))} ({t.chip})" for t in TARGETS)
         raise UnsupportedError(
-            f"{torch.cuda.get_device_name(device)} of compute capability {found[0]}.{found[1]}",
+            f"{torch.cuda.get_device_name(device)} of compute capability {result[0]}.{result[1]}",
             f"one of the compute capabilities that kernels exist for: {known}",
             "run on such a GPU, or move the tensors with .cpu()",
         )

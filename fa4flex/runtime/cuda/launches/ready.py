@@ -137,9 +137,9 @@ class Ready:
         else:
             batch, length, heads, _ = sizes
             rows = batch, heads, length
-        found = Layouts(sizes, strides, length, *laid, like_q, rows)
-        self.remembered.layouts = found
-        return found
+        result = Layouts(sizes, strides, length, *laid, like_q, rows)
+        self.remembered.layouts = result
+        return result
 
     def results(self, q: Tensor, layouts: Layouts) -> Results:
         """Memory for what a launch computes."""

@@ -197,10 +197,10 @@ class FamilyPath:
         kv, own = call.kv, _own(call.lengths)
         self.paged = isinstance(kv, PagedKeys)
         beside = (kv.page_table, kv.paged_keys) if isinstance(kv, PagedKeys) else own
-        given = [x for x in beside if x is not None]
+        arguments = [x for x in beside if x is not None]
         self.requires_grad = any(x.requires_grad for x in (*qkv, *others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
-        self.looks = _looks(qkv, self.kind.free(qkv), given, others, self.paged)
+        self.looks = _looks(qkv, self.kind.free(qkv), arguments, others, self.paged)
 
     @staticmethod
     def of(call: Call, qkv: QKV, ready: Ready, reader: Reader) -> FamilyPath | None:
@@ -212,8 +212,8 @@ class FamilyPath:
             return None
         if kind is None or (VALIDATE and type(kind) is not Dense):
             return None
-        found = FamilyPath(call, qkv, kind, ready, reader)
-        return found if found.looks is not None and found._readable(qkv) else None
+        result = FamilyPath(call, qkv, kind, ready, reader)
+        return result if result.looks is not None and result._readable(qkv) else None
 
     def find(
         self, variant: Variant, qkv: QKV, varlen: Varlen | None, paging: Paging | None
@@ -229,12 +229,12 @@ class FamilyPath:
         scale, sinks = variant.scale, variant.sinks
         scale = self.default_scale if scale is None else scale
         sinks_now = None if sinks is None else sinks.now()
-        lengths, given = beside
+        lengths, value = beside
         if (scale > 0) is not self.positive or (sinks_now is not None) is not self.sinks:
             return None
         others = operands if sinks_now is None else (*operands, sinks_now)
         assert self.looks is not None
-        if not (self.looks(*qkv, *given, *others) and self._readable(qkv)):
+        if not (self.looks(*qkv, *value, *others) and self._readable(qkv)):
             return None
         if others and [x.data_ptr() % ALIGNMENT for x in others] != self.alignments:
             return None
@@ -252,7 +252,7 @@ class FamilyPath:
             return Call(q, Contiguous(k, v), *rest), extents
         if self.heads_first:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return Call(q, PagedKeys(k, v, *given), *rest), extents
+        return Call(q, PagedKeys(k, v, *value), *rest), extents
 
     def _readable(self, qkv: QKV) -> bool:
         """True if the tensor memory accelerator can read q, k and v, whose last strides were compared."""
@@ -269,7 +269,7 @@ def _others(operands: tuple[Tensor, ...], sinks: Tensor | None) -> tuple[Tensor,
 def _looks(
     qkv: QKV,
     free: Sequence[tuple[int, ...]],
-    given: Sequence[Tensor],
+    arguments: Sequence[Tensor],
     others: Sequence[Tensor],
     paged: bool,
 ) -> Callable[..., bool] | None:
@@ -281,9 +281,9 @@ def _looks(
         [None if i in dims else n for i, n in enumerate(x.shape)] for x, dims in zip(qkv, free, strict=True)
     ]
     strides: list[list[int | None]] = [[*[None] * (x.ndim - 1), 1] for x in qkv]
-    for x in given:
+    for x in arguments:
         shapes.append([None] * x.ndim)
         strides.append([None] * x.ndim if paged else list(x.stride()))
     shapes += [list(x.shape) for x in others]
     strides += [list(x.stride()) for x in others]
-    return guard_of((*qkv, *given, *others), shapes, strides)
+    return guard_of((*qkv, *arguments, *others), shapes, strides)

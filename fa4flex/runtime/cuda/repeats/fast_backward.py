@@ -119,8 +119,8 @@ def _free(tensors: tuple[Tensor, ...], rows: int) -> tuple[list[Any], list[Any]]
 
 def _tensors(call: Call, saved: Saved) -> tuple[Tensor, ...]:
     q, kv, operands, sinks, *_ = call
-    given = q, kv.k, kv.v, saved.out, saved.lse, saved.dout, *operands
-    return given if sinks is None else (*given, sinks)
+    arguments = q, kv.k, kv.v, saved.out, saved.lse, saved.dout, *operands
+    return arguments if sinks is None else (*arguments, sinks)
 
 
 def _alike(call: Call) -> tuple[Any, ...]:

@@ -176,13 +176,13 @@ def _splits(call: Call, ready: Ready) -> Splits | None:
 def _constants(call: Call, ready: Ready, splits: Splits | None) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
-    found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
-    found |= {row.name: None for row in FORWARD.found_in("call.lengths")} | {"faults": None}
-    found |= ready.constants
-    found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
+    results = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
+    results |= {row.name: None for row in FORWARD.found_in("call.lengths")} | {"faults": None}
+    results |= ready.constants
+    results |= {"scalars": prepared(results["scalars"]), "operands": call.operands or None}
     most, even = (None, None) if splits is None else splits[:2]
-    found |= {"order": None, "max_q_len": ready.layouts(call).length}
-    return found | {"splits": most, "even_splits": even}
+    results |= {"order": None, "max_q_len": ready.layouts(call).length}
+    return results | {"splits": most, "even_splits": even}
 
 
 def guard_of(

@@ -134,21 +134,26 @@ def _shapes(
     pieces and of ranges."""
     maps, lists = (grid.batch, grid.heads), (grid.lists,)
     pointers = *maps, grid.rows, 2
-    found: dict[str, tuple[int, ...]] = {}
+    results: dict[str, tuple[int, ...]] = {}
     if config.ordered:
         notes = 2 * grid.listing * -(-grid.columns // 32)
-        found |= {"pointers": pointers, "entries": lists, "ranks": lists, "found": (notes,)}
+        results |= {"pointers": pointers, "entries": lists, "ranks": lists, "found": (notes,)}
     else:
-        found |= {"partial_ptr": pointers, "partial_tiles": lists, "full_ptr": pointers, "full_tiles": lists}
+        results |= {
+            "partial_ptr": pointers,
+            "partial_tiles": lists,
+            "full_ptr": pointers,
+            "full_tiles": lists,
+        }
     if config.spans:
-        found |= {"row_ends": (2 * config.spans, *maps, shape.q_len), "in_order": maps}
-        found["pieces"] = len(config.searched), *maps, pieces
+        results |= {"row_ends": (2 * config.spans, *maps, shape.q_len), "in_order": maps}
+        results["pieces"] = len(config.searched), *maps, pieces
     if config.ranges:
         batch = shape.batch if any(one.by_batch for one in config.ranges) else 1
         heads = shape.heads if any(one.by_heads for one in config.ranges) else 1
         tiles = max(-(-shape.q_len // tile[0]), -(-shape.kv_len // tile[1]))
-        found["ranges"] = 2 * len(config.ranges), batch, heads, tiles
-    return found
+        results["ranges"] = 2 * len(config.ranges), batch, heads, tiles
+    return results
 
 
 class Arguments(NamedTuple):
@@ -213,10 +218,10 @@ class DeviceTables:
             return known.tables
         kept, guards = known or self.room(call, layout, read), None
         if self.counted:
-            given = [*captured, *(x for x in (*call.lengths, call.kv.seqused_k) if x is not None)]
-            if kept.guards is not None and hold(kept.guards, given):
+            values = [*captured, *(x for x in (*call.lengths, call.kv.seqused_k) if x is not None)]
+            if kept.guards is not None and hold(kept.guards, values):
                 return kept.tables
-            guards = guards_of(given)
+            guards = guards_of(values)
         if read:  # else there is no digest that could differ: they are made in turn 0
             kept.turn = kept.turn % LAST_TURN + 1
         self.launch(call, *kept.arguments, kept.turn, *lengths)
@@ -229,8 +234,8 @@ class DeviceTables:
         """Layout of the tables of calls of this shape, which is kept."""
         if len(self.layouts) == MOST_KEPT:
             self.layouts.clear()
-        found = self.layouts[extents_of(shape)] = layout_of(self.plan, shape, self.pieces)
-        return found
+        result = self.layouts[extents_of(shape)] = layout_of(self.plan, shape, self.pieces)
+        return result
 
     def make(self, call: Call, layout: Layout, lengths: SequenceLengths) -> Tables:
         """The tables of a call, made now, in memory of their own."""

@@ -72,7 +72,7 @@ class LengthsKernel:
         place = capture_of(call.q)
         if place is None or place[1]:
             return self.compute(call)
-        given = [x for x in call.lengths if x is not None]
+        arguments = [x for x in call.lengths if x is not None]
         key = (
             place, call.q.shape, call.kv.k.shape, call.heads_first, simulated.gpu(),
             *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in call.lengths],
@@ -80,9 +80,9 @@ class LengthsKernel:
         known: Corrected | None = self._kept.get(key, ())
         kept, guards = known or self.room(call), None
         if self.counted:
-            if kept.guards is not None and hold(kept.guards, given):
+            if kept.guards is not None and hold(kept.guards, arguments):
                 return kept.lengths, kept.order
-            guards = guards_of(given)
+            guards = guards_of(arguments)
         self._launch(call, kept, True)
         kept.guards = guards  # after the launch: another thread takes what it finds for made
         if known is None:
@@ -98,11 +98,11 @@ class LengthsKernel:
     def room(self, call: Call) -> Corrected:
         """Memory for the results of calls with such lengths. Raises InputError for lengths of another
         batch."""
-        shape, given = call.extents(), call.lengths
-        sizes = [x.shape[0] for x in given if x is not None]
-        expected = [shape.batch + (i < 2) for i, x in enumerate(given) if x is not None]
+        shape, value = call.extents(), call.lengths
+        sizes = [x.shape[0] for x in value if x is not None]
+        expected = [shape.batch + (i < 2) for i, x in enumerate(value) if x is not None]
         if sizes != expected:
-            Varlen(*given).check_padded(shape.batch, shape.q_len, shape.kv_len)
+            Varlen(*value).check_padded(shape.batch, shape.q_len, shape.kv_len)
         known, tiles = call.q.new_zeros(1 + sum(sizes), dtype=torch.int64), 0
         if self.tile_m:
             per_row = -(-shape.q_len // self.tile_m) * shape.batch
@@ -110,7 +110,7 @@ class LengthsKernel:
             sizes += [shape.batch + 1, 2 * tiles]
         memory = call.q.new_empty(sum(sizes), dtype=torch.int32)
         parts = iter((memory,) if len(sizes) == 1 else memory.split_with_sizes(sizes))
-        made = SequenceLengths(*[None if x is None else next(parts) for x in given])
+        made = SequenceLengths(*[None if x is None else next(parts) for x in value])
         starts, order = (next(parts), next(parts).view(tiles, 2)) if self.tile_m else (None, None)
         return Corrected(made, starts, order, known)
 
@@ -128,8 +128,8 @@ def lengths_of(
     asked = lengths_kernel(kinds, call, lowered, tile)
     if asked is None:
         return None
-    found, signature = asked
-    kernel, numbers = found.compile(signature), numbers_of(kinds, call) if signature.scalars else None
+    result, signature = asked
+    kernel, numbers = result.compile(signature), numbers_of(kinds, call) if signature.scalars else None
     made = LengthsKernel(kernel.launch, 0 if tile is None else tile[0], numbers, counted)
     if kernel.key not in _launched:
         _launched.add(kernel.key)
@@ -150,12 +150,12 @@ def lengths_kernel(
         return None
     from fa4flex.lower import lower_lengths
 
-    found = lower_lengths(lowered.facts, lowered.problem, lowered.plan.target, tile)
-    reads = bool(call.scalars) and found.problem.mask_form == "spans"
+    result = lower_lengths(lowered.facts, lowered.problem, lowered.plan.target, tile)
+    reads = bool(call.scalars) and result.problem.mask_form == "spans"
     named = [(row.name, x) for row, x in zip(LENGTHS, call.lengths) if x is not None]
     used = tuple(name for name, _ in named if name.startswith("seqused"))
     wide = tuple(name for name, x in named if x.dtype == torch.int64)
-    return found, Signature(scalars=kinds_of(kinds, call) if reads else (), given=used, wide=wide)
+    return result, Signature(scalars=kinds_of(kinds, call) if reads else (), given=used, wide=wide)
 
 
 def check_lengths(call: Call) -> None:

@@ -37,8 +37,8 @@ def tables_of(
     asked = tables_kernel(kinds, call, lowered, captured)
     if asked is None:
         return None
-    found, signature = asked
-    kernel, plan = found.compile(signature), found.plan
+    result, signature = asked
+    kernel, plan = result.compile(signature), result.plan
     on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), plan.read)
     constants = {"scalars": numbers_of(kinds, call) or None, **absent(BLOCK_TABLES, call.kv)}
     conversions = conversions_of(BLOCK_TABLES, call=call._replace(lengths=NO_LENGTHS))
