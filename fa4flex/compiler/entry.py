@@ -90,12 +90,12 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         for one, fields in launches:
             one(fields(*(results[name] for name in fields._fields)), stream)
 
-    def attention(*value: Any) -> None:
-        launch(value)
+    def attention(*arguments: Any) -> None:
+        launch(arguments)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = (*SCHEMAS[kernel.direction].names, "stream")
-    # The compiler names arguments in its checks as the signature does, which `*given` has no names for.
+    # The compiler names arguments in its checks as the signature does, which `*arguments` has no names for.
     attention.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
     return cute.jit(attention)
 

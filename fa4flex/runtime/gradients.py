@@ -159,10 +159,11 @@ class TwiceDerived(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Outline, needs: list[int], counts: tuple[int, int], *value: Any
+        ctx: Any, call: Outline, needs: list[int], counts: tuple[int, int], *arguments: Any
     ) -> tuple[Tensor, ...]:
         first, second = counts
-        upstream, saved, tensors = value[:first], value[first : first + second], value[first + second :]
+        upstream, saved = arguments[:first], arguments[first : first + second]
+        tensors = arguments[first + second :]
         return tuple(_backward(call, tensors, list(upstream), saved, needs))
 
     @staticmethod

@@ -42,13 +42,13 @@ def alibi(slopes: Tensor | None = None, symmetric: bool = False) -> ScoreFunctio
             return score + default_slope(h, num_heads) * away(distance)
 
         return mod
-    value = table("alibi", "slopes", slopes, FLOATS, (1, 2), "[H] or [B, H]")
-    slope_of = (lambda b, h: value[h]) if value.ndim == 1 else (lambda b, h: value[b, h])
+    slope_table = table("alibi", "slopes", slopes, FLOATS, (1, 2), "[H] or [B, H]")
+    slope_of = (lambda b, h: slope_table[h]) if slope_table.ndim == 1 else (lambda b, h: slope_table[b, h])
 
     def mod_given(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
         return score + slope_of(b, h) * away(kv_idx - aligned(q_idx, q_len, kv_len))
 
-    return for_heads(mod_given, value.shape[-1])
+    return for_heads(mod_given, slope_table.shape[-1])
 
 
 def default_slope(h: Any, num_heads: Any) -> Any:

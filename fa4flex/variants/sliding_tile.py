@@ -88,9 +88,9 @@ def definition(q: int, kv: int, canvas: Shape, kernel: Shape, tile: Shape, text:
     return True
 
 
-def _of(s: Sizes, *value: Any) -> Drawn:
-    canvas, _, _, text = value
-    return masked(s.square(math.prod(canvas) + text), sliding_tile(*value), definition, *value)
+def _of(s: Sizes, *arguments: Any) -> Drawn:
+    canvas, _, _, text = arguments
+    return masked(s.square(math.prod(canvas) + text), sliding_tile(*arguments), definition, *arguments)
 
 
 def _image(s: Sizes) -> Drawn:

@@ -102,11 +102,11 @@ def _parents(nodes: int) -> list[int]:
     return [-1, *(int(torch.randint(-1, node, (), device="cpu")) for node in range(1, nodes))]
 
 
-def _of(s: Sizes, *number: int, prefix: int, more: int = 0) -> Drawn:
+def _of(s: Sizes, *arguments: int, prefix: int, more: int = 0) -> Drawn:
     parents = _parents(s.of(256))
     nodes = len(parents)
     at = replace(s, q_len=nodes, kv_len=prefix + nodes + more)
-    return masked(at, tree(parents, *number), definition, parents, prefix)
+    return masked(at, tree(parents, *arguments), definition, parents, prefix)
 
 
 def _behind_a_prefix(s: Sizes) -> Drawn:

@@ -256,7 +256,7 @@ def _folded(op: str, values: Sequence[Expr]) -> Expr:
 
 
 def _rising(op: str) -> Callable[..., Ends]:
-    return lambda *value: (apply(op, *(lo for lo, _ in value)), apply(op, *(hi for _, hi in value)))
+    return lambda *ends: (apply(op, *(lo for lo, _ in ends)), apply(op, *(hi for _, hi in ends)))
 
 
 def _sub(a: Ends, b: Ends) -> Ends:

@@ -237,11 +237,7 @@ def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> No
 
 
 def _require_statistics(names: tuple[str, ...]) -> None:
-    if (
-        not isinstance(names, tuple)
-        or set(names) - set(STATISTICS)
-        or len(set(names)) < len(names)
-    ):
+    if not isinstance(names, tuple) or set(names) - set(STATISTICS) or len(set(names)) < len(names):
         raise InputError(
             f"statistics={names!r}", f"a tuple of different names out of {STATISTICS}", 'e.g. ("lse",)'
         )

@@ -73,7 +73,7 @@ def _uploaded(parts: Sequence[Tensor], shape: Shape, device: torch.device) -> li
 
 
 def _joined(
-    maps: Sequence[TileMap], make: Callable[..., Any], *value: Any, least_rows: int = 1
+    maps: Sequence[TileMap], make: Callable[..., Any], *arguments: Any, least_rows: int = 1
 ) -> list[Tensor]:
     """Pointers [maps of batch entries, maps of heads, rows, 2], and the lists that they point into, of all
     that `make` finds of each map: (pointers [.., rows + 1] into its own lists, those)."""
@@ -81,7 +81,7 @@ def _joined(
     rows = max(least_rows, *(tiles.rows for tiles in maps))
     pointers, lists, before = [], [], 0
     for tiles in maps:
-        own, *result = make(tiles, *value)
+        own, *result = make(tiles, *arguments)
         pointers.append(_padded(own, rows) + before)
         lists.append(result)
         before += len(result[0])
