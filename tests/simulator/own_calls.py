@@ -7,6 +7,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -99,8 +100,8 @@ def _bounded() -> Iterator[None]:
     """Within, kernels reach tensors of this process and nothing else: an address that went wrong is found,
     and harms nobody."""
 
-    def memory() -> HostMemory:
-        made = HostMemory(strict=True)
+    def memory(**more: Any) -> HostMemory:
+        made = HostMemory(strict=True, **more)
         for tensor in gc.get_objects():
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
                 storage = tensor.untyped_storage()
