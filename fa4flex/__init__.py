@@ -64,6 +64,7 @@ _HOME = {
     "nn": "fa4flex.nn",
     "parallel": "fa4flex.parallel",
     "reference": "fa4flex.reference",
+    # deprecated: among the names below, `from fa4flex import *` would warn of it
     "simulator": "fa4flex.simulator",
     "variants": "fa4flex.variants",
 }
@@ -72,7 +73,7 @@ __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
     "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append",
     "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn", "parallel",
-    "reference", "register_op", "simulator", "synchronize", "variants",
+    "reference", "register_op", "synchronize", "variants",
 ]  # fmt: skip
 
 

@@ -46,7 +46,8 @@ def test_every_public_name_is_described(site: Path) -> None:
         for name in re.findall(r'id="([\w.]+)"', page.read_text())
     }
     modules = {path.stem for path in (site / "reference").glob("*.html")}
-    assert not {line.partition("(")[0] for line in listed} - described - modules
+    missing = {line.partition("(")[0] for line in listed} - described - modules
+    assert not missing, sorted(missing)
 
 
 @pytest.mark.slow
