@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import fa4flex.nn as nn
     import fa4flex.parallel as parallel
     import fa4flex.reference as reference
-    import fa4flex.simulator as simulator
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, synchronize
     from fa4flex.appending import append
