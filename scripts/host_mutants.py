@@ -189,19 +189,8 @@ def record(out: Path) -> None:
     """Run the suite once, and write which tests execute which functions."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {FOLDER: folder, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
-        command = [
-            "-m",
-            "pytest",
-            "-p",
-            "host_mutants",
-            "-n",
-            "2",
-            "--dist",
-            "worksteal",
-            "--slow-one-in",
-            "6",
-        ]
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False)
+        options = ["-p", "host_mutants", "-n", "2", "--dist", "worksteal", "--slow-one-in", "6"]
+        subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, env=environment, check=False)
         executed: Executed = collections.defaultdict(dict)
         for path in Path(folder).iterdir():
             for function, tests in json.loads(path.read_text()).items():
@@ -241,9 +230,7 @@ def run(executed: Executed, count: int, seed: int, jobs: int) -> None:
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / str(n) for n in range(jobs)]
         for folder in folders:
-            shutil.copytree(
-                ROOT, folder, ignore=shutil.ignore_patterns(".venv", ".git", ".device", "__pycache__")
-            )
+            shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
         free = list(folders)
         total = 0
 

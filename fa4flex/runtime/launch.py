@@ -27,7 +27,7 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.engine import UNSEEN, Engine
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Contiguous, KeySource
@@ -209,8 +209,8 @@ def _by_kernels(
         if "lse" not in statistics:
             call = call._replace(statistics=("lse", *statistics))
     engine, blocks = now.prepared.engine, now.variant.blocks
-    ready = engine.find(call, _UNSEEN)
-    known = ready is not _UNSEEN
+    ready = engine.find(call, UNSEEN)
+    known = ready is not UNSEEN
     if not known:
         kv.fits(q, varlen)
         _check_call(now, q, kv, varlen, call.operands)
@@ -227,9 +227,6 @@ def _by_kernels(
         now.recent.remember(call, (q, kv.k, kv.v), ready, again, statistics)
     result: Results = ready(call) if again is None else Attend.of(again, call)
     return result
-
-
-_UNSEEN: Any = object()
 
 
 def _known_to_flex(

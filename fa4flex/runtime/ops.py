@@ -19,6 +19,7 @@ from fa4flex.runtime import autocast, flops, packing, sharding
 from fa4flex.runtime.call import Call, lengths_of
 from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
+from fa4flex.runtime.cuda.engine import UNSEEN
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
@@ -153,17 +154,14 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _by_kernel(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tensor, Tensor] | None:
     """The results by a kernel that reads the pages; None where there is none."""
     call = call._replace(kv=kv)
-    ready = program.engine.find(call, _UNSEEN)
-    if ready is _UNSEEN:
+    ready = program.engine.find(call, UNSEEN)
+    if ready is UNSEEN:
         ready = in_place.made(program.engine, call)
     if ready is None:
         return None
     out, lse, largest = ready(call)
     assert lse is not None
     return out, lse, lse.new_empty(0) if largest is None else largest
-
-
-_UNSEEN: Any = object()
 
 
 def _copied(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, l
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.engine import Engine, kernels_of, lowered_for
+from fa4flex.runtime.cuda.engine import UNSEEN, Engine, kernels_of, lowered_for
 from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
@@ -52,8 +52,8 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     result = engine.look(call)
     assert result is not None, "gradients are those of a call that was launched"
     look, extents = (result[0], _key_of_saved(saved), *asked[:2]), result[1]
-    ready = engine.backward.find(look, extents, _UNKNOWN)
-    if ready is _UNKNOWN:
+    ready = engine.backward.find(look, extents, UNSEEN)
+    if ready is UNSEEN:
         try:
             with proving():
                 ready = _make_ready(engine, call, saved, needs, deterministic)
@@ -71,7 +71,6 @@ def _deterministic(engine: Engine) -> bool:
     return engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-_UNKNOWN = object()
 _key_of_saved = key_function(BACKWARD, "saved")
 
 

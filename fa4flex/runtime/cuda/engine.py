@@ -68,6 +68,9 @@ tensors look like."""
 
 Bits = tuple[tuple[int, int], ...]
 
+UNSEEN: Any = object()
+"""Entry of calls that look like none before: None is kept for those that nothing launches."""
+
 
 class Engine:
     """One program (facts, schedule, precision) on NVIDIA GPUs, with what is ready to launch."""
