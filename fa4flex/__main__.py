@@ -1,6 +1,7 @@
-"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate}`.
+"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate,
+first-light}`.
 
-Only bench needs a GPU.
+Only bench and first-light need a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import fa4flex
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
+from fa4flex.first_light.command import add_options as add_first_light_options
 from fa4flex.selection import NAMING, parameters_of, select
 from fa4flex.simulate import add_options as add_simulator_options
 
@@ -135,6 +137,13 @@ def simulate(arguments: argparse.Namespace) -> int:
     return run(compiled(arguments), arguments)
 
 
+def first_light(arguments: argparse.Namespace) -> int:
+    """All kernels checked and timed on this GPU, in ten minutes; one report to attach to an issue."""
+    from fa4flex.first_light.command import run
+
+    return run(arguments)
+
+
 # --- the parser --------------------------------------------------------------------------------------------
 
 
@@ -184,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(add(bench, variant=False))
     add_simulator_options(add(simulate))
+    add_first_light_options(add(first_light, variant=False))
     return parser
 
 
