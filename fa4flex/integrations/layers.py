@@ -83,20 +83,20 @@ def assigned(name: str) -> Selection:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Parameters of an engine's layer, besides its sinks.
+    """Parameters of an engine's or a model's layer, besides its sinks.
 
     window   keys that a query sees, itself among them; None: all before it
     slopes   [Hq] ALiBi slopes, or None
     softcap  applied before the slopes, as FlashAttention does
     """
 
-    scale: float
+    scale: float | None
     window: int | None = None
     softcap: float | None = None
     slopes: Tensor | None = None
 
     def attention(self, selection: Selection) -> Attention:
-        """Attention of this layer, with what was assigned to it."""
+        """Causal attention of this layer, with what was assigned to it."""
         scores = [] if self.softcap is None else [variants.softcap(self.softcap)]
         scores += [] if self.slopes is None else [variants.alibi(self.slopes)]
         scores += [as_score(selection["score_mod"])] if "score_mod" in selection else []

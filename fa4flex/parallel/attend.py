@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.guests import Guests
 from fa4flex.parallel.links import Links
-from fa4flex.parallel.moves import by_heads, by_tokens
+from fa4flex.parallel.moves import by_heads, by_tokens, results_by, send
 from fa4flex.parallel.pieces import SEQUENCE, Pieces, in_order, order_of, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
@@ -144,7 +144,7 @@ def attend_heads(
     held: queries and keys of each rank (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509)."""
     links, heads = job.links, qkv[0].shape[1] // job.links.size
     first = links.rank * heads
-    q, k, v = (by_heads(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
+    q, k, v = (by_heads(links, own, x) for x, own in zip(qkv, (*held, held[1]), strict=True))
     whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
     there = q.shape[2] > 0 and k.shape[2] > 0
     rectangles = (((whole,) if there else (),),)
@@ -156,10 +156,7 @@ def attend_heads(
         rectangles=replace(job.rectangles, h_start=(job.rectangles.h_start or 0) + first),
     )
     logits = None if sinks is None else sinks[first : first + heads]
-    out, lse = Attend.apply(of_heads, q, k, v, logits, *operands)
-    out = by_tokens(links, out, held[0])
-    lse = by_tokens(links, lse.unsqueeze(-1), held[0]).squeeze(-1)
-    return out, lse
+    return results_by(partial(by_tokens, links, held[0]), *Attend.apply(of_heads, q, k, v, logits, *operands))
 
 
 # --- moving keys --------------------------------------------------------------------------------------------
@@ -180,8 +177,7 @@ def _arrived(job: Job, stage: int, rows: Tensor, here: tuple[Pieces, Pieces]) ->
 
 def _send(job: Job, stage: int, kv: tuple[Tensor, Tensor]) -> Any:
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
-    rows = rows_of(kv, job.exchange.held[job.rank], outgoing)
-    return job.links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))
+    return send(job.links, rows_of(kv, job.exchange.held[job.rank], outgoing), outgoing, incoming)
 
 
 def _send_back(
@@ -191,7 +187,7 @@ def _send_back(
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
     for total, place in zip(of_keys, tensors_of(rows, kv), strict=True):
         total.take_out(joined(incoming), place)
-    return job.links.all_to_all(rows, list(map(tokens, incoming)), list(map(tokens, outgoing)))
+    return send(job.links, rows, incoming, outgoing)
 
 
 def _add_back(job: Job, stage: int, of_keys: tuple[Sums, ...], parts: list[Tensor]) -> None:
