@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from fa4flex import variants
 from fa4flex.errors import InputError
 from fa4flex.integrations import layers
-
-
-@pytest.fixture(autouse=True)
-def no_assignments() -> Iterator[None]:
-    layers.clear()
-    yield
-    layers.clear()
 
 
 @pytest.mark.parametrize(
