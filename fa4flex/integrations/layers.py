@@ -82,7 +82,7 @@ def assigned(name: str) -> Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class LayerSettings:
     """Parameters of an engine's or a model's layer, besides its sinks.
 
     window   keys that a query sees, itself among them; None: all before it
@@ -110,14 +110,14 @@ class Asked:
 class LayerAttention:
     """Attention of one layer, made at its first call, and anew after mods were assigned."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, settings: LayerSettings) -> None:
+        self.settings = settings
         self._made: tuple[int, str, Attention] | None = None
 
     def named(self, name: str) -> Attention:
         made = self._made  # read once: threads may ask at the same time
         if made is None or made[:2] != (_changes, name):
-            self._made = made = _changes, name, self.asked.attention(assigned(name))
+            self._made = made = _changes, name, self.settings.attention(assigned(name))
         return made[2]
 
 

@@ -25,7 +25,7 @@ from fa4flex.api import Attention
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.exact import exactly
-from fa4flex.integrations.layers import Asked
+from fa4flex.integrations.layers import LayerSettings
 from fa4flex.integrations.model_mask import ModelMask
 from fa4flex.integrations.paged_cache import Batch, attend
 from fa4flex.primitives.paging import Paging
@@ -81,7 +81,7 @@ def paged_attention(
 def _composed(softcap: float | None, window: int | None, scale: float | None, exact: str) -> Attention:
     """A layer's attention. It follows from these numbers alone, and is kept by them; `exact` tells those
     apart that compare equal."""
-    return Asked(scale, window, softcap).attention({})
+    return LayerSettings(scale, window, softcap).attention({})
 
 
 def _padded(qk: tuple[Tensor, Tensor], cu_q: Tensor, cu_k: Tensor) -> Varlen:

@@ -308,17 +308,16 @@ class ContextParallel:
         """The whole's sizes, and the plan. Raises InputError, on every rank, where calls do not fit."""
         now, qkv, lengths, in_order, share = call
         try:
-            said, failed = self._said(call), None
+            description, failed = self._description(call), None
         except Fa4flexError as error:
-            said, failed = {}, error
+            description, failed = {}, error
         # What is new must be so on every rank: it says nothing of this rank's own part.
-        known = (in_order, *said.items())
+        known = (in_order, *description.items())
         ask = failed is not None or lengths is None or VALIDATE or known not in self._seen
         own = {"own": None if failed else (qkv[0].shape[SEQUENCE], qkv[1].shape[SEQUENCE])}
-        told = self._agree(failed or {**said, **own}) if ask else []
-        q_len, kv_len = (
-            _pair(lengths) if lengths is not None else map(sum, zip(*(x["own"] for x in told), strict=True))
-        )
+        descriptions = self._agree(failed or {**description, **own}) if ask else []
+        each = (x["own"] for x in descriptions)
+        q_len, kv_len = map(sum, zip(*each, strict=True)) if lengths is None else _pair(lengths)
         shape = Shape(qkv[0].shape[0], qkv[0].shape[1] * share.parts, q_len, kv_len)
         try:
             result = self._plan(now, shape, in_order)
@@ -336,19 +335,21 @@ class ContextParallel:
         self._seen.add(known)
         return shape, result
 
-    def _agree(self, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
+    def _agree(self, description: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
         """Descriptions from the ranks of `links`; what the ranks of `across` say is put together first. An
         error of any rank reaches all of both: those that learn of it from the ones tell the others."""
         if self.across is not None:
             try:
-                told = agree(self.across, said)
-                own = [x["own"] for x in told if "own" in x]
-                said = {**told[0], **({"own": tuple(map(sum, zip(*own, strict=True)))} if own else {})}
+                descriptions = agree(self.across, description)
+                description = dict(descriptions[0])
+                if "own" in description:
+                    each = (x["own"] for x in descriptions)
+                    description["own"] = tuple(map(sum, zip(*each, strict=True)))
             except Fa4flexError as error:
-                said = error
-        return agree(self.links, said)
+                description = error
+        return agree(self.links, description)
 
-    def _said(self, call: _Call) -> dict[str, Any]:
+    def _description(self, call: _Call) -> dict[str, Any]:
         """Description of a rank's call for the others: all but its own lengths must be the same on each."""
         now, qkv, share = call.now, call.qkv, call.share
         check_tensors(*qkv)

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.rows import one_thread
-from fa4flex.parallel.placement import MOST_SHOWN, Placement, Range, Ranges, Split, joined, runs, shown
+from fa4flex.parallel.placement import (
+    MOST_SHOWN,
+    Placement,
+    Range,
+    Ranges,
+    Split,
+    joined,
+    runs,
+    shown,
+)
 from fa4flex.parallel.work import Work
 
 Sends = tuple[tuple[int, int, Ranges], ...]

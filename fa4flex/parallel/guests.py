@@ -28,7 +28,7 @@ class Guests:
         """Queries of others that are here, by owner."""
         return joined(self.exchange.visitors(self.rank))
 
-    def go(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def send(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Send rows [B, H, own queries, D] of those that visit others; waits for, and returns, visitors'."""
         if not self.exchange.guests:
             return lambda: [x.narrow(SEQUENCE, 0, 0) for x in tensors]
@@ -37,7 +37,7 @@ class Guests:
         arrival = send(self.links, rows, away, here)
         return lambda: _tensors(arrival(), tensors)
 
-    def return_home(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Range, list[Tensor]]]:
+    def send_back(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Range, list[Tensor]]]:
         """Send rows [B, H, visitors, D] to their owners; what comes back, by range, in order of hosts."""
         if not self.exchange.guests:
             return
