@@ -57,6 +57,8 @@ class Grid:
     dependence: Dependence
     """Order after earlier launches."""
     processors: int = 132
+    resident: int = 1
+    """CTAs that a multiprocessor has room for, which share its tensor memory."""
     explicit_cluster: bool = False
     time: int = 0
     flags: Flags = field(default_factory=Flags)
@@ -269,8 +271,15 @@ class Cluster:
         return [warp for cta in self.ctas for warp in cta.warps]
 
     def check_left(self) -> None:
-        """After the last warp exited: tensor memory must be free."""
+        """After the last warp exited: tensor memory must be free, and CTAs that share a multiprocessor must
+        have been able to allocate meanwhile."""
         for cta in self.ctas:
+            if self.launch.resident > 1 and cta.may_allocate and (cta.freed.any() or cta.allocated.any()):
+                text = (
+                    f"CTA {cta.rank} exits without tcgen05.relinquish_alloc_permit: until then none of the "
+                    f"{self.launch.resident} CTAs that a multiprocessor has room for could allocate but it"
+                )
+                self.launch.findings.add(Finding("tensor memory", text))
             held = sorted({int(line) for line in cta.allocated} - {0})
             if held:
                 text = f"CTA {cta.rank} exits with tensor memory allocated at PTX line {held[0]}"

@@ -103,11 +103,11 @@ def displaced(result: Result) -> Iterator[Mutant]:
                 yield _mutant(result.program, index, change, changed)
 
 
-def unordered(result: Result) -> Iterator[Mutant]:
-    """All that lack one bar.warp.sync which a run executed."""
+def lacking(result: Result, opcode: str) -> Iterator[Mutant]:
+    """All that lack one instruction, whose opcode begins so, which a run executed."""
     for index in sorted(executed(result)):
         instruction = result.program.kernel.body[index]
-        if instruction.opcode == "bar.warp.sync":
+        if instruction.opcode.startswith(opcode):
             yield _mutant(result.program, index, "lacks", _nothing(instruction))
 
 

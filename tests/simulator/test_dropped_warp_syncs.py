@@ -17,7 +17,7 @@ import paged_pools
 import pytest
 import torch
 from helpers import cumulative
-from mutants import Mutant, implied, unordered
+from mutants import Mutant, implied, lacking
 from own_calls import Own
 from test_forward_paged import chunks
 from test_sequences import call_of, kernel_of
@@ -97,7 +97,7 @@ def test_left_out(name: str) -> None:
     own = MADE[name]()
     results, _ = own.run("eager", 0)
     assert not any(result.findings for result in results)
-    tried = [mutant for result in results for mutant in unordered(result)]
+    tried = [mutant for result in results for mutant in lacking(result, "bar.warp.sync")]
     matter = [mutant for mutant in tried if not implied(mutant)]
     assert len(matter) == SPEAKS[name]
     for mutant in matter:
