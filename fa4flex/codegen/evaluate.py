@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.expr import Expr, walk
-from fa4flex.codegen.ops import DIVISIONS, OPS
+from fa4flex.codegen.expr import Expr, loops, slot_of, walk
+from fa4flex.codegen.ops import DIVISIONS, FOLDS, OPS
 from fa4flex.errors import InputError, UnsupportedError
 
 Number = bool | int | float
@@ -92,9 +92,7 @@ class PastTheEnd(InputError, IndexError):
 
     @property
     def slot(self) -> int | None:
-        if self.node is None:
-            return None
-        return self.node.value if self.node.op == "load" else self.node.value[0]
+        return None if self.node is None else slot_of(self.node)
 
 
 class DividedByZero(InputError, ZeroDivisionError):
@@ -215,20 +213,10 @@ def operation(op: str) -> Callable[..., Value]:
     return _OWN.get(op) or _torch_float(OPS[op].torch[0])
 
 
-_REDUCERS: dict[str, Callable[[Value, Value], Value]] = {
-    "sum": operator.add,
-    "prod": operator.mul,
-    "any": operator.or_,
-    "all": operator.and_,
-    "max": lambda a, b: _torch_int("maximum")(torch.float64, a, b),
-    "min": lambda a, b: _torch_int("minimum")(torch.float64, a, b),
-}
-
-
 @lru_cache(maxsize=512)
 def _schedule(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Nodes in evaluation order, without those that only exist inside a reduction's loop."""
-    axes = {node.value[1] for node in walk(*roots) if node.op == "reduce"}
+    axes = loops(*roots).keys()
     outside = {axis for root in roots for axis in root.free & axes}
     return tuple(node for node in walk(*roots) if not node.free & (axes - outside))
 
@@ -350,14 +338,14 @@ def _reduce(
     how, axis, extent = node.value
     if how == "sum" and (product := _product(node, memo, symbols, captured, dtype)) is not None:
         return product
-    inside = _varying(node.args[0], axis)
+    inside, fold = _varying(node.args[0], axis), operation(FOLDS[how])
     total: Value | None = None
     for i in range(extent):
         inner, bound = dict(memo), {**symbols, axis: i}
         for n in inside:
             inner[n] = _value(n, inner, bound, captured, dtype)
         term = inner[node.args[0]]
-        total = term if total is None else _REDUCERS[how](total, term)
+        total = term if total is None else fold(torch.float64, total, term)
     assert total is not None, "empty reductions are folded when the expression is built"
     return total
 

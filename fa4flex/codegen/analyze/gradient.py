@@ -15,7 +15,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fa4flex.codegen.expr import Expr, apply, const, rebuild, reduce, substitute, sym, to_float, walk
+from fa4flex.codegen.analyze.linear import linear
+from fa4flex.codegen.expr import (
+    READS,
+    Expr,
+    apply,
+    const,
+    loops,
+    rebuild,
+    reduce,
+    substitute,
+    sym,
+    to_float,
+    walk,
+)
 from fa4flex.codegen.ops import OPS
 
 Pattern = Literal["constant in q and kv", "constant in kv", "constant in q", "diagonal", "general"]
@@ -183,11 +196,6 @@ def _partials(node: Expr) -> Partials:
 # --- the reverse pass -----------------------------------------------------------------------------------
 
 
-def _axes(x: Expr) -> set[str]:
-    """Names of the loops in `x`."""
-    return {node.value[1] for node in walk(x) if node.op == "reduce"}
-
-
 def _with_own_axes(x: Expr, owned: frozenset[Expr] = frozenset(), taken: Iterable[str] = ()) -> Expr:
     """`x` with every reduction over an axis of its own name, so that a name stands for one loop.
 
@@ -209,7 +217,7 @@ def _with_own_axes(x: Expr, owned: frozenset[Expr] = frozenset(), taken: Iterabl
             return sym(names.get(node.value, node.value))
         if node.op != "reduce":
             return rebuild(node, tuple(visit(a, names) for a in node.args))
-        if node in owned and not names and not _axes(node) & x.free:
+        if node in owned and not names and not loops(node).keys() & x.free:
             return node
         how, axis, extent = node.value
         candidates = itertools.chain([axis], (f"{axis}.{i}" for i in itertools.count(1)))
@@ -243,8 +251,7 @@ def _sum_over(axes: Iterable[str], extents: dict[str, int], x: Expr) -> Expr:
 def score_gradient(score: Expr) -> ScoreGradient:
     """Differentiate a score expression by sym("score") and by each floating load in it."""
     root = _with_own_axes(to_float(score))
-    order = list(walk(root))
-    extents: dict[str, int] = {n.value[1]: n.value[2] for n in order if n.op == "reduce"}
+    order, extents = list(walk(root)), loops(root)
     varying, owned = _varying(order), frozenset(order)
     adjoint: dict[Expr, Expr] = {root: ONE}
     captured: list[CapturedGradient] = []
@@ -254,11 +261,11 @@ def score_gradient(score: Expr) -> ScoreGradient:
         if node.op == "load":
             captured.append(_captured(node, _with_own_axes(adjoint[node], owned, extents), extents))
             continue
-        loops = node.free & extents.keys() | ({node.value[1]} if node.op == "reduce" else set())
+        around = node.free & extents.keys() | ({node.value[1]} if node.op == "reduce" else set())
         for argument, partial in zip(node.args, _partials(node) if node.args else (), strict=True):
             if partial is None or argument not in varying:
                 continue
-            term = _sum_over(loops - argument.free, extents, _times(adjoint[node], partial))
+            term = _sum_over(around - argument.free, extents, _times(adjoint[node], partial))
             adjoint[argument] = apply("add", adjoint[argument], term) if argument in adjoint else term
     captured.reverse()
     by_score = _with_own_axes(adjoint.get(sym("score"), ZERO), owned, extents)
@@ -317,27 +324,10 @@ def _by_difference(x: Expr) -> bool:
     """True if q and kv enter `x` only through q - kv, and arithmetic alone."""
     if not x.free & {"q", "kv"}:
         return True
-    if x.op in ("load", "search"):
+    if x.op in READS:
         return False
-    slopes = _slopes(x)
-    if slopes is not None:
-        return slopes[0] == -slopes[1]
-    return bool(x.args) and all(map(_by_difference, x.args))
-
-
-def _slopes(x: Expr) -> tuple[int, int] | None:
-    """(coefficient of q, coefficient of kv) where `x` is affine in both with constant ones, else None."""
-    if not x.free & {"q", "kv"}:
-        return 0, 0
-    if x.op == "sym":
-        return int(x.value == "q"), int(x.value == "kv")
-    parts = [_slopes(a) for a in x.args] if x.op in ("add", "sub", "neg", "mul") else []
-    if not parts or any(p is None for p in parts):
-        return None
-    (q0, k0), (q1, k1) = (parts * 2)[:2]  # type: ignore[misc]
-    if x.op == "mul":
-        factor, moving = (x.args[0], parts[1]) if x.args[0].op == "const" else (x.args[1], parts[0])
-        return (
-            (moving[0] * factor.value, moving[1] * factor.value) if factor.op == "const" and moving else None
-        )
-    return {"add": (q0 + q1, k0 + k1), "sub": (q0 - q1, k0 - k1), "neg": (-q0, -k0)}[x.op]
+    coefficients = dict(linear(x).terms)
+    across, along = coefficients.pop(sym("q"), 0), coefficients.pop(sym("kv"), 0)
+    if x in coefficients:  # no sum
+        return bool(x.args) and all(map(_by_difference, x.args))
+    return across == -along and all(map(_by_difference, coefficients))

@@ -18,11 +18,22 @@ import torch
 
 from fa4flex import contents
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Shape, numbers_read, on_host, slot_of, slots_read
+from fa4flex.codegen.analyze.domain import Shape, numbers_read, on_host, slots_read
 from fa4flex.codegen.analyze.rules import UNSURE, VAGUE, Bounds
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.evaluate import Captured, DividedByZero
-from fa4flex.codegen.expr import CONTEXT, INDICES, Expr, const, nodes, rebuild, to_float
+from fa4flex.codegen.expr import (
+    CONTEXT,
+    INDICES,
+    READS,
+    Expr,
+    const,
+    loops,
+    nodes,
+    rebuild,
+    slot_of,
+    to_float,
+)
 from fa4flex.codegen.ops import COMPARISONS, DIVISIONS
 from fa4flex.errors import UnsupportedError
 from fa4flex.exact import exactly
@@ -115,7 +126,7 @@ def _ranges(
     """Bounds of every node under those `wanted`, which are under `roots`, and perhaps in their loops."""
     every = nodes(*wanted)
     symbols = {**symbols, "score": _any_float()}
-    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
+    axes = {axis: Bounds(0, extent - 1) for axis, extent in loops(*roots).items()}
     # A loop bounds its body step by step. What is inside is bounded apart, over all steps at once.
     outside = [node for node in every if not node.free & axes.keys()]
     inside = [node for node in every if node.free & axes.keys()]

@@ -17,10 +17,23 @@ from itertools import product
 from math import isqrt, prod
 from typing import Literal
 
-from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.linear import linear
 from fa4flex.codegen.evaluate import MODEST
-from fa4flex.codegen.expr import FALSE, SYMBOLS, TRUE, Expr, Kind, apply, const, load, reduce, sym, to_int
+from fa4flex.codegen.expr import (
+    FALSE,
+    READS,
+    SYMBOLS,
+    TRUE,
+    Expr,
+    Kind,
+    apply,
+    const,
+    folded,
+    load,
+    reduce,
+    sym,
+    to_int,
+)
 
 MOST_READ = 16
 """Elements of a captured tensor that are read for one tile."""
@@ -230,10 +243,10 @@ class _Rules:
 def _if_known(known: Expr, elements: Sequence[Expr], kind: Kind) -> Ends:
     """The least and greatest of elements, if they are all; else any number below MODEST."""
     if kind == "bool":
-        some = apply("or_", apply("not_", known), _folded("or_", elements))
-        return apply("and_", known, _folded("and_", elements)), some
+        some = apply("or_", apply("not_", known), folded("or_", elements))
+        return apply("and_", known, folded("and_", elements)), some
     ends = ("minimum", 1 - MODEST), ("maximum", MODEST - 1)
-    lo, hi = (apply("where", known, _folded(op, elements), const(beyond)) for op, beyond in ends)
+    lo, hi = (apply("where", known, folded(op, elements), const(beyond)) for op, beyond in ends)
     return lo, hi
 
 
@@ -243,13 +256,6 @@ def _moves(x: Expr) -> bool:
 
 def _positive(x: Expr) -> bool:
     return x.op == "const" and x.kind == "int" and x.value > 0
-
-
-def _folded(op: str, values: Sequence[Expr]) -> Expr:
-    result = values[0]
-    for value in values[1:]:
-        result = apply(op, result, value)
-    return result
 
 
 # --- rules ------------------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ def _abs(a: Ends) -> Ends:
 
 def _hull(values: Sequence[Expr]) -> Ends:
     values = list(dict.fromkeys(values))
-    return _folded("minimum", values), _folded("maximum", values)
+    return folded("minimum", values), folded("maximum", values)
 
 
 def _mul(a: Ends, b: Ends) -> Ends:
@@ -324,7 +330,7 @@ def _not(a: Ends) -> Ends:
 
 def _xor(a: Ends, b: Ends) -> Ends:
     """Known where both are."""
-    known = _folded("and_", [apply("eq", *a), apply("eq", *b)])
+    known = folded("and_", [apply("eq", *a), apply("eq", *b)])
     value = apply("xor", a[0], b[0])
     return apply("and_", known, value), apply("or_", apply("not_", known), value)
 
@@ -339,7 +345,7 @@ def _le(a: Ends, b: Ends) -> Ends:
 
 def _eq(a: Ends, b: Ends) -> Ends:
     points = [apply("eq", *a), apply("eq", *b), apply("eq", a[0], b[0])]
-    return _folded("and_", points), apply("and_", apply("le", a[0], b[1]), apply("le", b[0], a[1]))
+    return folded("and_", points), apply("and_", apply("le", a[0], b[1]), apply("le", b[0], a[1]))
 
 
 def _where(c: Ends, a: Ends, b: Ends) -> Ends:

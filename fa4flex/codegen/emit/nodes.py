@@ -25,6 +25,7 @@ from typing import Literal
 
 from fa4flex.codegen.expr import SYMBOLS, Expr, Kind, _node, apply, const, scalar, sym, walk
 from fa4flex.codegen.ops import COMPARISONS, OPS
+from fa4flex.errors import Origin
 
 Rate = Literal["uniform", "row", "column", "diagonal", "pair", "element"]
 RATES: tuple[Rate, ...] = ("uniform", "row", "column", "diagonal", "pair", "element")
@@ -51,6 +52,16 @@ DEVICE_SYMBOLS = frozenset((*SYMBOLS, "offset", *_BASE_OF))
 def device(op: str, *args: Expr, value: object = None, kind: Kind = "float") -> Expr:
     """A node as it stands: nothing is promoted or simplified."""
     return _node(op, args, value, kind)
+
+
+def credit(root: Expr, origin: Origin | None, came: dict[Expr, Origin | None]) -> None:
+    """Enter in `came` that new nodes under `root` come from a line of the user's code."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node not in came:
+            came[node] = origin
+            stack.extend(node.args)
 
 
 def rate(x: Expr) -> Rate:
