@@ -142,18 +142,6 @@ def _where(dtype: torch.dtype, c: Value, a: Value, b: Value) -> Value:
     return torch.where(c, a, b)
 
 
-def _to_float(dtype: torch.dtype, x: Value) -> Value:
-    return x.to(dtype) if isinstance(x, Tensor) else float(x)
-
-
-def _to_int(dtype: torch.dtype, x: Value) -> Value:
-    return x.to(torch.int64) if isinstance(x, Tensor) else int(x)
-
-
-def _not(dtype: torch.dtype, x: Value) -> Value:
-    return ~x if isinstance(x, Tensor) else not x
-
-
 def _truncdiv(dtype: torch.dtype, a: Value, b: Value) -> Value:
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         a = torch.tensor(a)
@@ -187,19 +175,16 @@ _OWN: dict[str, Callable[..., Value]] = {
     **{name: _torch_int(name) for name in ("minimum", "maximum", "sign")},
     "truncdiv": _truncdiv,
     "div": _divide,
-    "bitand": _plain(operator.and_),
-    "bitor": _plain(operator.or_),
-    "bitxor": _plain(operator.xor),
+    **dict.fromkeys(("bitand", "and_"), _plain(operator.and_)),
+    **dict.fromkeys(("bitor", "or_"), _plain(operator.or_)),
+    **dict.fromkeys(("bitxor", "xor"), _plain(operator.xor)),
     "bitnot": _plain(operator.invert),
     "shl": _shift("lshift"),
     "shr": _shift("rshift"),
-    "and_": _plain(operator.and_),
-    "or_": _plain(operator.or_),
-    "xor": _plain(operator.xor),
-    "not_": _not,
+    "not_": _plain(lambda x: ~x if isinstance(x, Tensor) else not x),
     "where": _where,
-    "to_float": _to_float,
-    "to_int": _to_int,
+    "to_float": lambda dtype, x: x.to(dtype) if isinstance(x, Tensor) else float(x),
+    "to_int": _plain(lambda x: x.to(torch.int64) if isinstance(x, Tensor) else int(x)),
     "to_bool": _plain(lambda x: x != 0),
     "detach": _plain(lambda x: x),
     "with_grad": _plain(lambda value, x, slope: value),

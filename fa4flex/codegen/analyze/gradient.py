@@ -11,9 +11,9 @@ does not vary along the axis, the adjoint is summed over it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fa4flex.codegen.analyze.linear import linear
 from fa4flex.codegen.expr import (
@@ -29,6 +29,7 @@ from fa4flex.codegen.expr import (
     to_float,
     walk,
 )
+from fa4flex.codegen.formula import Formula, expr_of
 from fa4flex.codegen.ops import OPS
 
 Pattern = Literal["constant in q and kv", "constant in kv", "constant in q", "diagonal", "general"]
@@ -101,58 +102,6 @@ def _times(a: Expr, b: Expr) -> Expr:
 Partials = tuple[Expr | None, ...]
 
 
-class Formula:
-    """An expression to do arithmetic with: what the `slopes` of a row of ops.py are written in."""
-
-    __slots__ = ("expr",)
-
-    def __init__(self, expr: Expr) -> None:
-        self.expr = expr
-
-    def __getattr__(self, op: str) -> Callable[..., Formula]:
-        if op not in OPS:
-            raise AttributeError(op)
-        return lambda *others: _formula(op, self, *others)
-
-    def __add__(self, other: Any) -> Formula:
-        return _formula("add", self, other)
-
-    def __radd__(self, other: Any) -> Formula:
-        return _formula("add", other, self)
-
-    def __sub__(self, other: Any) -> Formula:
-        return _formula("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Formula:
-        return _formula("sub", other, self)
-
-    def __mul__(self, other: Any) -> Formula:
-        return _formula("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Formula:
-        return _formula("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Formula:
-        return _formula("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Formula:
-        return _formula("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Formula:
-        return _formula("floordiv", self, other)
-
-    def __neg__(self) -> Formula:
-        return _formula("neg", self)
-
-
-def _formula(op: str, *args: Formula | float) -> Formula:
-    return Formula(apply(op, *map(_expr, args)))
-
-
-def _expr(x: Formula | float) -> Expr:
-    return x.expr if isinstance(x, Formula) else const(float(x))
-
-
 def _power(node: Expr, a: Expr, b: Expr) -> Partials:
     """Derivatives of a ** b; that of a square by a is a product."""
     y, base, exponent = map(Formula, (node, a, b))
@@ -190,7 +139,7 @@ def _partials(node: Expr) -> Partials:
         return _power(node, *node.args)
     slopes = OPS[node.op].slopes
     assert slopes is not None, f"no derivative of {node.op}"
-    return tuple(None if x is None else _expr(x) for x in slopes(*map(Formula, (node, *node.args))))
+    return tuple(None if x is None else expr_of(x) for x in slopes(*map(Formula, (node, *node.args))))
 
 
 # --- the reverse pass -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fa4flex.codegen.analyze.domain import Ragged, Shape, numbers_read, slots_re
 from fa4flex.codegen.analyze.facts import Facts, MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals, searched
 from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
-from fa4flex.codegen.analyze.rules import Bounds
+from fa4flex.codegen.analyze.rules import Bounds, any_float
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import unmet
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
@@ -169,7 +169,7 @@ def _in_range(
     """True if every index is proved to lie within its captured tensor, without counting from the end."""
     reads = [node for node in nodes(*roots) if node.op in READS]
     axes = {axis: Bounds(0, extent - 1) for axis, extent in loops(*roots).items()}
-    symbols = shape.ranges() | axes | {"score": _ANY_SCORE}
+    symbols = shape.ranges() | axes | {"score": any_float()}
     proved = True
     for node in reads:
         table = tables.captured.operands[slot_of(node)]
@@ -179,6 +179,3 @@ def _in_range(
                 raise PastTheEnd(table, f"{i} goes up to {result.hi} in a dimension of {size}", node)
             proved = proved and bool(result.lo >= 0 and result.hi < size)
     return proved
-
-
-_ANY_SCORE = Bounds(-float("inf"), float("inf"), True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from fa4flex.codegen.analyze.gradient import Formula
-from fa4flex.codegen.analyze.linear import Linear, linear
+from fa4flex.codegen.analyze.linear import Linear, linear, nonnegative
 from fa4flex.codegen.emit.nodes import (
     KV,
     OFFSET,
@@ -26,7 +25,6 @@ from fa4flex.codegen.emit.nodes import (
     credit,
     device,
     jumps,
-    nonnegative,
     power_of_two,
     rate,
 )
@@ -43,6 +41,7 @@ from fa4flex.codegen.emit.terms import (
     total,
 )
 from fa4flex.codegen.expr import Expr, apply, const, load, nodes, rebuild, search, to_float
+from fa4flex.codegen.formula import Formula
 from fa4flex.codegen.ops import COMPARISONS, OPS
 from fa4flex.errors import Origin
 

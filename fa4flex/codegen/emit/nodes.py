@@ -19,7 +19,6 @@ reduce with COLLECT   the values for every i of an axis, as a tuple; element_of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
@@ -71,10 +70,6 @@ def rate(x: Expr) -> Rate:
     return _MOVING.get(frozenset(_BASE_OF.get(name, name) for name in x.free) & _MOVES, "pair")
 
 
-def cheapest(rates: Iterable[Rate]) -> Rate:
-    return min(rates, key=RATES.index)
-
-
 def is_leaf(x: Expr) -> bool:
     """True if x costs nothing where it is used: a field of `at`, or a number."""
     if x.op == "to_float":
@@ -104,29 +99,6 @@ def jumps(x: Expr) -> bool:
 _JUMPS = COMPARISONS | {
     "floor", "ceil", "round", "trunc", "to_int", "exact_ratio", "floor_quotient", "remainder",
 }  # fmt: skip
-
-
-def nonnegative(x: Expr) -> bool:
-    """True if an integer of a traced mod is >= 0 for reasons visible in its form alone."""
-    args = x.args
-    match x.op:
-        case "const":
-            return bool(x.value >= 0)
-        case "sym" | "abs" | "search":
-            return True  # indices, lengths and reduction axes count from 0
-        case "to_int":
-            return args[0].kind == "bool"
-        case "add" | "mul" | "floordiv" | "minimum":
-            return all(map(nonnegative, args))
-        case "where":
-            return all(map(nonnegative, args[1:]))
-        case "maximum" | "bitand":
-            return any(map(nonnegative, args))
-        case "shr":
-            return nonnegative(args[0])
-        case "mod":
-            return args[1].op == "const" and bool(args[1].value > 0)
-    return False
 
 
 def axes(x: Expr) -> frozenset[str]:
