@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.expr import READS, Expr, slot_of, walk
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
@@ -286,10 +286,8 @@ def _used_slots(roots: Sequence[Expr]) -> tuple[dict[int, int], dict[int, int]]:
     tensors: dict[int, int] = {}
     scalars: dict[int, int] = {}
     for node in walk(*roots):
-        if node.op == "load":
-            tensors.setdefault(node.value, len(tensors))
-        elif node.op == "search":
-            tensors.setdefault(node.value[0], len(tensors))
+        if node.op in READS:
+            tensors.setdefault(slot_of(node), len(tensors))
         elif node.op == "scalar":
             scalars.setdefault(node.value, len(scalars))
     return tensors, scalars

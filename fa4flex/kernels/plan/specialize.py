@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
-from fa4flex.codegen.expr import const, nodes
+from fa4flex.codegen.expr import READS, const, nodes
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Ragged
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import InputError
+from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import INFINITY, Forward, attend
@@ -36,6 +36,17 @@ class Sequences:
     keys: tuple[Range, ...]
     packed: bool
 
+    @staticmethod
+    def of(varlen: Varlen, q: Tensor, k: Tensor) -> Sequences:
+        """Sequences of these lengths in q and k. Raises InputError where lengths do not fit each other, or a
+        padded batch."""
+        if not varlen.checked:  # on a device
+            varlen.check_contents()
+        if not varlen.packed:
+            varlen.check_used(q.shape[2], k.shape[2])
+        bounds = varlen.bounds() if varlen.packed else varlen.bounds(q.shape[2], k.shape[2])
+        return Sequences(tuple(x[:2] for x in bounds), tuple(x[2:] for x in bounds), varlen.packed)
+
     def __len__(self) -> int:
         return len(self.queries)
 
@@ -55,63 +66,6 @@ class Sequences:
     def _view(self, x: Tensor, n: int, rows: Range) -> Tensor:
         start, stop = rows
         return x[start:stop].transpose(0, 1)[None] if self.packed else x[n : n + 1, :, start:stop]
-
-
-def packed(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-) -> Sequences:
-    """Sequences at rows cu_seqlens[n] .. cu_seqlens[n+1] of packed tensors; the first seqused[n] rows count.
-
-    cu_seqlens [N+1] and seqused [N] are integers. Raises InputError where they do not fit each other.
-    """
-    queries = _ranges("q", cu_seqlens_q.tolist(), seqused_q)
-    keys = _ranges("k", cu_seqlens_k.tolist(), seqused_k)
-    if len(queries) != len(keys):
-        raise InputError(
-            f"cu_seqlens_q has {len(queries)} sequences and cu_seqlens_k has {len(keys)}",
-            "the same number of sequences",
-            "pass two vectors of N + 1 cumulative lengths; a sequence may be empty",
-        )
-    return Sequences(queries, keys, True)
-
-
-def padded(
-    q: Tensor, k: Tensor, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None
-) -> Sequences:
-    """The first seqused_q[n] queries and seqused_k[n] keys of padded q [B, H, Sq, D], k [B, Hkv, Skv, D]."""
-    batch = q.shape[0]
-    queries = _ranges("q", [q.shape[2] * n for n in range(batch + 1)], seqused_q)
-    keys = _ranges("k", [k.shape[2] * n for n in range(batch + 1)], seqused_k)
-    return Sequences(
-        tuple((0, stop - start) for start, stop in queries),
-        tuple((0, stop - start) for start, stop in keys),
-        False,
-    )
-
-
-def _ranges(name: str, bounds: list[int], used: Tensor | None) -> tuple[Range, ...]:
-    rows = list(pairwise(bounds))
-    if bounds[:1] != [0] or any(stop < start for start, stop in rows):
-        raise InputError(
-            f"cu_seqlens_{name} = {bounds}",
-            "0 first, then cumulative lengths that never fall",
-            "use a cumulative sum",
-        )
-    if used is None:
-        return tuple(rows)
-    lengths = used.tolist()
-    if len(lengths) != len(rows) or any(
-        not 0 <= n <= stop - start for n, (start, stop) in zip(lengths, rows, strict=True)
-    ):
-        raise InputError(
-            f"seqused_{name} = {lengths} for sequences of {[stop - start for start, stop in rows]} rows",
-            "one used length per sequence, at least 0 and at most its rows",
-            f"clamp seqused_{name} to the rows of each sequence",
-        )
-    return tuple((start, start + n) for n, (start, _) in zip(lengths, rows, strict=True))
 
 
 def _check(inputs: Inputs, sequences: Sequences) -> None:
