@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from fa4flex.contents import Followed, VersionedCache, checked_here
+from fa4flex.contents import Followed, checked_here
 from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, Mod, call_with, kind_of, show, truth_value
 from fa4flex.primitives.block_lists import (
@@ -23,13 +23,14 @@ from fa4flex.primitives.block_lists import (
     PARTIAL,
     block_classes,
     check_index_tensor,
+    check_lists,
     checked_tensor,
     listed_once,
-    listed_there,
     out_of_range,
 )
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 from fa4flex.primitives.schedule import Contents
+from ptxsim.active import simulating
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,10 +77,13 @@ class BlockMap:
         _check_lengths(q_len, kv_len)
         lists = counts, indices, full_counts, full_indices
         columns = -(-kv_len // size[1])
-        # One node of a compiled graph: to trace what is in it, and make kernels of it, would take seconds.
         compiling = torch.compiler.is_compiling()
-        made = torch.ops.fa4flex.block_classes if compiling else block_classes
-        return _known(made(*lists, columns), size, q_len, kv_len)
+        if not compiling:
+            check_lists(lists)
+        # One node of a compiled graph: to trace what is in it, and make kernels of it, would take seconds.
+        if compiling or counts.is_cuda or simulating():
+            return _known(torch.ops.fa4flex.block_classes(*lists, columns), size, q_len, kv_len)
+        return _known(block_classes(lists, columns), size, q_len, kv_len)
 
     @staticmethod
     def from_dense(
@@ -139,9 +143,8 @@ class BlockMap:
         key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths), present
 
         def make() -> BlockMap | None:
-            anew = contents == "compared" and _on_device(block_mask.kv_num_blocks)
             with torch.inference_mode(False):  # what inference makes, no later call could save
-                return _anew(block_mask, key, tensors) if anew else _map_of(block_mask)
+                return _map_of(block_mask)
 
         return _maps.made(key, tensors, make, contents), own
 
@@ -371,34 +374,6 @@ def _map_of(block_mask: BlockMask) -> BlockMap | None:
         block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,
     )
-
-
-_checked_before: VersionedCache[bool] = VersionedCache(64)
-"""Lists on a device that were checked, by torch's count: a change that it misses is checked by nobody. It is
-followed all the same, and entries that do not fit are left out, as they are of lists that are checked."""
-
-
-def _anew(block_mask: BlockMask, key: tuple[Any, ...], tensors: list[Tensor]) -> BlockMap | None:
-    """The map of lists on a device, whose contents nobody compares, in as few launches as it takes."""
-    if not _checked_before.get(key, tensors, False):
-        made = _map_of(block_mask)
-        if made is not None:
-            _checked_before.keep(key, tensors, True)
-        return made
-    (q_len, kv_len), size = block_mask.seq_lengths, _block_size(block_mask.BLOCK_SIZE)
-    columns = -(-kv_len // size[1])
-    classes = listed_there(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.uint8)
-    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    if counts is not None and indices is not None:
-        classes = torch.where(listed_there(counts, indices, columns), FULL, classes)
-    made = object.__new__(BlockMap)
-    for name, value in (("classes", classes), ("block_size", size), ("q_len", q_len), ("kv_len", kv_len)):
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _on_device(x: Tensor) -> bool:
-    return not x.is_cpu
 
 
 def _lists_its_block(block_mask: BlockMask) -> bool:

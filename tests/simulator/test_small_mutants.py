@@ -14,6 +14,7 @@ from append_cases import drawn as tokens_of
 from helpers import cumulative
 from mutants import Mutant
 from own_calls import Own
+from test_block_lists import Sizes, assert_classes, assert_told, lists_of, with_repeated
 from test_block_tables import SHAPE, classes_of, expected, made, masks
 from test_sequences import assert_right, call_of, causal_keys, kernel_of
 from torch.nn.functional import scaled_dot_product_attention
@@ -82,6 +83,17 @@ def append(name: str) -> Own:
     return Own(random.choice(ARCHS), "append", call)
 
 
+def block_lists() -> Own:
+    """Valid lists, and lists with faults, which are told."""
+    sizes = Sizes(full=True, wide=random.random() < 0.5)
+    valid, faulty, arch = lists_of(sizes), with_repeated(lists_of(sizes)), random.choice(ARCHS)
+
+    def call() -> bool:
+        return holds(lambda: assert_classes(valid, sizes)) and holds(lambda: assert_told(faulty, sizes))
+
+    return Own(arch, "block_lists", call)
+
+
 def combine() -> Own:
     """A query over keys in parts."""
     q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (1, 450, 450))
@@ -114,6 +126,7 @@ too, and where bounds leave every tile open, it does not matter what they are ma
 
 MADE: dict[str, Callable[[], Own]] = {
     "append": lambda: append(random.choice(list(HOWS))),
+    "block lists": block_lists,
     "combine": combine,
     "sequences": sequences,
     **{f"tables of {name}": lambda name=name: tables(name) for name in TABLES},  # type: ignore[misc]
