@@ -50,7 +50,7 @@ class BlockMap:
     role: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", _block_size(self.block_size))
+        object.__setattr__(self, "block_size", block_size_of(self.block_size))
         _check_lengths(self.q_len, self.kv_len)
         object.__setattr__(self, "classes", _checked_classes(self))
 
@@ -73,7 +73,7 @@ class BlockMap:
         InputError for counts beyond C', indices out of range, and blocks listed twice. On a GPU invalid
         entries are left out, and a later call raises; with FA4FLEX_VALIDATE=1 this call does.
         """
-        size = _block_size(block_size)
+        size = block_size_of(block_size)
         _check_lengths(q_len, kv_len)
         lists = counts, indices, full_counts, full_indices
         columns = -(-kv_len // size[1])
@@ -82,8 +82,8 @@ class BlockMap:
             check_lists(lists)
         # One node of a compiled graph: to trace what is in it, and make kernels of it, would take seconds.
         if compiling or counts.is_cuda or simulating():
-            return _known(torch.ops.fa4flex.block_classes(*lists, columns), size, q_len, kv_len)
-        return _known(block_classes(lists, columns), size, q_len, kv_len)
+            return trusted_map(torch.ops.fa4flex.block_classes(*lists, columns), size, q_len, kv_len)
+        return trusted_map(block_classes(lists, columns), size, q_len, kv_len)
 
     @staticmethod
     def from_dense(
@@ -108,7 +108,7 @@ class BlockMap:
                 "[R, C], [H, R, C] or [B, H, R, C]",
                 "add or drop leading dimensions",
             )
-        size = _block_size(block_size)
+        size = block_size_of(block_size)
         while classes.ndim < 4:
             classes = classes.unsqueeze(0)
         whole = (classes.shape[2] * size[0], classes.shape[3] * size[1])
@@ -128,14 +128,7 @@ class BlockMap:
         anew, without waiting for the device. `contents="counted"` reuses it on all devices: see Schedule.
         Raises StateError for a sliced BlockMask that was given no new mask_mod.
         """
-        mask_mod = block_mask.mask_mod
-        if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
-            raise StateError(
-                "Cannot use mask_mod from a sliced BlockMask: slicing replaced it by one that only raises",
-                "a BlockMask whose mask_mod fits the slice",
-                "reassign it: sliced.mask_mod = original.mask_mod, with b, h, q_idx offset by what was cut",
-            )
-        own = None if mask_mod is None or mask_mod is noop_mask else mask_mod
+        own = own_mask_mod(block_mask)
         if torch.compiler.is_compiling():
             return _map_of(block_mask), own
         tensors = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
@@ -228,7 +221,7 @@ class BlockMap:
             )
         if pattern.layout == torch.sparse_bsr:
             own = (values.shape[-2], values.shape[-1])
-            if block_size is not None and _block_size(block_size) != own:
+            if block_size is not None and block_size_of(block_size) != own:
                 raise InputError(
                     f"block_size={block_size} for a BSR tensor of {own} blocks",
                     f"{own}",
@@ -355,16 +348,28 @@ CONVERSIONS.append(mask_of_blocks)
 # --- torch's BlockMask --------------------------------------------------------------------------------
 
 _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-_ANY_LENGTH = 1 << 30
+ANY_LENGTH = 1 << 30
 """The block size of a BlockMask that stands for none."""
 
 _maps: Followed[BlockMap | None] = Followed(16, 4)
 """Maps of BlockMasks by block size, lengths and the contents of the lists of their blocks."""
 
 
+def own_mask_mod(block_mask: BlockMask) -> MaskMod | None:
+    """The mask_mod of a BlockMask, None where it has none. Raises StateError for a sliced one's."""
+    mask_mod: MaskMod | None = block_mask.mask_mod
+    if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise StateError(
+            "Cannot use mask_mod from a sliced BlockMask: slicing replaced it by one that only raises",
+            "a BlockMask whose mask_mod fits the slice",
+            "reassign it: sliced.mask_mod = original.mask_mod, with b, h, q_idx offset by what was cut",
+        )
+    return None if mask_mod is noop_mask else mask_mod
+
+
 def _map_of(block_mask: BlockMask) -> BlockMap | None:
     size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-    if size == (_ANY_LENGTH, _ANY_LENGTH) and lengths == (1, 1) and _lists_its_block(block_mask):
+    if size == (ANY_LENGTH, ANY_LENGTH) and lengths == (1, 1) and _lists_its_block(block_mask):
         return None
     return BlockMap.from_counts(
         block_mask.kv_num_blocks,
@@ -391,7 +396,7 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
+def block_size_of(size: int | tuple[int, int]) -> tuple[int, int]:
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or not all(map(_is_length, pair)):
         raise InputError(
@@ -407,7 +412,7 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
         )
 
 
-def _known(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:
+def trusted_map(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:
     """A BlockMap of classes that were made here: none is above 2, and a graph need not look."""
     _check_shape(classes, block_size, q_len, kv_len)
     made = object.__new__(BlockMap)

@@ -21,9 +21,14 @@ def block_classes(
 ) -> Tensor:
     """Classes, uint8 [B or 1, H or 1, R, columns], of the blocks in lists as in `BlockMap.from_counts`."""
     lists = counts, indices, full_counts, full_indices
-    if on_gpu(counts) and not by_flex("auto", counts) and not validating():
+    if by_kernel(counts):
         return kernels.block_classes(lists, columns)
     return block_lists.block_classes(lists, columns)
+
+
+def by_kernel(counts: Tensor) -> bool:
+    """True if a kernel makes classes of lists that are where these counts are."""
+    return on_gpu(counts) and not by_flex("auto", counts) and not validating()
 
 
 def block_classes_fake(

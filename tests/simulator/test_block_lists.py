@@ -4,6 +4,7 @@ held before; nothing outside the lists is read, and what is wrong in them is tol
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -107,21 +108,40 @@ def assert_classes(lists: Lists, sizes: Sizes) -> None:
     faults.check()
 
 
-def assert_told(lists: Lists, sizes: Sizes, words: str = "a key block more than once in row") -> None:
+def assert_told(lists: Lists, sizes: Sizes, words: str) -> None:
     """The next call tells, and classes are right but for what is wrong."""
+    faults.check()
     assert torch.equal(made(lists, sizes), written_down(lists, sizes))
-    with pytest.raises(InputError, match=words):
+    assert re.search(words, told())
+
+
+def told() -> str:
+    """The error of the next call; of a fault that a broken kernel left without its kind, no words."""
+    try:
         faults.check()
+    except (InputError, StopIteration) as error:
+        return str(error)
+    return ""
 
 
-def with_repeated(lists: Lists) -> Lists:
-    """Lists with a partial block in one row that is listed as full, too."""
-    counts, _, full_counts, full_indices = lists
+FAULTS = {
+    "count": r"99 blocks in a row .*\n.* 0 to 43",
+    "block": r"key block 77 .*\n.* 0 to 39",
+    "both": r"more than once in row 3 .* .batch 1, head 2",
+}
+
+
+def with_fault(lists: Lists, name: str) -> Lists:
+    """The lists with a fault in the row that FAULTS names."""
+    counts, indices, full_counts, full_indices = lists
     assert full_counts is not None and full_indices is not None
-    counts[:, :, 0], lists[1][:, :, 0, 0] = 0, 1
-    full_counts[:, :, 0] = 0
-    counts[0, 0, 0] = full_counts[0, 0, 0] = 1
-    full_indices[0, 0, 0, 0] = 1
+    row = 1, 2, 3
+    counts[row], full_counts[row] = 1, 0
+    indices[row] = 77 if name == "block" else 1
+    if name == "count":
+        counts[row] = 99
+    elif name == "both":
+        full_counts[row], full_indices[row] = 1, 1
     return lists
 
 

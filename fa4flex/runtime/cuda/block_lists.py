@@ -20,7 +20,7 @@ def block_classes(lists: Lists, columns: int) -> Tensor:
     """Classes uint8 [B, H, R, columns]. What is wrong in the lists, a later call tells."""
     classes = lists[0].new_empty((*lists[0].shape, columns), dtype=torch.uint8)
     if classes.numel():
-        _kernel(lists).launch(*lists, classes, faults.table())
+        kernel_of(lists).launch(*lists, classes, faults.table())
     return classes
 
 
@@ -35,7 +35,7 @@ SOURCE = Source(
 )
 
 
-def _kernel(lists: Lists) -> Kernel:
+def kernel_of(lists: Lists) -> Kernel:
     """The kernel for such lists."""
     dtypes = tuple([None if x is None else x.dtype for x in lists])
     key = dtypes, lists[0].get_device(), target()
