@@ -104,10 +104,13 @@ class MaskCalls:
 
     @staticmethod
     def of(block_mask: BlockMask) -> MaskCalls | None:
-        """None for lists that no kernel reads, and for a BlockMask that stands for none. Raises InputError or
-        StateError for what does not fit."""
-        plain = all(x is None or type(x) is Tensor for x in _lists(block_mask))
-        if not plain or not by_kernel(block_mask.kv_num_blocks):
+        """None for lists that no kernel reads, or that are empty, and for a BlockMask that stands for none.
+        Raises InputError or StateError for what does not fit."""
+        counts, plain = (
+            block_mask.kv_num_blocks,
+            all(x is None or type(x) is Tensor for x in _lists(block_mask)),
+        )
+        if not plain or not counts.numel() or not by_kernel(counts):
             return None
         return None if ANY_LENGTH in block_size_of(block_mask.BLOCK_SIZE) else MaskCalls(block_mask)
 

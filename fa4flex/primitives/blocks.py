@@ -268,23 +268,18 @@ class BlockMap:
         these query heads, or for classes that are none by now, where the host can tell."""
         if not torch.compiler.is_compiling() and checked_here(self.classes) and (self.classes > FULL).any():
             raise _no_class(self.classes)
-        if (self.q_len, self.kv_len) != (q_len, kv_len):
+        if self.q_len != q_len or self.kv_len != kv_len:
             raise StateError(
                 f"block_mask was created for q_len={self.q_len}, kv_len={self.kv_len}, "
                 f"but got q_len={q_len}, kv_len={kv_len}",
                 "the lengths that the map was made for",
                 "build the map for these lengths; a mask without a block map serves any length",
             )
-        for name, value, wanted in (
-            ("batch", self.classes.shape[0], batch),
-            ("heads", self.classes.shape[1], heads),
-        ):
-            if value not in (1, wanted):
-                raise InputError(
-                    f"a block map with {value} {name} for inputs with {wanted}",
-                    f"1 (shared) or {wanted}; heads are query heads",
-                    _refitted(name, value, wanted),
-                )
+        own_batch, own_heads = self.classes.shape[:2]
+        if own_batch not in (1, batch):
+            raise _unfit("batch", own_batch, batch)
+        if own_heads not in (1, heads):
+            raise _unfit("heads", own_heads, heads)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -458,6 +453,15 @@ def _check_shape(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_le
 def _no_class(classes: Tensor) -> InputError:
     return InputError(
         f"class {int(classes.max())} in the map", "0 empty, 1 partial, 2 full", "map other values to these"
+    )
+
+
+def _unfit(name: str, number: int, wanted: int) -> InputError:
+    """Error for a map of another batch, or of other heads, than a call's."""
+    return InputError(
+        f"a block map with {number} {name} for inputs with {wanted}",
+        f"1 (shared) or {wanted}; heads are query heads",
+        _refitted(name, number, wanted),
     )
 
 
