@@ -18,6 +18,7 @@ from fa4flex.kernels.append.kernel import AppendArguments
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, SectionArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
+from fa4flex.kernels.block_lists.kernel import BlockListArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
 from fa4flex.kernels.plan.arguments import SCHEMAS, Captured, Heads, Pass
@@ -56,6 +57,10 @@ def _sequences(kernel: Any, problem: Problem) -> list[Launch]:
     return [(kernel, SequencesArguments)]
 
 
+def _lists(kernel: Any, problem: Problem) -> list[Launch]:
+    return [(kernel, BlockListArguments)]
+
+
 def _append(kernel: Any, problem: Problem) -> list[Launch]:
     return [(kernel, AppendArguments)]
 
@@ -66,6 +71,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "tables": _tables,
     "sequences": _sequences,
     "append": _append,
+    "lists": _lists,
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 

@@ -417,10 +417,24 @@ APPEND = Schema(
 )
 """Arguments of the kernel that appends keys and values to pages."""
 
+_OF_MAP = "map batch", "map heads", "map rows"
+BLOCK_LISTS = Schema(
+    (
+        Argument("counts", Given("counts", _OF_MAP), "launch"),
+        Argument("indices", Given("indices", (*_OF_MAP, "entries")), "launch"),
+        Argument("full_counts", Given("full_counts", _OF_MAP), "launch", None),
+        Argument("full_indices", Given("full_indices", (*_OF_MAP, "full entries")), "launch", None),
+        Argument("classes", Array("uint8", (*_OF_MAP, "map columns")), "launch"),
+        replace(FAULTS, when=always),
+    )
+)
+"""Arguments of the kernel that makes classes of blocks from lists."""
+
 SCHEMAS: dict[str, Schema] = {
     "append": APPEND,
     "forward": FORWARD,
     "backward": BACKWARD,
+    "lists": BLOCK_LISTS,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
 }
