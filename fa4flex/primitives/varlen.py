@@ -163,8 +163,12 @@ class Varlen:
         return [(*a, *b) for a, b in zip(q, k, strict=True)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-        arguments = {name: getattr(self, name) for name in names}
+        arguments = {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_k,
+            "seqused_q": self.seqused_q,
+            "seqused_k": self.seqused_k,
+        }
         return {name: x for name, x in arguments.items() if x is not None}
 
     def _check_max(self, name: str, bound: int | None, cu: Tensor | None, used: Tensor | None) -> None:
