@@ -49,29 +49,13 @@ def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     return [before, (kernel, BackwardArguments), *sums, *after]
 
 
-def _tables(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, BlockTableArguments)]
-
-
-def _sequences(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, SequencesArguments)]
-
-
-def _lists(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, BlockListArguments)]
-
-
-def _append(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, AppendArguments)]
-
-
 LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "forward": _forward,
     "backward": _backward,
-    "tables": _tables,
-    "sequences": _sequences,
-    "append": _append,
-    "lists": _lists,
+    "tables": lambda kernel, problem: [(kernel, BlockTableArguments)],
+    "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],
+    "append": lambda kernel, problem: [(kernel, AppendArguments)],
+    "lists": lambda kernel, problem: [(kernel, BlockListArguments)],
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 

@@ -11,7 +11,7 @@ does not vary along the axis, the adjoint is summed over it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +50,11 @@ class CapturedGradient:
     value: Expr
     axes: tuple[tuple[str, int], ...]
     pattern: Pattern
+
+    def points(self) -> Iterator[dict[str, int]]:
+        """Every combination of values of `axes`."""
+        for point in itertools.product(*(range(extent) for _, extent in self.axes)):
+            yield {axis: value for (axis, _), value in zip(self.axes, point, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
-from fa4flex.runtime.cpu.forward import INFINITY, Forward, attend
+from fa4flex.runtime.cpu.forward import attend
+from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs, fitted_call
-from fa4flex.runtime.layouts import empty_output
 
 Range = tuple[int, int]
 
@@ -99,14 +99,6 @@ def _each(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Inputs]]:
         yield n, replace(inputs, q=q, k=k, v=v, sequence=n)
 
 
-def _results(inputs: Inputs, packed: bool) -> Forward:
-    q = inputs.q
-    statistics = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
-    out = empty_output(q, inputs.v.shape[-1], inputs.output or q.dtype).zero_()
-    lse = torch.full(statistics, -INFINITY, dtype=inputs.precision)
-    return Forward(out, lse, lse.clone(), torch.zeros_like(lse))
-
-
 def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
     return result.lse, result.max_scores, result.total
 
@@ -116,7 +108,8 @@ def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> For
     """`forward` of every sequence; results are laid out as the inputs are."""
     _check(inputs, sequences)
     facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
-    result = _results(inputs, sequences.packed)
+    shape = inputs.q.shape
+    result = Forward.of_no_keys(inputs, (shape[1], shape[0]) if sequences.packed else shape[:3])
     for n, one in _each(inputs, sequences):
         part = attend(facts, one)
         sequences.of_queries(result.out, n).copy_(part.out)
