@@ -121,8 +121,7 @@ def execute(
             fault = found.finding
             findings.add(fault)
     if memory.launches is not None:
-        written = grid.written
-        past = grid.dependence.past(program.kernel.name, written.marks, written.writes, memory.contents)
+        past = grid.dependence.past(program.kernel.name, grid.written.log, memory.contents)
         memory.launches.add(past)
     return Result(
         program.kernel.name,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ptxsim.watch.clock import Clock
 from ptxsim.watch.findings import Finding, Findings
-from ptxsim.watch.launches import Dependence
-from ptxsim.watch.marks import Granules, Marks, marked
-from ptxsim.watch.order import ASYNC, Access, Order, over, passed, withheld
+from ptxsim.watch.launches import Dependence, Log
+from ptxsim.watch.marks import Granules, marked
+from ptxsim.watch.order import ASYNC, Order, over, passed, withheld
 
 OWN = "own"
 Changed = Callable[[], NDArray[np.bool_]]
@@ -30,23 +30,21 @@ class Written:
 
     def __init__(self, granule: int, findings: Findings, dependence: Dependence) -> None:
         self.granule, self._findings, self._dependence = granule, findings, dependence
-        self.marks = Marks(granule)
-        self.writes: list[tuple[int, Access]] = []
-        """(cluster, access) by number, from 1 on."""
+        self.log = Log.empty(granule)
         self._numbers: dict[tuple[int, int], int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.marks) or self._dependence.reads_matter
+        return bool(self.log.marks) or self._dependence.reads_matter
 
     def near(self, low: int, stop: int) -> bool:
         """True if a read between two addresses has to be told."""
-        return self.marks.near(low, stop) or self._dependence.near(low, stop)
+        return self.log.marks.near(low, stop) or self._dependence.near(low, stop)
 
     def read(self, order: Order, number: int, where: Granules, clock: Clock) -> bool:
         """Access `number` of a cluster reads; `clock` is what its agent knew when it began. True if it meets
         writes of its own agent."""
         own = False
-        for before, granule in self.marks.met(where):
+        for before, granule in self.log.marks.met(where):
             wrong = self._wrong(order, number, before, clock)
             if wrong == OWN:
                 own = True
@@ -60,7 +58,7 @@ class Written:
         """Access `number` of a cluster writes. True if it changes what its own agent wrote."""
         own = False
         mine = self._numbers.get((order.number, number)) or self._number(order, number)
-        for piece, which, low, high in self.marks.split(where):
+        for piece, which, low, high in self.log.marks.split(where):
             inside = where[which] - piece.start
             for before, meet in marked(piece.number[inside]):
                 wrong = self._wrong(order, number, before, clock)
@@ -79,7 +77,7 @@ class Written:
 
     def _wrong(self, order: Order, number: int, before: int, clock: Clock) -> str:
         """The kind of finding that an access makes after a write, OWN after one of its agent, or ""."""
-        access, (cluster, earlier) = order.accesses[number], self.writes[before - 1]
+        access, (cluster, earlier) = order.accesses[number], self.log.accesses[before - 1]
         known: Clock | None = clock
         if cluster != order.number:
             known = clock.others.get(cluster)
@@ -92,7 +90,7 @@ class Written:
         return "missing proxy fence" if access.proxy == ASYNC and not passed(earlier, known) else ""
 
     def _report(self, order: Order, number: int, before: int, kind: str, does: str, granule: int) -> None:
-        access, (cluster, earlier) = order.accesses[number], self.writes[before - 1]
+        access, (cluster, earlier) = order.accesses[number], self.log.accesses[before - 1]
         how = {"race": "too early", "lanes": "too early, of which another lane has signalled than did it,"}
         whose = earlier.who if cluster == order.number else f"{earlier.who} of cluster {cluster}"
         place = f"global memory at {granule * self.granule:#x}"
@@ -100,6 +98,6 @@ class Written:
         self._findings.add(Finding(kind, text, access.instruction, earlier.instruction))
 
     def _number(self, order: Order, number: int) -> int:
-        self.writes.append((order.number, order.accesses[number]))
-        self._numbers[order.number, number] = len(self.writes)
-        return len(self.writes)
+        self.log.accesses.append((order.number, order.accesses[number]))
+        self._numbers[order.number, number] = len(self.log.accesses)
+        return len(self.log.accesses)
