@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """What kernels are specialised to of the source of keys."""
+        """Source of keys as kernels are specialised to it."""
         return self.kv.keys(2 if self.heads_first else 1)
 
     @property

@@ -79,7 +79,7 @@ class KeySource(tuple[Any, ...]):
         return None if self.seqused_k is None else self.seqused_k.shape[0]
 
     def keys(self, rows: int) -> Keys:
-        """What kernels are specialised to. rows: the dimension of k that has tokens."""
+        """Source as kernels are specialised to it. rows: the dimension of k that has tokens."""
         return CONTIGUOUS
 
     def longest(self, rows: int) -> int:

@@ -40,7 +40,7 @@ class KeyLoader(Protocol):
     def of(arguments: Arguments, wanted: Wanted) -> KeyLoader: ...
 
     def entry_of(self, key: Int32) -> tuple[Any, Int32]:
-        """What is read for the page of a key, and the key's slot in it."""
+        """Entry that is read for the page of a key, and the key's slot in it."""
 
     def place(self, entry: Any, slot: Int32) -> tuple[Int32, Int32]:
         """Page and slot; `pages` and 0 where there is no such page. Slots may be those of boxes."""
