@@ -17,7 +17,8 @@ from fa4flex.api import Attention
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.plan.problem import Problem, page_rows
+from fa4flex.kernels.plan.keys import in_pages
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.call import name_of
@@ -155,7 +156,7 @@ def _has_mixed(
     if target is None:
         return False
     try:
-        problem = Problem(*widths, *dtypes, lengths="packed", page_rows=page_rows(page_size))
+        problem = Problem(*widths, *dtypes, lengths="packed", keys=in_pages(page_size))
         return dispatch.choose("forward", problem, target).mixes
     except UnsupportedError:
         return False

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
     from fa4flex.kernels.plan.bound import Size
     from fa4flex.kernels.plan.inputs import Inputs
+    from fa4flex.kernels.plan.keys import Keys
     from fa4flex.kernels.plan.target import Target
     from fa4flex.lower import Lowered
 
@@ -181,17 +182,30 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
     }
-    others = "statistics", "kv_dtype", "k_scales", "v_scales"
-    known = {name: changes.pop(name) for name in (*arguments, *others) if name in changes}
+    known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
         kv_heads=changes.pop("kv_heads", shape.heads),
         head_dim=width,
         dtype=dtype,
         lengths=lengths,
+        keys=_keys(changes),
         captured=tuple((dtype_name(o.dtype), tuple(o.shape)) for o in program.operands),
         **arguments | known,
     )
+
+
+_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales"
+
+
+def _keys(changes: dict[str, Any]) -> Keys:
+    """The source of keys that `changes` say, which is taken out of them."""
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
+
+    rows, dtype, *scales = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    if dtype:
+        return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
+    return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
 
 
 def check_names(changes: dict[str, Any]) -> None:
@@ -199,7 +213,8 @@ def check_names(changes: dict[str, Any]) -> None:
     from fa4flex.kernels.plan.problem import Problem
 
     others = ("arch", "direction", "batch", "heads", "kv_heads", "q_len", "kv_len")
-    known = [*others, *(field.name for field in fields(Problem))]
+    of_problem = (field.name for field in fields(Problem) if field.name != "keys")
+    known = [*others, *of_problem, *_OF_KEYS]
     for name, value in changes.items():
         if name not in known:
             near = get_close_matches(name, known, 1)

@@ -67,9 +67,9 @@ def _of_side(side: str) -> tuple[Kind, ...]:
 
 
 _OF_PAGES = (
-    Kind("paged_keys negative", "seqused_k of {0}", "lengths >= 0", "use 0 for an empty sequence"),
+    Kind("used_keys negative", "seqused_k of {0}", "lengths >= 0", "use 0 for an empty sequence"),
     Kind(
-        "paged_keys beyond",
+        "used_keys beyond",
         "seqused_k of {0} tokens",
         "at most max_pages * page_size = {1}",
         "give the page table more columns",

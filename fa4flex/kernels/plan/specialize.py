@@ -23,9 +23,6 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         head_dim_v=inputs.head_dim_v,
         dtype=inputs.dtype,  # type: ignore[arg-type]
         out_dtype=inputs.out_dtype,  # type: ignore[arg-type]
-        kv_dtype=inputs.kv_dtype,  # type: ignore[arg-type]
-        k_scales=inputs.k_scales,
-        v_scales=inputs.v_scales,
         lengths=inputs.lengths,
         mask_form=proved.mask_form,
         sinks=inputs.sinks,
@@ -34,7 +31,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         in_range=proved.in_range,
         positive_scale=inputs.positive_scale,
         operands=inputs.operands,
-        page_rows=inputs.page_rows,
+        keys=inputs.keys,
         many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
     )

@@ -36,12 +36,12 @@ from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
-from fa4flex.kernels.plan.arguments import FORWARD
+from fa4flex.kernels.plan.arguments import forward_schema
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results
-from fa4flex.runtime.cuda.calls.arguments import absent, conversions_of, launch_function
+from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.signatures import numbers_of, signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
@@ -317,11 +317,13 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature)
     output = engine.precision.output_dtype(call.q.dtype)
-    constants = {"scalars": captured.scalars or None, **absent(FORWARD, call.kv)}
-    conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))
+    schema, constants = forward_schema(call.keys), {"scalars": captured.scalars or None}
+    if call.kv.seqused_k is None:
+        constants["used_keys"] = None
+    conversions = conversions_of(schema, call=call._replace(lengths=NO_LENGTHS))
     return Ready(
         kernel.launch,
-        launch_function(FORWARD, kernel.launch, PARAMETERS, constants, conversions),
+        launch_function(schema, kernel.launch, PARAMETERS, constants, conversions),
         constants,
         bool(conversions),
         output,
