@@ -335,7 +335,7 @@ def test_no_tensor_is_kept_alive() -> None:
 
 
 def test_few_are_kept(counts: Counts) -> None:
-    """Of all lengths, and of one length with other strides, each of which is another call."""
+    """Calls of all lengths, and of one length with other strides, each of which is another call."""
     held = Held()
     attn, given = repeated(held)
     for length in range(100, 100 + MOST_KNOWN + 2):
