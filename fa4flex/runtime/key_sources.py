@@ -80,8 +80,15 @@ class KeySource(tuple[Any, ...]):
 
     def parts(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         """Type and fields, with False in place of tensors, and these."""
-        tensors = tuple([x for x in self if isinstance(x, Tensor)])
-        return (type(self), *[False if isinstance(x, Tensor) else x for x in self]), tensors
+        form: list[Any] = [type(self)]
+        tensors = []
+        for x in self:
+            if x is None or type(x) is str or not isinstance(x, Tensor):
+                form.append(x)
+            else:
+                form.append(False)
+                tensors.append(x)
+        return tuple(form), tuple(tensors)
 
     def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
         """Dimensions, by tensor of a source as it was brought, that launches read themselves."""

@@ -127,15 +127,16 @@ class Recent(Generic[Prepared]):
         form = statistics, grad, sinks is None, positive, self.engine.bits, beside
         for one in kept:
             if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
-                source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], one.heads_first)
-                factor, rest = one.scale if scale is None else scale, (one.heads_first, one.statistics)
-                call = _new(Call, (q, source, operands, sinks, lengths, numbers, factor, *rest))
+                first, asked = one.heads_first, one.statistics
+                source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], first)
+                factor = one.scale if scale is None else scale
+                call = _new(Call, (q, source, operands, sinks, lengths, numbers, factor, first, asked))
                 extents = one.serves(call, others)
                 if extents is None:
                     continue
                 if variant.blocks is not None:
                     batch, q_len, kv_len = extents
-                    variant.blocks.fits(q_len, kv_len, batch, q.shape[1 if one.heads_first else 2])
+                    variant.blocks.fits(q_len, kv_len, batch, q.shape[1 if first else 2])
                 if one.valid is not None and self.known.recurs(one, extents):
                     self._narrow(one, call, extents, tensors)
                 results = one.launch(call, extents, one.sized)

@@ -113,7 +113,7 @@ def _known(shortlist: Shortlist[Known], call: Call, saved: Saved, compared: Comp
     form, _, others, tensors = compared
     for one in shortlist.kept:
         if one.form == form and one.guard(*tensors) and one.has(call.scalars):
-            extents = one.serves(call, others, saved.out, saved.dout)
+            extents = one.serves(call, others, (saved.out, saved.dout))
             if extents is not None:
                 if one.valid is not None and shortlist.recurs(one, extents):
                     guard = guard_of([*map(Row.of, tensors)]) or nothing_alike

@@ -66,7 +66,9 @@ class Known:
     def __post_init__(self) -> None:
         self.row = self.extents, 0
 
-    def serves(self, call: Call, others: Sequence[Tensor], *results: Tensor) -> Extents | None:
+    def serves(
+        self, call: Call, others: Sequence[Tensor], results: tuple[Tensor, ...] = ()
+    ) -> Extents | None:
         """Extents of a call in place whose tensors the guard has found to be alike; None if it is not one of
         these. others: tensors that are none of heads; results: of the forward pass, of heads."""
         q, kv = call.q, call.kv

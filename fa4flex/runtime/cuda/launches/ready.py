@@ -88,6 +88,7 @@ class Ready:
     watch       looks after contents of captured tensors that launches take for granted, where there are any
     bits        of captured integers that the kernel was made for: see Engine
     remembered  what the last call had made that the next may use
+    more        whether a call does more than launch
     """
 
     launch: Callable[..., None]
@@ -105,6 +106,11 @@ class Ready:
     watch: Callable[[Call], None] | None = None
     bits: tuple[tuple[int, int], ...] = ()
     remembered: Remembered = field(default_factory=Remembered)
+    more: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        more = self.gaps or self.paged or not self.lengths is self.tables is self.watch is None
+        object.__setattr__(self, "more", more)
 
     def __call__(self, call: Call, extents: Extents | None = None, sized: Sized | None = None) -> Results:
         """The results of a call within reach. `extents` and `sized` are those of the call, where they are
@@ -120,23 +126,24 @@ class Ready:
         lse = largest = tables = order = taken = parts = told = None
         if self.statistics:
             lse, largest = self._statistics(q, layouts, rows)
-        if self.gaps:
-            _fill(out, lse, largest)
         lengths = NO_LENGTHS
-        if self.lengths is not None:
-            lengths, order = self.lengths(call)
-        if self.tables is not None:
-            tables = self.tables(call, lengths)
-        if self.watch is not None:
-            self.watch(call)
+        if self.more:
+            if self.gaps:
+                _fill(out, lse, largest)
+            if self.lengths is not None:
+                lengths, order = self.lengths(call)
+            if self.tables is not None:
+                tables = self.tables(call, lengths)
+            if self.watch is not None:
+                self.watch(call)
+            if self.paged:
+                told = faults.table()
         if self.counted:
             taken = counters(q.get_device())
         if like_parts is not None:
             parts = torch.empty_like(like_parts)
         elif floats is not None:
             parts = q.new_empty(floats, dtype=_FLOAT)
-        if self.paged:
-            told = faults.table()
         self.launch(
             call, out, lse, largest, tables, layouts.length, taken, order, splits, even, parts, told, *lengths
         )
