@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fa4flex
-from fa4flex import BlockMap, Paging, Varlen
+from fa4flex import BlockMap, KVScales, Paging, Varlen
 from fa4flex.variants import alibi, causal, document, sliding_window
 
 HEADS, KV_HEADS, D, KEYS, BATCH, PAGE = 32, 8, 128, 8192, 4, 64
@@ -76,6 +76,28 @@ def pages() -> dict[str, Call]:
         "pages, batch of 256, repeated": lambda: large(many[0], k, v, paging=kept_large),
         "pages, new lengths": rotating(lambda x: lengths(q, k, v, paging=Paging(table, x)), used),
         "pages, one more column": rotating(lambda x, n: grown(q, k, v, paging=Paging(x, n)), tables, used),
+    }
+
+
+def eight_bit() -> dict[str, Call]:
+    """Caches of e4m3, with scales of heads."""
+    attn, grown, paged = (fa4flex.compile(mask=causal) for _ in range(3))
+    q, k, v = (
+        heads(BATCH, HEADS, 1),
+        *(heads(BATCH, KV_HEADS, KEYS).to(torch.float8_e4m3fn) for _ in range(2)),
+    )
+    pools = [torch.empty(600, PAGE, KV_HEADS, D, dtype=DTYPE).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales, steps = KVScales(torch.ones(KV_HEADS), torch.ones(KV_HEADS)), range(1000, 1400)
+    table = torch.zeros(BATCH, KEYS // PAGE, dtype=torch.int32)
+    used = [torch.full((BATCH,), n, dtype=torch.int32) for n in range(64)]
+    return {
+        "8-bit cache, repeated": lambda: attn(q, k, v, kv_scales=scales),
+        "8-bit cache, one more key per call": rotating(
+            lambda k, v: grown(q, k, v, kv_scales=scales), *[[x[:, :, :n] for n in steps] for x in (k, v)]
+        ),
+        "8-bit pages, new lengths": rotating(
+            lambda x: paged(q, *pools, paging=Paging(table, x), kv_scales=scales), used
+        ),
     }
 
 
@@ -204,4 +226,7 @@ def new_contents() -> dict[str, Call]:
 
 def rows() -> dict[str, Call]:
     """Calls by name, with tensors of the default device; the others are compared with the first."""
-    return {**decoding(), **pages(), **packed(), **captured(), **blocks(), **training(), **new_contents()}
+    return {
+        **decoding(), **pages(), **eight_bit(), **packed(), **captured(), **blocks(), **training(),
+        **new_contents(),
+    }  # fmt: skip

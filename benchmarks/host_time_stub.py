@@ -29,7 +29,6 @@ from fa4flex.runtime import compute
 from fa4flex.runtime.cuda import block_lists as cuda_lists
 from fa4flex.runtime.cuda import engine, in_place
 from fa4flex.runtime.cuda.launches import ready, ready_backward
-from fa4flex.runtime.cuda.repeats import fast_path
 
 SAMPLES, CALLS = 12, 50
 
@@ -48,7 +47,7 @@ class Standin:
 def stand_in() -> None:
     """Make calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
     zeros = torch.zeros(COUNTERS, dtype=torch.int32)
-    for module in (ready, ready_backward, fast_path):
+    for module in (ready, ready_backward):
         mock.patch.object(module, "counters", lambda device: zeros).start()
     for module in (engine, in_place, cuda_lists):
         mock.patch.object(module, "target_of", lambda device: SM90A).start()

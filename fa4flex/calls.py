@@ -14,11 +14,10 @@ from fa4flex.runtime import launch
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
-from fa4flex.torch_internals import is_tracing
+from fa4flex.torch_internals import function_modes, is_tracing
 from fa4flex.variant import Variant
 
 
-@on_the_host
 def run(
     variant: Variant,
     caller: launch.Caller | None,
@@ -29,19 +28,33 @@ def run(
     scales: KVScales | None = None,
 ) -> Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
-    q, k, v = qkv
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
+        q, k, v = qkv
         check_descriptions(varlen, paging)
         return graphs.run(variant, q, source_of(k, v, paging, scales), varlen, statistics)
+    eager = _beside_modes if function_modes() else _run
+    return eager(variant, caller, qkv, varlen, paging, statistics, scales)
+
+
+def _run(
+    variant: Variant,
+    caller: launch.Caller | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+    scales: KVScales | None,
+) -> Results:
     now: launch.Calling | None = None
     try:
-        recent = None if caller is None or scales is not None else caller.recent
+        recent = None if caller is None else caller.recent
         if recent is not None and not is_tracing():
-            served = recent.serve(variant, qkv, varlen, paging, statistics)
+            served = recent.serve(variant, qkv, varlen, paging, scales, statistics)
             if served is not None:
                 return served
+        q, k, v = qkv
         now = launch.calling(variant, caller)
         if varlen is not None or paging is not None:
             check_descriptions(varlen, paging)
@@ -51,3 +64,6 @@ def run(
     except Fa4flexError as error:
         launch.dress(error, variant, now)
         raise
+
+
+_beside_modes = on_the_host(_run)

@@ -26,7 +26,7 @@ MOST_AWAITED = 256
 UNKNOWN, HELD = 2, 1
 
 _taking = threading.Lock()
-_awaited: deque[tuple[Tensor, str, Callable[[], None] | None]] = deque()
+awaited: deque[tuple[Tensor, str, Callable[[], None] | None]] = deque()
 """Conditions on their way, uint8; what is said, and what is called before, if one did not hold."""
 
 
@@ -35,8 +35,8 @@ def require(condition: Tensor, message: str, otherwise: Callable[[], None] | Non
     everywhere; and call `otherwise` before, so that calls after that one are right."""
     arrives = torch.full((), UNKNOWN, dtype=torch.uint8, device="cpu", pin_memory=condition.is_cuda)
     arrives.copy_(condition.all(), non_blocking=True)
-    _awaited.append((arrives, message, otherwise))
-    if len(_awaited) > MOST_AWAITED:
+    awaited.append((arrives, message, otherwise))
+    if len(awaited) > MOST_AWAITED:
         torch.cuda.synchronize(condition.device)
         check()
 
@@ -52,11 +52,11 @@ def require_at_each_replay(condition: Tensor, message: str) -> None:
 
 def check() -> None:
     """Raise EarlierError for a condition that is known not to have held, and forget those that are known."""
-    while _awaited:
+    while awaited:
         with _taking:  # two threads may look at the same one
-            if not _awaited or int(_awaited[0][0]) == UNKNOWN:
+            if not awaited or int(awaited[0][0]) == UNKNOWN:
                 return
-            arrived, message, otherwise = _awaited.popleft()
+            arrived, message, otherwise = awaited.popleft()
         if int(arrived) != HELD:
             if otherwise is not None:
                 otherwise()

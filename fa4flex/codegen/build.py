@@ -126,13 +126,13 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
     """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first."""
     mods = _mods(variant)
     if likely is not None and likely.reader is not None:
-        reading = likely.reader.read(*mods)
+        reading = likely.reader(*mods)
         if reading is not None:
             return Bound(likely, *reading)
     key = registrations(), *map(code_key, mods)
     traces = _kept.get(key, ())
     for result in traces:
-        reading = None if result is likely or result.reader is None else result.reader.read(*mods)
+        reading = None if result is likely or result.reader is None else result.reader(*mods)
         if reading is not None:
             if result is not traces[0]:
                 _put_first(key, result)

@@ -52,28 +52,36 @@ def backward(program: Published, call: Call, gradients: Gradients, needs: Sequen
     if by_flex(program.backend, call.q) and not call.empty:
         return _backward_by_flex(program, call, gradients[0], needs)
     if on_gpu(call.q):
-        return _backward_on_gpu(program, call, gradients, needs)
+        by = _backward_blockwise if call.empty else backward_by_kernels
+        return by(program, call, gradients, needs)
     from fa4flex.runtime import blockwise
 
     return blockwise.backward(program, call, gradients, needs)
 
 
-def _backward_on_gpu(
+def backward_by_kernels(
     program: Published, call: Call, gradients: Gradients, needs: Sequence[int]
 ) -> list[Tensor]:
-    """Compute gradients by kernels where there are some, else blockwise.
+    """Gradients of a call on a GPU by kernels where there are some, else blockwise.
 
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
     (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
-    if dout.dtype == out.dtype == call.q.dtype and not call.empty:
+    if dout.dtype == out.dtype == call.q.dtype:
         result = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if result is not None:
             return [x for x in (*result[:4], *result.captured) if x is not None]
+    return _backward_blockwise(program, call, gradients, needs)
+
+
+def _backward_blockwise(
+    program: Published, call: Call, gradients: Gradients, needs: Sequence[int]
+) -> list[Tensor]:
     from fa4flex.runtime import blockwise
 
+    (dout, *of_lse), (out, lse, *_) = gradients
     turned = [call.turn(dout), *of_lse], (call.turn(out), lse)
     made = blockwise.backward_on_gpu(program, call.turned(), turned, needs)
     return [*map(call.turn, made[:3]), *made[3:]]

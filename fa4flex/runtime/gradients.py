@@ -11,11 +11,12 @@ from torch import Tensor
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.compute import backward
+from fa4flex.runtime.compute import backward, backward_by_kernels
+from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.packing import gradients_by_operator
 from fa4flex.runtime.programs import Published
-from fa4flex.torch_internals import MappedDimension, dispatch_modes
+from fa4flex.torch_internals import MappedDimension, dispatch_modes, function_modes
 
 
 class Outline(NamedTuple):
@@ -25,6 +26,7 @@ class Outline(NamedTuple):
     operands     number of captured tensors
     sinks, ragged   whether the call has sinks, and lengths
     registered   whether `compute` is an operator, as the backward pass is then, too
+    kernels      whether it is the launch of a kernel
     """
 
     program: Published
@@ -33,6 +35,7 @@ class Outline(NamedTuple):
     sinks: bool
     ragged: bool
     registered: bool
+    kernels: bool
     scalars: tuple[Any, ...]
     scale: float
     heads_first: bool
@@ -43,7 +46,8 @@ class Outline(NamedTuple):
         program: Published, compute: Callable[[Call], Any], call: Call, registered: bool = False
     ) -> Outline:
         sinks, ragged = call.sinks is not None, call.lengths is not NO_LENGTHS
-        return Outline(program, compute, len(call.operands), sinks, ragged, registered, *call[5:])
+        kernels = isinstance(compute, Ready)
+        return Outline(program, compute, len(call.operands), sinks, ragged, registered, kernels, *call[5:])
 
     @property
     def fixed(self) -> int:
@@ -57,7 +61,7 @@ class Outline(NamedTuple):
         lengths = NO_LENGTHS
         if self.ragged:
             lengths, rest = SequenceLengths(*rest[:4]), rest[4:]
-        return Call(q, Contiguous(k, v), tuple(rest), sinks, lengths, *self[6:])
+        return Call(q, Contiguous(k, v), tuple(rest), sinks, lengths, *self[7:])
 
     def backward(
         self, tensors: Sequence[Any], upstream: list[Tensor], saved: Sequence[Any], needs: list[int]
@@ -71,15 +75,16 @@ class Outline(NamedTuple):
         call = self.call(tensors)
         if self.registered or dispatch_modes():
             return gradients_by_operator(self.program, call, upstream, saved, needs)
-        return backward(self.program, call, (upstream, saved), needs)
+        by = backward_by_kernels if self.kernels else backward
+        return by(self.program, call, (upstream, saved), needs)
 
 
 class Attend(torch.autograd.Function):
     """A call, with gradients. Autograd takes time for each argument, and is handed no more than there are."""
 
     @staticmethod
-    def forward(ctx: Any, outline: Outline, *tensors: Any) -> Any:
-        results = outline.compute(outline.call(tensors))
+    def forward(ctx: Any, outline: Outline, known: Any, *tensors: Any) -> Any:
+        results = outline.compute(outline.call(tensors)) if known is None else outline.compute(*known)
         ctx.outline = outline
         ctx.save_for_backward(*tensors, *results)
         if len(results) > 3 or results[2] is not None:
@@ -92,19 +97,31 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         outline, saved = ctx.outline, ctx.saved_tensors
         count = outline.fixed + outline.operands
-        arriving, wanted = (dout, dlse), ctx.needs_input_grad[1:]
-        return None, *gradients(outline, saved[:count], saved[count:], arriving, wanted)
+        arriving, wanted = (dout, dlse), ctx.needs_input_grad[2:]
+        made = _beside_modes if function_modes() else gradients
+        return None, None, *made(outline, saved[:count], saved[count:], arriving, wanted)
 
     @classmethod
-    def of(cls, outline: Outline, call: Call, compared: bool = False) -> Any:
-        """Results of a call, with gradients. compared: torch's guard has found the tensors to be like those
-        of an earlier call, so that no transform has to do with them."""
-        apply: Callable[..., Any] = _apply_compared if compared else cls.apply
-        q, kv, operands, sinks, lengths, *_ = call
-        if sinks is None and lengths is NO_LENGTHS:
-            return apply(outline, q, kv.k, kv.v, *operands)
-        arguments = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
-        return apply(outline, q, kv.k, kv.v, *arguments, *operands)
+    def of(cls, outline: Outline, call: Call) -> Any:
+        """Results of a call, with gradients."""
+        return cls.apply(outline, None, *_tensors(call))
+
+    @staticmethod
+    def known(outline: Outline, call: Call, *known: Any) -> Any:
+        """The same of a call whose tensors torch's guard has found to be like those of an earlier one: no
+        transform has to do with them. known: further arguments of `outline.compute`."""
+        if call.scale != outline.scale or not call.scale:
+            outline = outline._replace(scale=call.scale)
+        return _apply_compared(outline, (call, *known), *_tensors(call))
+
+
+def _tensors(call: Call) -> tuple[Any, ...]:
+    """Tensors of a call as `Outline.call` takes them."""
+    q, kv, operands, sinks, lengths, *_ = call
+    if sinks is None and lengths is NO_LENGTHS:
+        return q, kv.k, kv.v, *operands
+    arguments = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
+    return q, kv.k, kv.v, *arguments, *operands
 
 
 _apply_compared: Callable[..., Any] = super(torch.autograd.Function, Attend).apply
@@ -112,7 +129,6 @@ _apply_compared: Callable[..., Any] = super(torch.autograd.Function, Attend).app
 of those that have ended."""
 
 
-@on_the_host
 def gradients(
     call: Outline,
     tensors: Sequence[Any],
@@ -139,6 +155,9 @@ def gradients(
     for slot, gradient in zip(needs, results[first:], strict=True):
         placed[fixed + slot] = gradient
     return placed
+
+
+_beside_modes = on_the_host(gradients)
 
 
 def _backward(

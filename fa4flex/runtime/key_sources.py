@@ -86,6 +86,31 @@ class KeySource(tuple[Any, ...]):
         """Upper bound of the number of keys of a sequence. rows: the dimension of k that has tokens."""
         return self.k.shape[rows]
 
+    def parts(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        """Type and fields, with False in place of tensors, and these."""
+        form: list[Any] = [type(self)]
+        tensors = []
+        for x in self:
+            if x is None or type(x) is str or not isinstance(x, Tensor):
+                form.append(x)
+            else:
+                form.append(False)
+                tensors.append(x)
+        return tuple(form), tuple(tensors)
+
+    def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
+        """Dimensions, by tensor of a source as it was brought, that launches read themselves."""
+        dims = (0,) if packed else (0, rows)
+        return [dims if name in "kv" else () for name in self._fields if getattr(self, name) is not None]
+
+    def slots(self, batch: int, packed: bool, rows: int) -> int:
+        """The number of `longest` of `batch` sequences, of keys in place whose tensors are like those of an
+        earlier call but for what is `free`; 0 where they do not agree with each other."""
+        k, v = self.k.shape, self.v.shape
+        if packed:
+            return k[0] if k[0] == v[0] else 0
+        return k[rows] if batch == k[0] == v[0] and k[rows] == v[rows] else 0
+
     def cast(self, q: Tensor) -> tuple[Tensor, KeySource] | None:
         """Queries and keys in autocast's dtype; None for keys that keep their own."""
         return None
@@ -96,6 +121,10 @@ class KeySource(tuple[Any, ...]):
     def in_place(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
         """The source as kernels read it, with heads where q has them; None where none does."""
         return None
+
+    def placed(self, batch: int, heads_first: bool) -> KeySource:
+        """The same, of a source that kernels read, for so many sequences."""
+        return self
 
     def fits(self, q: Tensor, varlen: Varlen | None) -> None:
         """Raise InputError unless queries and keys fit, whatever their contents."""
@@ -189,7 +218,18 @@ class Paged(_Pages, KeySource):
         paging = Paging(self.page_table, self.paged_keys) if validating() else None
         if not _read_in_pages((q, self.k, self.v), varlen, variant, paging):
             return None
-        return self.heads_first() if varlen is None and variant.layout == "bhsd" else self
+        return self.placed(q.shape[0], varlen is None and variant.layout == "bhsd")
+
+    def placed(self, batch: int, heads_first: bool) -> Paged:
+        return self.heads_first() if heads_first else self
+
+    def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
+        return [(0,), (0,), (0, 1), (0,)]
+
+    def slots(self, batch: int, packed: bool, rows: int) -> int:
+        (sequences, columns), pages = self.page_table.shape, self.k.shape
+        agree = sequences == batch == self.paged_keys.shape[0] and pages[0] == self.v.shape[0]
+        return columns * pages[1 if packed else rows] if agree and pages[0] else 0
 
     def heads_first(self) -> Paged:
         return Paged(self.k.transpose(1, 2), self.v.transpose(1, 2), self.page_table, self.paged_keys)
@@ -346,12 +386,34 @@ class EightBit(_Scaled, KeySource):
             or not all(x.numel() for x in qkv)
         ):
             return None
-        k, v = self.k, self.v
-        if arrangement == "paged" and variant.layout == "bhsd":
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return self.placed(q.shape[0], variant.layout == "bhsd")
+
+    def placed(self, batch: int, heads_first: bool) -> EightBit:
+        k, v, k_scale, v_scale, _, _, table, used = self
+        arrangement: Arrangement = "bhsd" if heads_first else "bshd"
+        if table is not None:
+            arrangement = "paged"
+            if heads_first:
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
         of = per(k_scale, arrangement), per(v_scale, arrangement)
-        k_scale, v_scale = (_indexed(x, arrangement, q.shape[0]) for x in (k_scale, v_scale))
-        return EightBit(k, v, k_scale, v_scale, *of, self.page_table, self.paged_keys)
+        k_scale, v_scale = _indexed(k_scale, arrangement, batch), _indexed(v_scale, arrangement, batch)
+        return EightBit(k, v, k_scale, v_scale, *of, table, used)
+
+    def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
+        dims = (0, rows) if self.page_table is None else (0,)
+        scales = [dims[: x.ndim - 1] for x in (self.k_scale, self.v_scale) if x is not None]
+        return [dims, dims, *scales, *([] if self.page_table is None else [(0, 1), (0,)])]
+
+    def slots(self, batch: int, packed: bool, rows: int) -> int:
+        k, table = self.k.shape, self.page_table
+        for scale, of in ((self.k_scale, self.k_per), (self.v_scale, self.v_per)):
+            if scale is not None:
+                sizes = scale.shape
+                if sizes[0] != (batch if of == "head" else k[0]) or (of == "token" and sizes[2] != k[rows]):
+                    return 0
+        if table is None or self.paged_keys is None:
+            return KeySource.slots(self, batch, packed, rows)
+        return Paged(self.k, self.v, table, self.paged_keys).slots(batch, packed, rows)
 
     def fits(self, q: Tensor, varlen: Varlen | None) -> None:
         if (paging := _paging(self)) is not None:

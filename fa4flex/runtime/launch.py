@@ -27,7 +27,8 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.engine import UNSEEN, Engine
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Contiguous, KeySource
@@ -209,23 +210,23 @@ def _by_kernels(
         if "lse" not in statistics:
             call = call._replace(statistics=("lse", *statistics))
     engine, blocks = now.prepared.engine, now.variant.blocks
-    ready = engine.find(call, UNSEEN)
-    known = ready is not UNSEEN
-    if not known:
+    ready = engine.find(call)
+    new = ready is MISSING
+    if new:
         kv.fits(q, varlen)
         _check_call(now, q, kv, varlen, call.operands)
-        ready = engine.run if contiguous else in_place.made(engine, call)
         if trains:
             compile_ahead(engine, call, "lse" in statistics)
+        ready = engine.made(call) if contiguous else in_place.made(engine, call)
     elif blocks is not None:
         shape = call.extents()
         blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
     if ready is None:
         return None
-    again = Outline.of(now.prepared.program, ready, call) if trains else None
-    if now.recent is not None and (known or not contiguous):
-        now.recent.remember(call, (q, kv.k, kv.v), ready, again, statistics)
-    result: Results = ready(call) if again is None else Attend.of(again, call)
+    outline = Outline.of(now.prepared.program, ready, call) if trains else None
+    if now.recent is not None and not new:
+        now.recent.remember(call, kv, ready, outline, statistics)
+    result: Results = ready(call) if outline is None else Attend.of(outline, call)
     return result
 
 
@@ -249,8 +250,9 @@ def _known_to_flex(
     if now.variant.blocks is not None:
         shape = turned.extents()
         now.variant.blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
-    repeats = None if now.recent is None or varlen is not None else now.recent.through_flex()
-    out, lse, largest = ready(turned) if repeats is None else repeats.attend(ready, call)
+    if now.recent is not None and varlen is None:
+        return now.recent.attend(ready, call)
+    out, lse, largest = ready(turned)
     return call.turn(out), lse, largest
 
 

@@ -19,7 +19,7 @@ from fa4flex.runtime import autocast, flops, packing, sharding
 from fa4flex.runtime.call import Call, lengths_of
 from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
-from fa4flex.runtime.cuda.engine import UNSEEN
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
@@ -154,8 +154,8 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _by_kernel(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tensor, Tensor] | None:
     """The results by a kernel that reads the pages; None where there is none."""
     call = call._replace(kv=kv)
-    ready = program.engine.find(call, UNSEEN)
-    if ready is UNSEEN:
+    ready = program.engine.find(call)
+    if ready is MISSING:
         ready = in_place.made(program.engine, call)
     if ready is None:
         return None

@@ -1,68 +1,74 @@
-"""The last launches of one Attention on a GPU, and the ways by which its next calls get to them; likewise of
-those through torch's flex_attention: see flex/repeat.py."""
+"""The last launches of one Attention, by kernels and by torch's flex_attention, which its next calls get to
+at once: see cuda/known.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from fa4flex.codegen.analyze.extents import Extents
+from fa4flex import later
+from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
 from fa4flex.codegen.build import Trace
+from fa4flex.primitives.kv_scales import E4M3, KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.call import NO_LENGTHS, Call, Results
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results, Statistics, lengths_of
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.launches.ready import Ready
-from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
-from fa4flex.runtime.cuda.repeats.fast_path import FastPath
+from fa4flex.runtime.cuda.known import (
+    PLAIN,
+    Form,
+    Known,
+    Numbers,
+    Row,
+    Shortlist,
+    alignments_of,
+    brought,
+    checked,
+    guard_of,
+    nothing_alike,
+    rows_of,
+)
+from fa4flex.runtime.cuda.launches.ready import Ready, Sized
 from fa4flex.runtime.gradients import Attend, Outline
-from fa4flex.runtime.key_sources import Contiguous, Paged
+from fa4flex.runtime.key_sources import Contiguous, KeySource, source_of
 from fa4flex.runtime.programs import Published
-from fa4flex.variant import Variant, settings_of
+from fa4flex.torch_internals import forward_ad
+from fa4flex.variant import Variant, default_scale, settings_of
 from ptxsim.active import simulating
 
 if TYPE_CHECKING:
-    from fa4flex.runtime.flex.repeat import Repeats
-
-MOST_KEPT = 4
-"""Launches of one Attention with ways to them: prompts, single queries, a pass with gradients."""
-
-MOST_TRIES = 4
-MOST_PATIENCE = 64
+    from fa4flex.runtime.flex.engine import Ready as FlexReady
 
 
-@dataclass(slots=True)
-class Kept:
-    """One launch, and the ways to it: `family` serves calls of all extents, `repeated` those just like the
-    last one, faster, with gradients by the second of the two, where some are wanted.
+Launch = Callable[[Call, Extents, Sized | None], Results | None]
 
-    statistics  asked for by the calls that it serves; with gradients there is the log-sum-exp besides
-    types       of all tensors but lengths and pages, and which of them require gradients
-    missed, tries   how often `family` and `repeated` were made in vain: for tensors that torch does not
-                compare at once, for modes of torch that changed since, or for captured tensors that others
-                take the place of
-    shapes      of the last q and k, which came so often in a `row`: where these change again and again,
-                more calls must have had the same ones, `patience`, before `repeated` is made again
+_new: Any = tuple.__new__
+"""Makes named tuples, in half the time that these take to make themselves."""
+
+_LENGTHS, _PAGES = (type(None), Varlen), (type(None), Paging)
+
+
+@dataclass(eq=False, slots=True)
+class KnownCall(Known):
+    """The launch of a forward pass, and the calls that it serves.
+
+    scale        of calls that tell none
+    heads_first, statistics   as in Call: with gradients there is the log-sum-exp besides what was asked for
+    launch       computes the results of a call, its extents, and what follows from its sizes, if that is
+                 known; None where it does not after all
+    sized        what follows from shapes and strides, where all of them are compared
     """
 
-    ready: Ready
-    trains: bool
-    statistics: tuple[str, ...]
-    types: tuple[tuple[type, bool], ...]
-    family: FamilyPath | None = None
-    repeated: tuple[FastPath, Outline | None] | None = None
-    missed: int = 0
-    tries: int = 0
-    shapes: tuple[torch.Size, torch.Size] | None = None
-    row: int = 0
-    made_for: tuple[torch.Size, torch.Size] | None = None
-    patience: int = 1
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.ready, self.trains, self.statistics, self.types
+    scale: float
+    heads_first: bool
+    statistics: Statistics
+    launch: Launch
+    sized: Sized | None = None
 
 
 Prepared = TypeVar("Prepared")
@@ -70,7 +76,7 @@ Prepared = TypeVar("Prepared")
 
 class Recent(Generic[Prepared]):
     """State of one Attention with one trace and one set of settings, which never change: a call of others
-    gets a Recent of its own. Each way compares whatever else a launch depends on."""
+    gets a Recent of its own."""
 
     def __init__(
         self, prepared: Prepared, program: Published, trace: Trace, settings: tuple[Any, ...]
@@ -79,113 +85,120 @@ class Recent(Generic[Prepared]):
         self.reader = None if trace.derived else trace.reader
         """Derived operands are computed from others, perhaps anew at each call."""
         self.engine = program.engine
-        self.kept: tuple[Kept, ...] = ()
-        self.once: tuple[Kept, ...] = ()
-        """Launches that served one call: no way is made to them before they serve another."""
-        self.flex: Repeats | None = None
-        """Ways of calls through flex_attention; None before the first such call."""
+        self.known: Shortlist[KnownCall] = Shortlist()
 
     def serve(
         self,
         variant: Variant,
-        qkv: QKV,
+        qkv: tuple[Tensor, Tensor, Tensor],
         varlen: Varlen | None,
         paging: Paging | None,
-        statistics: tuple[str, ...],
+        scales: KVScales | None,
+        statistics: Statistics,
     ) -> Results | None:
         """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
         earlier call was wrong in, InputError or StateError for what this one is."""
-        if settings_of(variant) != self.settings:
+        kept, reader = self.known.kept, self.reader
+        if not kept or reader is None or settings_of(variant) != self.settings:
             return None
-        kept, flex, dense = self.kept, self.flex, varlen is None and paging is None
-        if dense and flex is not None and flex.kept:
-            result = flex.serve(variant, qkv, statistics)
-            if result is not None:
-                return result
-        if not kept:
+        if faults.pending.value or later.awaited:
+            faults.check()
+        reading = reader(variant.score_mod, variant.allowed)
+        if reading is None or forward_ad._current_level >= 0:
             return None
-        faults.check()
-        q, k, v = qkv
-        bits = self.engine.bits
+        (operands, numbers), (q, k, v), scale, sinks = reading, qkv, variant.scale, None
+        others = operands
+        tensors: tuple[Tensor, ...] = qkv
+        if variant.sinks is not None:
+            sinks = variant.sinks.now()
+            others = *operands, sinks
+        kv, lengths, beside = None, NO_LENGTHS, PLAIN
+        if not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
+            if type(varlen) not in _LENGTHS or type(paging) not in _PAGES:
+                return None
+            kv = source_of(k, v, paging, scales)
+            if varlen is not None:
+                lengths = lengths_of(varlen, kv)
+            beside, more = brought(kv, lengths)
+            tensors = *qkv, *more
+        if others:
+            tensors = *tensors, *others
+        grad, positive = torch.is_grad_enabled(), scale is None or scale > 0
+        form = statistics, grad, sinks is None, positive, self.engine.bits, beside
         for one in kept:
-            if one.statistics != statistics or one.ready.bits != bits:
-                continue
-            repeated = one.repeated
-            if dense and repeated is not None and repeated[0].fits(q, k, v):
-                path, again = repeated
-                if path.serves(variant):
-                    return path(q, k, v) if again is None else Attend.of(again, path.call(q, k, v), True)
-                # It would keep alive what was captured then.
-                one.repeated, one.row = None, 0
-            family = one.family  # another thread may exchange it
-            like = None if family is None else family.find(variant, qkv, varlen, paging)
-            if like is not None:
-                return self._by_family(one, *like, dense)
+            if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
+                first, asked = one.heads_first, one.statistics
+                source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], first)
+                factor = one.scale if scale is None else scale
+                call = _new(Call, (q, source, operands, sinks, lengths, numbers, factor, first, asked))
+                extents = one.serves(call, others)
+                if extents is None:
+                    continue
+                if variant.blocks is not None:
+                    batch, q_len, kv_len = extents
+                    variant.blocks.fits(q_len, kv_len, batch, q.shape[1 if first else 2])
+                if one.valid is not None and self.known.recurs(one, extents):
+                    self._narrow(one, call, extents, tensors)
+                results = one.launch(call, extents, one.sized)
+                if results is not None:
+                    return results
         return None
 
-    def through_flex(self) -> Repeats | None:
-        """Ways of calls through flex_attention; None where captured tensors are derived from others."""
-        if self.flex is None and self.reader is not None:
-            from fa4flex.runtime.flex.repeat import Repeats  # calls of kernels do not wait for it
+    def _form(self, statistics: Statistics, sinks: Any, positive: bool, beside: Form) -> Form:
+        return statistics, torch.is_grad_enabled(), sinks is None, positive, self.engine.bits, beside
 
-            self.flex = Repeats(self.reader)
-        return self.flex
-
-    def _by_family(self, one: Kept, call: Call, extents: Extents, dense: bool) -> Results:
-        again = Outline.of(self.program, one.ready, call) if one.trains else None
-        if dense:
-            self._count(one, call, again)
-        return one.ready(call, extents) if again is None else Attend.of(again, call, True)
-
-    def _count(self, one: Kept, call: Call, again: Outline | None) -> None:
-        """Make the way of calls just like this one, if its shapes came several times in a row."""
-        shapes = call.q.shape, call.kv.k.shape
-        if one.shapes != shapes:
-            one.shapes, one.row = shapes, 0
-        elif one.tries < MOST_TRIES:
-            one.row += 1
-            if one.row >= one.patience:
-                self._repeat(one, call, again)
-
-    def _repeat(self, one: Kept, call: Call, again: Outline | None) -> None:
-        assert self.reader is not None
-        path = FastPath.of(call, one.ready, self.reader, one.statistics)
-        if path is None or one.made_for == one.shapes:
-            one.tries += 1
-        elif one.made_for is not None:
-            one.patience = min(2 * one.patience, MOST_PATIENCE)
-        one.made_for, one.repeated = one.shapes, None
-        if path is not None:  # at once, as other threads call meanwhile
-            one.repeated = path, None if again is None else again._replace(compute=path.of_call)
+    def _narrow(self, one: KnownCall, call: Call, extents: Extents, tensors: Sequence[Tensor]) -> None:
+        guard = guard_of([*map(Row.of, tensors)])
+        if guard is not None:
+            sized = one.ready.sized_again(call, extents)
+            self.known.narrow(replace(one, guard=guard, valid=None, extents=extents, sized=sized, wide=one))
 
     def remember(
-        self, call: Call, qkv: QKV, ready: Ready, again: Outline | None, statistics: tuple[str, ...]
+        self, call: Call, kv: KeySource, ready: Ready, outline: Outline | None, statistics: Statistics
     ) -> None:
-        """`ready` has just been found for a call that none of the ways here served. One is made if it was
-        found before: what is made here costs some time."""
-        if simulating() or self.reader is None or type(call.kv) not in (Contiguous, Paged):
+        """`ready` has just been found for a call that no launch here served. kv: its keys as they were
+        brought; statistics: those that it asked for."""
+        if simulating() or self.reader is None or checked(kv, call.lengths):
             return
-        key = ready, again is not None, statistics, _types(call)
-        results = [one for one in self.kept if one.key == key]
-        if not results:
-            results = [one for one in self.once if one.key == key]
-            if not results:
-                shapes = call.q.shape, call.kv.k.shape
-                one = Kept(*key, shapes=shapes)
-                self.once = (one, *self.once)[:MOST_KEPT]
-                return
-            self.once = tuple([one for one in self.once if one.key != key])
-            self.kept = (results[0], *[one for one in self.kept if one.key != key])[:MOST_KEPT]
-        one = results[0]  # threads may have kept several
-        if one.missed < MOST_TRIES:
-            made = FamilyPath.of(call, qkv, ready, self.reader)
-            one.missed += made is None or one.family is not None
-            one.family = made
-        if call.lengths is NO_LENGTHS and type(call.kv) is Contiguous:
-            self._count(one, call, again)
+        beside, more = brought(kv, call.lengths)
+        form = self._form(statistics, call.sinks, call.scale > 0, beside)
+        if ready.bits != self.engine.bits or not self.known.lacks(ready, form):
+            return
+        others = _others(call)
+        rows = [*rows_of(call, kv, more), *map(Row.of, others)]
+        launch = ready.__call__ if outline is None else partial(Attend.known, outline)
+        self._add(ready, form, rows, call, launch, call.scalars, ready.reach)
+
+    def attend(self, ready: FlexReady, call: Call) -> Results:
+        """The results of a call through torch's flex_attention that was found to be ready; from now on such
+        calls are served."""
+        from fa4flex.runtime.flex.known import Repeat  # calls of kernels do not wait for it
+
+        form = self._form(call.statistics, call.sinks, call.scale > 0, PLAIN)
+        if self.reader is None or not self.known.lacks(ready, form):
+            out, lse, largest = ready(call.turned())
+            return call.turn(out), lse, largest
+        repeat = Repeat(ready, call)
+        results = repeat.first(call)
+        rows = [*map(Row.of, (call.q, call.kv.k, call.kv.v, *_others(call)))]
+        self._add(ready, form, rows, call, repeat)
+        return results
+
+    def _add(
+        self,
+        ready: Any,
+        form: Form,
+        rows: Sequence[Row],
+        call: Call,
+        launch: Launch,
+        numbers: Numbers | None = None,
+        valid: Reach | None = None,
+    ) -> None:
+        guard, extents = guard_of(rows) or nothing_alike, extents_of(call.extents())
+        alignments, default = alignments_of(_others(call)), default_scale(call.q.shape[-1])
+        common = ready, form, numbers, guard, valid, extents, alignments
+        self.known.add(KnownCall(*common, default, call.heads_first, call.statistics, launch))
 
 
-def _types(call: Call) -> tuple[tuple[type, bool], ...]:
-    tensors = call.q, call.kv.k, call.kv.v, *call.operands
-    tensors = tensors if call.sinks is None else (*tensors, call.sinks)
-    return tuple([(type(x), x.requires_grad) for x in tensors])
+def _others(call: Call) -> tuple[Tensor, ...]:
+    return call.operands if call.sinks is None else (*call.operands, call.sinks)

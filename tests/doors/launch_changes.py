@@ -22,7 +22,6 @@ from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches import ready as ready_module
 from fa4flex.runtime.cuda.launches import ready_backward
-from fa4flex.runtime.cuda.repeats import fast_path as again_module
 from fa4flex.runtime.key_sources import Contiguous
 
 S, HEADS = 300, 4
@@ -33,7 +32,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder, zeros = Recorder(), torch.zeros(COUNTERS, dtype=torch.int32)
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
-    for module in (ready_module, ready_backward, again_module):
+    for module in (ready_module, ready_backward):
         monkeypatch.setattr(module, "counters", lambda device: zeros)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     return recorder

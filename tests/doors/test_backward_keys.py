@@ -32,8 +32,8 @@ from fa4flex.kernels.plan.arguments import SCHEMAS
 from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.known import MOST_KNOWN, Known
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
-from fa4flex.runtime.cuda.repeats import fast_backward
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import causal, document
 from ptxsim import active as simulated
@@ -128,8 +128,8 @@ class Keys:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def find(self, look: Any, extents: Any, default: Any) -> None:
-        self.asked.append(look)
+    def find(self, key: Any, extents: Any) -> None:
+        self.asked.append(key)
 
 
 def test_every_component_of_a_backward_key_is_changed_alone() -> None:
@@ -180,18 +180,41 @@ def repeated() -> tuple[Engine, Call, Saved, tuple[int, ...]]:
     return engine, call, saved, needs
 
 
+def served(
+    engine: Engine, call: Call, saved: Saved, needs: tuple[int, ...] = (), narrow: bool | None = None
+) -> bool:
+    """True if such a backward pass is launched without a look for its key: by a launch known for all extents,
+    by one known for one call's, or by either."""
+    kept, found, keys = engine.known_backward.kept, [], engine.backward
+    engine.known_backward.kept = tuple(x for x in kept if narrow is None or narrow == (x.valid is None))
+    engine.backward = Keys()  # type: ignore[assignment]
+    try:
+        run_backward(engine, call, saved, needs)
+        found = engine.backward.asked  # type: ignore[attr-defined]
+    finally:
+        engine.backward, engine.known_backward.kept = keys, kept
+    return not found
+
+
+@pytest.mark.parametrize("narrow", (False, True))
 @pytest.mark.parametrize("name", REPEATED)
-def test_only_what_looks_like_the_last_backward_pass_is_one(recorder: Recorder, name: str) -> None:
+def test_only_what_looks_like_an_earlier_backward_pass_is_one(
+    recorder: Recorder, name: str, narrow: bool
+) -> None:
     engine, call, saved, needs = repeated()
-    recent = engine.recent_backward
+    assert sorted(one.valid is None for one in engine.known_backward.kept) == [False, True]
     again = (
         call._replace(q=call.q.clone(), kv=Contiguous(call.kv.k.clone(), call.kv.v)),
         saved._replace(dout=saved.dout.clone()),
     )
-    assert recent.find(*again, (needs, False, ())) is recent.ready is not None
+    assert served(engine, *again, needs, narrow)
     call, saved, needs = REPEATED[name]((call, saved, needs))
-    assert recent.find(call, saved, (needs, False, ())) is None
-    assert recent.find(*again, (needs, True)) is None
+    assert not served(engine, call, saved, needs, narrow)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not served(engine, *again, needs, narrow)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
@@ -216,12 +239,11 @@ def test_other_lengths_and_strides_have_the_prepared_backward_pass(
             engine, call = call_of(attn, (q, k, v), heads_first=layout == "bhsd")
         call = call._replace(q=q, kv=Contiguous(k, v))
         saved = Saved(out, torch.randn(batch, HEADS, q_len), torch.randn_like(out), None)
-        assert (engine.recent_backward.find(call, saved, ((), False, ())) is None) == (n < 2)
+        assert served(engine, call, saved) == (n >= 2)
         run_backward(engine, call, saved)
         launched = described_backward(recorder)
         run_backward(afresh(engine), call, saved)
         assert same(launched, described_backward(recorder))
-    assert engine is not None and engine.recent_backward.made.looks is not None  # type: ignore[union-attr]
 
 
 def test_gradients_that_are_converted_are_repeated_at_their_own_lengths(recorder: Recorder) -> None:
@@ -229,19 +251,19 @@ def test_gradients_that_are_converted_are_repeated_at_their_own_lengths(recorder
     engine, call, saved, needs = training()
     saved = saved._replace(dlse=None, dout=saved.dout[:1, :1, :1, :1].expand_as(saved.dout))
     for n in range(4):
-        found = engine.recent_backward.find(call, saved, (needs, False, ()))
-        assert (found is None) == (n < 2)
+        assert served(engine, call, saved, needs) == (n >= 2)
         run_backward(engine, call, saved, needs)
     shorter = call._replace(kv=Contiguous(call.kv.k[:, :, :200], call.kv.v[:, :, :200]))
-    assert engine.recent_backward.find(shorter, saved, (needs, False, ())) is None
+    assert not served(engine, shorter, saved, needs)
 
 
 def test_a_simulated_gpu_repeats_its_own_backward_pass(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, call, saved, needs = repeated()
+    assert served(engine, call, saved, needs)
     monkeypatch.setattr(simulated, "gpu", lambda: ("simulated sm_90a", None))
-    assert engine.recent_backward.find(call, saved, (needs, False, ())) is None
+    assert not served(engine, call, saved, needs)
 
 
 def test_large_integers_are_differentiated_by_another_backward_pass(recorder: Recorder) -> None:
@@ -263,7 +285,7 @@ def test_a_repeated_backward_pass_launches_the_same(recorder: Recorder) -> None:
     for n in range(4):
         run_backward(engine, call, saved, needs)
         launched.append(described_backward(recorder))
-        assert (engine.recent_backward.made is not None) == (n > 0)
+        assert len(engine.known_backward.kept) == min(n, 2)
     assert all(same(launched[0], other) for other in launched) and len(recorder.problems) == 1
 
 
@@ -274,25 +296,43 @@ def test_a_repeated_backward_pass_has_tables_of_what_is_there_now(recorder: Reco
         numbers.add_(made // 3)
         backward_of(engine, call)
         assert len(recorder.tables) == made
-    assert engine.recent_backward.made is not None
+    assert engine.known_backward.kept
 
 
-def test_a_backward_pass_of_changing_lengths_is_not_prepared_again_and_again(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(fast_backward, "guard_of", lambda *given: made.append(given))
+def test_a_backward_pass_of_changing_lengths_is_not_prepared_again_and_again(recorder: Recorder) -> None:
     engine, call = call_of(fa4flex.compile(mask=causal))
+    made: list[Known] = []
     for n in range(200, 230):
         backward_of(engine, call._replace(q=call.q[:, :, :n]))
-    assert len(made) == 2 * fast_backward.MOST_TRIES and len(recorder.problems) == 1
+        made += [one for one in engine.known_backward.kept if one not in made]
+    assert len(made) < MOST_KNOWN and len(recorder.problems) == 1
+
+
+def test_packed_sequences_of_other_lengths_have_the_prepared_backward_pass(recorder: Recorder) -> None:
+    """They launch what an engine that has seen nothing launches for them."""
+    engine = None
+    for n in range(5):
+        tokens = 200 + 10 * n
+        cu = torch.tensor([0, 100 + n, 150, tokens], dtype=torch.int32)
+        q, k, v, out = (torch.randn(tokens, x, 64, dtype=torch.bfloat16) for x in (HEADS, 2, 2, HEADS))
+        if engine is None:
+            engine, call = call_of(fa4flex.compile(mask=causal), (q, k, v), (cu, cu, None, None))  # type: ignore[arg-type]
+        call = call._replace(q=q, kv=Contiguous(k, v), lengths=SequenceLengths(cu, cu))
+        saved = Saved(out, torch.randn(HEADS, tokens), torch.randn_like(out), None)
+        assert served(engine, call, saved) == (n >= 2)
+        apart = call._replace(lengths=SequenceLengths(cu, cu.clone()))
+        assert not served(engine, apart, saved)
+        run_backward(engine, call, saved)
+        launched = described_backward(recorder)
+        run_backward(afresh(engine), call, saved)
+        assert same(launched, described_backward(recorder))
 
 
 def test_a_prepared_backward_pass_keeps_no_tensor_alive(recorder: Recorder) -> None:
     engine, call, saved, needs = repeated()
     gone = [weakref.ref(x) for x in (call.q, call.kv.k, call.kv.v, *saved[:3])]
     recorder.launches.clear()
-    assert engine.recent_backward.made is not None
+    assert len(engine.known_backward.kept) == 2
     del call, saved, needs
     gc.collect()
     assert [x() for x in gone] == [None] * 6

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from test_gpu_calls import WRITTEN, Recorder, call_of, inputs
-from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_gpu_calls import WRITTEN, Recorder, call_of
 
 import fa4flex
 from fa4flex import lower as lower_module
+from fa4flex.codegen.analyze.extents import extents_of
 from fa4flex.kernels.plan.arguments import COUNTERS, FORWARD
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.device import counters as counters_module
 from fa4flex.runtime.cuda.launches import ready as ready_module
-from fa4flex.runtime.cuda.repeats import fast_path as again_module
-from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.variants import causal, document, sliding_window
 
 
@@ -34,8 +29,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
-    for module in (ready_module, again_module):
-        monkeypatch.setattr(module, "counters", lambda device: zeros)
+    monkeypatch.setattr(ready_module, "counters", lambda device: zeros)
     yield recorder
 
 
@@ -94,27 +88,24 @@ def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
         assert ready.counted or not counts
 
 
-# --- the launch of the last call ----------------------------------------------------------------------
+# --- launches whose sizes are known ------------------------------------------------------------------
 
 
-def repeated(recorder: Recorder, **composition: Any) -> tuple[FastPath, tuple[Tensor, Tensor, Tensor]]:
-    statistics = composition.pop("statistics", ())
-    attn = fa4flex.compile(**composition)
-    engine, call = call_of(attn, statistics=statistics)
+def repeated(attn: fa4flex.Attention, *given: Any, **options: Any) -> Callable[[], Any]:
+    """A launch of a call, with what follows from its sizes made before."""
+    engine, call = call_of(attn, *given, **options)
     engine.run(call)
-    ready, reader = engine.find(call), attn._calling().bound.trace.reader
-    assert ready is not None and reader is not None
-    again = FastPath.of(call, ready, reader, call.statistics)
-    assert again is not None
-    return again, (call.q, call.kv.k, call.kv.v)
+    ready, extents = engine.find(call), extents_of(call.extents())
+    sized = ready.sized_again(call, extents)
+    return lambda: ready(call, extents, sized)
 
 
 @pytest.mark.parametrize("statistics", [(), ("lse",), ("lse", "max_scores")])
 def test_a_repeated_launch_has_the_same_arguments(recorder: Recorder, statistics: tuple[str, ...]) -> None:
-    again, qkv = repeated(recorder, mask=causal, statistics=statistics, sinks=torch.randn(4))
+    attn = fa4flex.compile(mask=causal, sinks=torch.randn(4))
+    again = repeated(attn, statistics=statistics)
     first = recorder.launches[-1]
-    assert again.fits(*qkv)
-    out, lse, largest = again(*qkv)
+    out, lse, largest = again()
     second = recorder.launches[-1]
     assert second is not first and len(second) == len(first)
     assert [x is None for x in (lse, largest)] == [name not in statistics for name in ("lse", "max_scores")]
@@ -135,17 +126,10 @@ def test_parts_of_few_queries_have_memory_at_each_call(
     recorder: Recorder, mask: Any, keys: int, splits: int
 ) -> None:
     """It is float32, one after the other, and none where nothing is split."""
-    attn = fa4flex.compile(mask=mask)
     q, k, v = (torch.randn(2, h, n, 64).bfloat16() for h, n in ((4, 3), (2, keys), (2, keys)))
-    engine, call = call_of(attn, (q, k, v))
-    engine.run(call)
-    ready, reader = engine.find(call), attn._calling().bound.trace.reader
-    assert ready is not None and reader is not None
-    again = FastPath.of(call, ready, reader, call.statistics)
-    assert again is not None
-    ready(call)
-    again(q, k, v)
-    again(q, k, v)
+    again = repeated(fa4flex.compile(mask=mask), (q, k, v))
+    again()
+    again()
     launched = [dict(zip(FORWARD.names, given, strict=True)) for given in recorder.launches]
     assert {given["splits"] for given in launched} == {splits}
     for given in launched:
@@ -155,91 +139,16 @@ def test_parts_of_few_queries_have_memory_at_each_call(
     assert splits == 1 or len({given["workspace"].data_ptr() for given in launched}) == len(launched)
 
 
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return function(*args, **(kwargs or {}))
-
-
-class Passed(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return function(*args, **(kwargs or {}))
-
-
-def test_what_looks_otherwise_is_no_repetition(recorder: Recorder) -> None:
-    again, (q, k, v) = repeated(recorder, mask=causal)
-    assert again.fits(q.clone(), k.clone(), v.clone())
-    with torch.no_grad(), Passed(), torch.device("cpu"):
-        assert again.fits(q, k, v)
-    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
-    assert shifted.data_ptr() % 16 != 0
-    others = {
-        "shape": q[:, :, :200].contiguous(),
-        "strides": q.transpose(1, 2).contiguous().transpose(1, 2),
-        "dtype": q.half(),
-        "alignment": shifted,
-        "gradient": q.clone().requires_grad_(),
-        "parameter": torch.nn.Parameter(q, requires_grad=False),
-        "no tensor": None,
-        "array": q.float().numpy(),
-    }
-    assert [name for name, x in others.items() if again.fits(x, k, v)] == []  # type: ignore[arg-type]
-
-
-def test_what_intercepts_operators_is_no_repetition(recorder: Recorder) -> None:
-    again, qkv = repeated(recorder, mask=causal)
-    found: dict[str, bool] = {}
-    with Seen():
-        found["dispatch mode"] = again.fits(*qkv)
-    with torch.inference_mode():
-        found["inference mode"] = again.fits(*qkv)
-    with forward_ad.dual_level():
-        found["forward mode"] = again.fits(*qkv)
-    with torch.autocast("cpu"):
-        found["autocast"] = again.fits(*qkv)
-
-    def inside(x: Tensor) -> Tensor:
-        found["transform"] = again.fits(*qkv)
-        return x.sum()
-
-    torch.func.grad(inside)(torch.randn(3))
-    assert [name for name, fits in found.items() if fits] == [] and len(found) == 5
-    assert again.fits(*qkv)
-
-
-def test_a_repetition_wants_no_gradient(recorder: Recorder) -> None:
-    sinks = torch.randn(4, requires_grad=True)
-    with torch.no_grad():
-        again, qkv = repeated(recorder, sinks=sinks)
-        assert again.fits(*qkv)
-    assert not again.fits(*qkv)
-
-
 def test_a_repetition_makes_tables_of_changed_contents(recorder: Recorder) -> None:
     ids = torch.arange(300) // 50
-    again, qkv = repeated(recorder, mask=document(ids))
+    again = repeated(fa4flex.compile(mask=document(ids)))
     before = len(recorder.tables)
     for made, change in ((1, lambda: None), (2, lambda: ids.add_(1)), (3, lambda: None)):
         change()
-        assert again.fits(*qkv)
-        again(*qkv)
+        again()
         assert len(recorder.tables) == before + made
         read, written = recorder.launches[-1][10], recorder.tables[-1][WRITTEN]
         assert read.partial_ptr.data_ptr() == written.partial_ptr.data_ptr()
-
-
-def test_calls_that_do_more_than_launch_are_not_repeated(recorder: Recorder) -> None:
-    q, k, v = inputs()
-    crooked = torch.randn(2, 4, 300, 65, dtype=torch.bfloat16)[..., 1:]
-    used = torch.tensor([300, 7], dtype=torch.int32)
-    for qkv, changes in (
-        ((crooked, k, v), {}),
-        ((q, k, v), {"lengths": (None, None, used, used)}),
-        ((q, k, k), {}),  # torch's guard takes no tensor twice
-    ):
-        engine, call = call_of(fa4flex.compile(mask=causal), qkv, **changes)
-        engine.run(call)
-        ready = engine.find(call)
-        assert ready is not None and FastPath.of(call, ready, lambda score, mask: ((), ()), ()) is None
 
 
 # --- rows without a sequence, numbers by kind ---------------------------------------------------------

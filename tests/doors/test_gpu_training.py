@@ -16,10 +16,9 @@ import fa4flex
 from fa4flex.errors import EarlierError, UnsupportedError
 from fa4flex.kernels.plan.arguments import SCHEMAS
 from fa4flex.kernels.plan.faults import PLACES, ROWS, WORDS
-from fa4flex.runtime import recent
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.repeats.fast_path import FastPath
-from fa4flex.runtime.gradients import Outline
+from fa4flex.runtime.cuda.known import Shortlist
+from fa4flex.runtime.recent import KnownCall
 from fa4flex.variants import causal
 
 NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
@@ -53,10 +52,10 @@ def fast(attn: fa4flex.Attention) -> bool:
     return bool(paths(attn))
 
 
-def paths(attn: fa4flex.Attention) -> list[FastPath]:
-    """Fast paths that serve calls just like the last ones, the youngest launch first."""
+def paths(attn: fa4flex.Attention) -> list[KnownCall]:
+    """Launches that serve calls just like the last ones, the youngest first."""
     assert attn._caller is not None and attn._caller.recent is not None
-    return [one.repeated[0] for one in attn._caller.recent.kept if one.repeated is not None]
+    return [one for one in attn._caller.recent.known.kept if one.valid is None]
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -92,14 +91,14 @@ def test_a_call_while_a_fast_path_is_made_has_gradients(
 ) -> None:
     """Threads call at the same time."""
     attn, qkv, others = fa4flex.compile(mod, causal), leaves(), list[Tensor]()
-    replace = Outline._replace
+    narrow = Shortlist.narrow
 
-    def meanwhile(outline: Outline, **changes: Any) -> Outline:
-        monkeypatch.setattr(Outline, "_replace", replace)
+    def meanwhile(shortlist: Shortlist[Any], *given: Any) -> None:
+        monkeypatch.setattr(Shortlist, "narrow", narrow)
         others.append(attn(*qkv))
-        return replace(outline, **changes)
+        narrow(shortlist, *given)
 
-    monkeypatch.setattr(Outline, "_replace", meanwhile)
+    monkeypatch.setattr(Shortlist, "narrow", meanwhile)
     for _ in range(4):
         attn(*qkv)
     assert fast(attn) and [x.requires_grad for x in others] == [True]
@@ -115,7 +114,7 @@ def test_modes_of_gradients_are_told_apart(recorder: Recorder, return_lse: bool)
         for _ in range(3):
             results = attn(*given, return_lse=return_lse)
             found.append((results[0] if return_lse else results).requires_grad)
-        assert len(set(found)) == 1 and any(path.fits(*given) for path in paths(attn))
+        assert len(set(found)) == 1 and any(path.guard(*given) for path in paths(attn))
         return found[0]
 
     assert trains(*qkv)
@@ -127,51 +126,6 @@ def test_modes_of_gradients_are_told_apart(recorder: Recorder, return_lse: bool)
         assert trains(*qkv) and not trains(*still) and trains(qkv[0], *still[1:])
         with torch.no_grad():
             assert not trains(*qkv)
-
-
-def test_calls_without_a_fast_path_are_not_tried_again_and_again(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[Any] = []
-    monkeypatch.setattr(FastPath, "of", lambda *given: tried.append(given))
-    attn, qkv = fa4flex.compile(mask=causal), leaves()
-    for _ in range(30):
-        attn(*qkv)
-    assert len(tried) == recent.MOST_TRIES
-
-
-def test_changing_lengths_do_not_make_fast_paths_again_and_again(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    of = FastPath.of
-
-    def counted(call: Any, *given: Any) -> Any:
-        made.append(call.q.shape[2])
-        return of(call, *given)
-
-    monkeypatch.setattr(FastPath, "of", counted)
-    attn = fa4flex.compile(mask=causal)
-    by_length = {n: inputs(n) for n in range(200, 240)}
-    for n in range(200, 240):
-        attn(*by_length[n])
-    assert made == [], "each length came once"
-    for _ in range(3):
-        attn(*by_length[200])
-    assert made == [200] and fast(attn)
-    for n in (*range(201, 220), 200):  # twice each, which was enough for the first
-        for _ in range(2):
-            attn(*by_length[n])
-    assert len(made) <= 3
-    (path,) = paths(attn)
-    assert path.fits(*by_length[made[-1]])
-    made.clear()
-    for _ in range(recent.MOST_PATIENCE + 2):
-        attn(*by_length[230])
-    assert made == [230] and len(recorder.problems) == 1
-    for n in (230, 231, 230):
-        attn(*by_length[n])
-    assert made == [230], "what is made for one length stays when another comes between"
 
 
 def test_what_was_saved_and_changed_since_is_refused(recorder: Recorder) -> None:

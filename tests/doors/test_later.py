@@ -20,7 +20,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Contents are those of a device: the host looks at none."""
     for module in (block_lists, blocks):
         monkeypatch.setattr(module, "checked_here", lambda x: False)
-    monkeypatch.setattr(later, "_awaited", type(later._awaited)())
+    monkeypatch.setattr(later, "awaited", type(later.awaited)())
     yield
 
 
@@ -97,18 +97,18 @@ def test_what_does_not_fit_is_told_later(elsewhere: None, name: str) -> None:
 def test_what_has_not_arrived_is_waited_for_by_no_one(elsewhere: None) -> None:
     later.require(torch.tensor(False), "the first")
     later.require(torch.tensor(False), "the second")
-    arrives, *_ = later._awaited[0]
+    arrives, *_ = later.awaited[0]
     arrives.fill_(later.UNKNOWN)
     faults.check()
     arrives.fill_(0)
     for message in ("the first", "the second"):
         with pytest.raises(EarlierError, match=message):
             faults.check()
-    assert not later._awaited
+    assert not later.awaited
 
 
 def test_conditions_on_their_way_are_few(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for _ in range(later.MOST_AWAITED + 1):
         later.require(torch.tensor(True), "nothing")
-    assert len(later._awaited) == 0
+    assert len(later.awaited) == 0

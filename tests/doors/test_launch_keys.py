@@ -37,9 +37,9 @@ from torch import Tensor
 import fa4flex
 from fa4flex.runtime.call import Call, SequenceLengths
 from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING, key_of
 from fa4flex.runtime.cuda.calls.looks import array_look
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.repeats.families import look_of
 from fa4flex.runtime.key_sources import Contiguous, EightBit
 from ptxsim import active as simulated
 
@@ -172,9 +172,9 @@ def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -
     engine, call = make()
     engine.run(call)
     first, changed = engine.find(call), change(call)
-    assert first is not None and engine.find(changed) is None, "an entry of another call is found"
+    assert first is not MISSING and engine.find(changed) is MISSING, "an entry of another call is found"
     engine.run(changed)
-    assert engine.find(call) is first and engine.find(changed) not in (None, first)
+    assert engine.find(call) is first and engine.find(changed) not in (MISSING, first)
     assert_launched_as_alone(recorder, engine, changed)
 
 
@@ -184,7 +184,7 @@ def test_what_a_launch_reads_itself_leads_to_the_same(recorder: Recorder, name: 
     engine, call = make()
     engine.run(call)
     first, changed = engine.find(call), change(call)
-    assert first is not None and engine.find(changed) is first
+    assert first is not MISSING and engine.find(changed) is first
     engine.run(changed)
     assert len(recorder.problems) == 1, "nothing is compiled"
     assert_launched_as_alone(recorder, engine, changed)
@@ -203,7 +203,7 @@ LENGTHS, SCALES = 2, 3
 
 
 def look(call: Call) -> Any:
-    found = look_of(call)
+    found = key_of(call)
     assert found is not None
     return found[0]
 
@@ -212,7 +212,7 @@ def test_large_integers_are_launched_by_others(recorder: Recorder) -> None:
     engine, call = dense()
     engine.run(call)
     engine.bits = ((0, 40),)  # it was seen to hold large integers
-    assert engine.find(call) is None
+    assert engine.find(call) is MISSING
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -246,23 +246,23 @@ def test_a_key_without_a_component_finds_what_is_stale(
     engine, call = make()
 
     def blind(call: Call, place: Any) -> Any:
-        found = look_of(call)
+        found = key_of(call)
         return found and (without(found[0], place), found[1])
 
     for name, change in table.items():
         for place in alone(look(call), look(change(call))):
             with monkeypatch.context() as patch:
-                patch.setattr(engine_module, "look_of", partial(blind, place=place))
+                patch.setattr(engine_module, "key_of", partial(blind, place=place))
                 other = afresh(engine)
                 other.run(call)
-                assert other.find(change(call)) is other.find(call) is not None, name
+                assert other.find(change(call)) is other.find(call) is not MISSING, name
 
 
 def test_a_simulated_gpu_has_launches_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, call = dense()
     engine.run(call)
     monkeypatch.setattr(simulated, "gpu", lambda: ("simulated sm_90a", None))
-    assert engine.find(call) is None
+    assert engine.find(call) is MISSING
     engine.run(call)
     assert len(recorder.problems) == 2
 
@@ -272,7 +272,7 @@ def test_a_number_that_equals_another_is_another(recorder: Recorder) -> None:
     engine, call = call_of(fa4flex.compile(lambda s, b, h, q, kv, c=0.0: s + 1 / (c * (q + 1))))
     engine.run(call)
     engine.run(call._replace(scalars=(-0.0,)))
-    assert [repr(given[13]) for given in recorder.launches] == ["(0.0,)", "(-0.0,)"]
+    assert [repr(tuple(given[13])) for given in recorder.launches] == ["(0.0,)", "(-0.0,)"]
 
 
 # --- how captured tensors are read ----------------------------------------------------------------------

@@ -29,6 +29,7 @@ from fa4flex.lower import Lowered
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import run_backward
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of
@@ -171,7 +172,7 @@ def test_the_end_of_a_captured_table_is_noticed_at_the_call_that_passes_it(
         if n <= len(table):
             engine.run(other)
         else:
-            assert engine.find(other) is None
+            assert engine.find(other) is MISSING
             with pytest.raises(PastTheEnd, match=f"goes up to {n - 1} in a dimension of 400"):
                 engine.run(other)
 

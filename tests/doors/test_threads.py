@@ -125,12 +125,12 @@ def test_conditions_are_told_once_and_none_is_lost(monkeypatch: pytest.MonkeyPat
     for n in range(0, 400, 7):
         arrived[n].fill_(0)
     monkeypatch.setattr(
-        later, "_awaited", collections.deque((x, f"condition {n}", None) for n, x in enumerate(arrived))
+        later, "awaited", collections.deque((x, f"condition {n}", None) for n, x in enumerate(arrived))
     )
     told: list[str] = []
 
     def work(thread: int) -> None:
-        while later._awaited:
+        while later.awaited:
             try:
                 later.check()
             except EarlierError as error:

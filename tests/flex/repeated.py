@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ from torch import Tensor
 import fa4flex
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.block_mask import Classifier
-from fa4flex.runtime.flex.compiled import Compiled
-from fa4flex.runtime.flex.repeat import Repeat
+from fa4flex.runtime.flex.compiled import Compiled, Graph
+from fa4flex.runtime.flex.known import Repeat
 from fa4flex.runtime.programs import Published
+from fa4flex.runtime.recent import KnownCall
 
 S = 200
 
@@ -103,13 +104,24 @@ def repeated(held: Held, **options: Any) -> tuple[fa4flex.Attention, list[Tensor
     for _ in range(3):
         right(attn, given, held)
     (one,) = kept(attn)
-    assert one.graph is not None
+    assert graph_of(one) is not None
     return attn, given
 
 
-def kept(attn: fa4flex.Attention) -> tuple[Repeat, ...]:
+def kept(attn: fa4flex.Attention) -> tuple[KnownCall, ...]:
     recent = attn._caller.recent  # type: ignore[union-attr]
     assert recent is not None
-    flex = recent.through_flex()
-    assert flex is not None
-    return flex.kept
+    return recent.known.kept
+
+
+def served(attn: fa4flex.Attention, qkv: Sequence[Tensor]) -> bool:
+    """True if such a call is like an earlier one."""
+    recent = attn._caller.recent  # type: ignore[union-attr]
+    assert recent is not None
+    q, k, v = qkv
+    return recent.serve(attn.variant, (q, k, v), None, None, None, ()) is not None
+
+
+def graph_of(one: KnownCall) -> Graph | None:
+    assert isinstance(one.launch, Repeat)
+    return one.launch.graph

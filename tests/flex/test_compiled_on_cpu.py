@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from repeated import graph_of
 
 import fa4flex
 from fa4flex import variants as v
@@ -52,4 +53,4 @@ def test_inductor_compiles_it(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             found = attn(q, k, value)
         torch.testing.assert_close(found, plain(q, k, value), rtol=1e-5, atol=1e-5)
     recent = attn._caller.recent  # type: ignore[union-attr]
-    assert recent is not None and recent.flex is not None and recent.flex.kept[0].graph is not None
+    assert recent is not None and graph_of(recent.known.kept[0]) is not None

@@ -9,18 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from repeated import LAID_OUT, Counts, Held, Looks, S, engines_of_a_test, kept, qkv, repeated, right
+from repeated import (
+    LAID_OUT,
+    Counts,
+    Held,
+    Looks,
+    S,
+    engines_of_a_test,
+    graph_of,
+    kept,
+    qkv,
+    repeated,
+    right,
+    served,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import variants as v
+from fa4flex.runtime.cuda.known import MOST_KNOWN, MOST_OF_ONE
 from fa4flex.runtime.flex import engine as engines
-from fa4flex.runtime.flex import repeat
 from fa4flex.runtime.flex.compiled import Graph, Run
-from fa4flex.runtime.flex.repeat import Repeats
-from fa4flex.runtime.key_sources import Contiguous
-from fa4flex.runtime.launch import call_of
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +134,7 @@ def test_numbers_that_are_equal_once_are_told_apart_later(counts: Counts) -> Non
         window = 9 if change == "window" else window
         for _ in range(3):
             torch.testing.assert_close(attn(*given), plain(*given))
-    assert all(one.graph is not None for one in kept(attn)) and held is not None
+    assert all(graph_of(one) is not None for one in kept(attn)) and held is not None
 
 
 def test_a_number_that_proofs_read_is_compared() -> None:
@@ -184,10 +194,8 @@ LOOKS: dict[str, Looks] = {
 def test_other_looks_are_not_served(name: str) -> None:
     held = Held()
     attn, given = repeated(held)
-    (one,) = kept(attn)
     changed = LOOKS[name](given)
-    fits, differs = (call_of(attn._calling(), x[0], Contiguous(*x[1:]), None, ()) for x in (given, changed))
-    assert one.fits(fits) and not one.fits(differs)
+    assert served(attn, given) and not served(attn, changed)
     right(attn, changed, held)
     assert attn(*changed).requires_grad is (name == "requires_grad")
 
@@ -270,8 +278,7 @@ def test_transforms_and_tangents_are_no_repetition() -> None:
         torch.func.vmap(attn)(*[x[None] for x in given])
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(given[0], torch.randn_like(given[0]))
-        (one,) = kept(attn)
-        assert not one.fits(call_of(attn._calling(), dual, Contiguous(*given[1:]), None, ()))
+        assert not served(attn, [dual, *given[1:]])
 
 
 def test_global_state_is_compared(counts: Counts) -> None:
@@ -327,25 +334,26 @@ def test_no_tensor_is_kept_alive() -> None:
     assert all(x() is None for x in gone)
 
 
-def test_few_ways_are_made(monkeypatch: pytest.MonkeyPatch, counts: Counts) -> None:
-    monkeypatch.setattr(repeat, "MOST_MADE", 2)
+def test_few_are_kept(counts: Counts) -> None:
+    """Calls of all lengths, and of one length with other strides, each of which is another call."""
     held = Held()
     attn, given = repeated(held)
-    for length in range(100, 106):
+    for length in range(100, 100 + MOST_KNOWN + 2):
         for _ in range(3):
             right(attn, [x[:, :, :length].contiguous() for x in given], held)
-    assert len(kept(attn)) == repeat.MOST_KEPT
     lengths = [one.ready.shape.q_len for one in kept(attn)]
-    assert lengths == [105, 104, 103, 102]
-    for _ in range(3):
-        for length in range(100, 106):
-            right(attn, [x[:, :, :length].contiguous() for x in given], held)
-    assert sorted(attn._caller.recent.flex._made.values()) == [1] + [2] * 6  # type: ignore[union-attr]
+    assert lengths == [*range(100, 100 + MOST_KNOWN + 2)][: -MOST_KNOWN - 1 : -1]
+    attn, given = repeated(held)
+    for gap in range(2 * MOST_OF_ONE):
+        room = [torch.cat([x, x[:, :, :gap]], 2) for x in given]
+        for _ in range(3):
+            right(attn, [x[:, :, :S] for x in room], held)
+    assert len(kept(attn)) == MOST_OF_ONE
 
 
 def test_attentions_of_one_program_have_ways_of_their_own(counts: Counts) -> None:
     """Layers of a model that differ in what they captured."""
-    layers = [Held() for _ in range(repeat.MOST_MADE + 2)]
+    layers = [Held() for _ in range(18)]
     attended = [repeated(held) for held in layers]
     before = counts.now
     for held, (attn, given) in zip(layers, attended, strict=True):
@@ -369,10 +377,9 @@ def test_what_no_graph_is_told_of() -> None:
         assert Graph.of(run, (q, k, None), (out, None, None)) is None
 
 
-def test_repeats_read_what_one_reader_reads() -> None:
-    """A variant whose functions are other ones has nothing here."""
+def test_other_functions_are_not_served() -> None:
     attn, given = repeated(Held())
     recent = attn._caller.recent  # type: ignore[union-attr]
-    assert recent is not None and isinstance(recent.flex, Repeats)
     other = fa4flex.compile(mask=v.causal, backend="flex").variant
-    assert recent.flex.serve(other, tuple(given), ()) is None  # type: ignore[arg-type]
+    assert recent is not None
+    assert recent.serve(other, tuple(given), None, None, None, ()) is None  # type: ignore[arg-type]

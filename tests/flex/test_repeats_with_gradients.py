@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from repeated import LAID_OUT, Counts, Held, Looks, S, composed, engines_of_a_test, kept
+from repeated import LAID_OUT, Counts, Held, Looks, S, composed, engines_of_a_test, graph_of, kept, served
 from test_repeats import Dispatched, Seen
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -24,8 +24,6 @@ import fa4flex
 from fa4flex import torch_internals
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.compiled import Graph, Run
-from fa4flex.runtime.key_sources import Contiguous
-from fa4flex.runtime.launch import call_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def repeated(held: Held, **options: Any) -> tuple[fa4flex.Attention, list[Tensor
     for _ in range(3):
         right(attn, given, held)
     (one,) = kept(attn)
-    assert one.graph is not None
+    assert graph_of(one) is not None
     return attn, given
 
 
@@ -329,18 +327,17 @@ def test_transforms_and_tangents_are_no_repetition(counts: Counts) -> None:
     held = learned()
     attn, given = repeated(held)
     entered = counts.entered
-    (one,) = kept(attn)
     seen: list[bool] = []
 
     def loss(q: Tensor) -> Tensor:
-        seen.append(one.looks(q, *given[1:], held.bias, held.ids))
+        seen.append(served(attn, [q, *given[1:]]))
         return q.sum()
 
     torch.func.grad(loss)(given[0])
     torch.func.vmap(loss)(given[0][None])
     with torch.autograd.forward_ad.dual_level():
         loss(torch.autograd.forward_ad.make_dual(given[0], torch.randn_like(given[0])))
-        assert not one.fits(call_of(attn._calling(), given[0], Contiguous(*given[1:]), None, ()))
+        assert not served(attn, given)
     assert seen[:2] == [False, False] and counts.entered == entered
 
 
@@ -348,9 +345,10 @@ def test_hooks_that_torch_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) -> N
     """Dynamo is asked at each call, where this torch lacks what tells of hooks."""
     attn, given = repeated(learned())
     (one,) = kept(attn)
-    assert one.graph is not None and one.graph.holds()
+    graph = graph_of(one)
+    assert graph is not None and graph.holds()
     monkeypatch.setattr(torch_internals, "_saved_tensor_hooks", None)
-    assert not one.graph.holds()
+    assert not graph.holds()
     run = Run(lambda *given: [given[0] * 2], (given[0],), [given[1]])
     assert Graph.of(run, (given[0],), (given[1], None, None)) is None
 

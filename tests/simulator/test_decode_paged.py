@@ -44,7 +44,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def no_fault_is_left() -> Iterator[None]:
     yield
     faults.table()
-    assert not faults._pending.value, "a fault that the test did not expect"
+    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 def test_reads_past_a_table_are_found() -> None:

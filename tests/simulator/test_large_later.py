@@ -19,7 +19,7 @@ LARGE = 2**31 - 100
 
 @pytest.fixture(autouse=True)
 def nothing_awaited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(later, "_awaited", type(later._awaited)())
+    monkeypatch.setattr(later, "awaited", type(later.awaited)())
     yield
 
 

@@ -22,7 +22,7 @@ from fa4flex.runtime.cuda.device import faults
 def no_fault_is_left() -> Iterator[None]:
     yield
     faults.table()
-    assert not faults._pending.value, "a fault that the test did not expect"
+    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 def kept_in(given: Tokens) -> Tokens:

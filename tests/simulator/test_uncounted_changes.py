@@ -184,10 +184,10 @@ def test_lengths_follow_changes_that_nobody_counts() -> None:
         written(cu, cu.new_tensor([0, 90, 80, 700]))
         for _ in range(2):
             assert right()
-            assert faults._pending.value
+            assert faults.pending.value
             faults._table.zero_()  # type: ignore[union-attr]
         written(cu, cu.new_tensor([0, 90, 180, 700]))
-        assert right() and not faults._pending.value
+        assert right() and not faults.pending.value
     assert not gpu.findings, gpu.report()
 
 

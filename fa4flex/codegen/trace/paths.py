@@ -91,19 +91,9 @@ second path, which the guard has for its constant."""
 Reading = tuple[tuple[Tensor, ...], tuple[int | float, ...]]
 
 
-class Reader(NamedTuple):
-    """Three generated functions of a variant's functions, None for those that it does not have: `mods`.
-
-    read(*mods) -> captured tensors and numbers as they are now; None if a guard fails.
-    matching(tensors, numbers) -> a function of `mods`, true if the guards hold and these very tensors are
-    captured now, and numbers of the same text (0.0 == -0.0 is true); false or None if not.
-    tensors_with(numbers) -> a function of `mods` -> the tensors captured now, if the guards hold and the
-    numbers have the same text; None if not.
-    """
-
-    read: Callable[..., Reading | None]
-    matching: Callable[..., Callable[..., bool | None]]
-    tensors_with: Callable[..., Callable[..., tuple[Tensor, ...] | None]]
+Reader = Callable[..., Reading | None]
+"""A generated function of a variant's functions, None for those that it does not have: captured tensors and
+numbers as they are now; None if a guard fails."""
 
 
 _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, Opaque)
@@ -113,39 +103,19 @@ _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeE
 def reader_of(
     roots: Sequence[str], guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequence[Path]
 ) -> Reader:
-    """Functions of `roots` that check the guards in their order, and then read tensors and numbers, or
-    compare them."""
+    """A function of `roots` that checks the guards in their order, and then reads tensors and numbers. It
+    returns None where a path leads nowhere."""
     writer = _Writer()
     for guard in guards:
         writer.check(guard)
-    tensor_names, number_names = ([writer.variable(path) for path in paths] for paths in (tensors, numbers))
-    the_tensors = [f"{x} is t{i}" for i, x in enumerate(tensor_names)]
-    the_numbers = [f"({x} is n{i} or repr({x}) == repr(n{i}))" for i, x in enumerate(number_names)]
-    of_tensors = [f"{_tuple([f't{i}' for i in range(len(tensor_names))])} = tensors"] * bool(tensor_names)
-    of_numbers = [f"{_tuple([f'n{i}' for i in range(len(number_names))])} = numbers"] * bool(number_names)
-    both = " and ".join((*the_tensors, *the_numbers)) or "True"
-    read = _function("read", roots, [*writer.lines, f"return {_tuple(tensor_names)}, {_tuple(number_names)}"])
-    matches = _function("matches", roots, [*writer.lines, f"return {both}"])
-    tensors_now = f"return {_tuple(tensor_names)} if {' and '.join(the_numbers) or 'True'} else None"
-    result = _function("found", roots, [*writer.lines, tensors_now])
-    lines = [
-        *read,
-        "def matching(tensors, numbers):",
-        *_indented([*of_tensors, *of_numbers, *matches, "return matches"]),
-        "def tensors_with(numbers):",
-        *_indented([*of_numbers, *result, "return found"]),
-    ]
+    read = [_tuple([writer.variable(path) for path in paths]) for paths in (tensors, numbers)]
+    body = [*writer.lines, f"return {read[0]}, {read[1]}"]
+    tried = ["try:", *_indented(body), "except MISSES:", "    return None"]
+    lines = [f"def read({', '.join(roots)}):", *_indented(tried)]
     space = {**_NAMES, **writer.constants}
     exec(compile("\n".join(lines), "<fa4flex reader>", "exec"), space)
-    return Reader(space["read"], space["matching"], space["tensors_with"])
-
-
-def _function(name: str, roots: Sequence[str], body: list[str]) -> list[str]:
-    """Lines of a function of `roots` that returns None where a path leads nowhere."""
-    return [
-        f"def {name}({', '.join(roots)}):",
-        *_indented(["try:", *_indented(body), "except MISSES:", "    return None"]),
-    ]
+    reader: Reader = space["read"]
+    return reader
 
 
 def _indented(lines: list[str]) -> list[str]:

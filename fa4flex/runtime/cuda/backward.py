@@ -11,10 +11,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
+from fa4flex import later
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.analyze.prove import proving
 from fa4flex.contents import VALIDATE
@@ -24,13 +26,28 @@ from fa4flex.kernels.plan.groups import groups_of
 from fa4flex.kernels.plan.lengths import row_block
 from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, launch_function
+from fa4flex.runtime.cuda.calls.conversions import tma_able
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.engine import UNSEEN, Engine, kernels_of, lowered_for
+from fa4flex.runtime.cuda.engine import Engine, kernels_of, lowered_for
+from fa4flex.runtime.cuda.known import (
+    Form,
+    Known,
+    Row,
+    Shortlist,
+    alignments_of,
+    brought,
+    checked,
+    guard_of,
+    nothing_alike,
+    rows_of,
+)
 from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
+from ptxsim import active as simulated
 
 if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
@@ -41,30 +58,92 @@ if TYPE_CHECKING:
 def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
     """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
     it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
-    faults.check()
-    deterministic = _deterministic(engine)
-    asked = tuple(needs), deterministic, engine.bits
-    known = engine.recent_backward.find(call, saved, asked)
+    if faults.pending.value or later.awaited:
+        faults.check()
+    deterministic, slots = _deterministic(engine), tuple(needs)
+    compared = _compared(call, saved, (slots, deterministic, engine.bits))
+    known = _known(engine.known_backward, call, saved, compared)
     if known is not None:
         return known(call, saved)
     if VALIDATE:
         check_lengths(call)
-    result = engine.look(call)
+    result = engine.key(call)
     assert result is not None, "gradients are those of a call that was launched"
-    look, extents = (result[0], _key_of_saved(saved), *asked[:2]), result[1]
-    ready = engine.backward.find(look, extents, UNSEEN)
-    if ready is UNSEEN:
+    key, extents = (result[0], _key_of_saved(saved), slots, deterministic), result[1]
+    ready = engine.backward.find(key, extents)
+    if ready is MISSING:
         try:
             with proving():
                 ready = _make_ready(engine, call, saved, needs, deterministic)
         except UnsupportedError:
             ready = None
-        engine.backward.keep(look, extents, ready)
+        engine.backward.keep(key, extents, ready)
+    elif ready is not None and not checked(call.kv, call.lengths):
+        _remember(engine.known_backward, call, saved, ready, compared)
     if ready is None:
         check_lengths(call)  # the host reads them
         return None
-    engine.recent_backward.remember(call, saved, asked, ready)
-    return ready(call, saved)
+    gradients: Gradients = ready(call, saved)
+    return gradients
+
+
+class Compared(NamedTuple):
+    """A backward pass as it is compared with earlier ones: see Known. more: tensors of lengths."""
+
+    form: Form
+    more: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
+
+
+def _compared(call: Call, saved: Saved, asked: Form) -> Compared:
+    q, kv, operands, sinks, lengths, _, scale, heads_first, statistics = call
+    beside, more = brought(kv, lengths)
+    out, lse, dout, dlse = saved
+    others = (lse, *operands) if dlse is None else (lse, dlse, *operands)
+    if sinks is not None:
+        others = *others, sinks
+    gpu = simulated.gpu()
+    form = asked, beside, dlse is None, sinks is None, scale > 0, heads_first, statistics, gpu
+    return Compared(form, more, others, (q, kv.k, kv.v, *more, out, dout, *others))
+
+
+def _known(shortlist: Shortlist[Known], call: Call, saved: Saved, compared: Compared) -> ReadyBackward | None:
+    """The launch of an earlier backward pass, if it serves this one."""
+    form, _, others, tensors = compared
+    for one in shortlist.kept:
+        if one.form == form and one.guard(*tensors) and one.has(call.scalars):
+            extents = one.serves(call, others, (saved.out, saved.dout))
+            if extents is not None:
+                if one.valid is not None and shortlist.recurs(one, extents):
+                    guard = guard_of([*map(Row.of, tensors)]) or nothing_alike
+                    shortlist.narrow(replace(one, guard=guard, valid=None, extents=extents, wide=one))
+                ready: ReadyBackward = one.ready
+                return ready
+    return None
+
+
+def _remember(
+    shortlist: Shortlist[Known], call: Call, saved: Saved, ready: ReadyBackward, compared: Compared
+) -> None:
+    """`ready` was made for an earlier call. Where tensors of heads are copied at each launch, as a gradient
+    of a sum is, which has strides of 0, it serves those of the very same shapes and strides."""
+    form, more, others, tensors = compared
+    if not shortlist.lacks(ready, form):
+        return
+    rows, valid = [*map(Row.of, tensors)], None
+    if all(map(tma_able, (call.q, call.kv.k, call.kv.v, saved.out, saved.dout))):
+        free, of_rows = ((0,), (1,)) if call.packed else ((0, 2 if call.heads_first else 1), (0, 2))
+        statistics = [x for x in (saved.lse, saved.dlse) if x is not None]
+        rows = [
+            *rows_of(call, call.kv, more),
+            *[Row.of(x, free, unit=True) for x in (saved.out, saved.dout)],
+            *[Row.of(x, of_rows, unit=True) for x in statistics],
+            *map(Row.of, others[len(statistics) :]),
+        ]
+        valid = ready.reach
+    guard, extents = guard_of(rows) or nothing_alike, extents_of(call.extents())
+    shortlist.add(Known(ready, form, call.scalars, guard, valid, extents, alignments_of(others)))
 
 
 def _deterministic(engine: Engine) -> bool:

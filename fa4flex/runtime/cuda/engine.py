@@ -42,13 +42,14 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING, Key, LaunchCache, key_of
+from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.calls.signatures import numbers_of, signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
+from fa4flex.runtime.cuda.known import Known, Shortlist
 from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready
-from fa4flex.runtime.cuda.repeats.families import Families, Look, look_of
-from fa4flex.runtime.cuda.repeats.fast_backward import RecentBackward
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 
@@ -68,9 +69,6 @@ tensors look like."""
 
 Bits = tuple[tuple[int, int], ...]
 
-UNSEEN: Any = object()
-"""Entry of calls that look like none before: None is kept for those that nothing launches."""
-
 
 class Engine:
     """One program (facts, schedule, precision) on NVIDIA GPUs, with what is ready to launch."""
@@ -84,40 +82,48 @@ class Engine:
         self.bits: Bits = ()
         """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
         these have, which only grow: see Captured."""
-        self.ready: Families[Ready] = Families(MOST_READY)
-        """Launches by look, None where no kernel reads keys in place: see runtime/cuda/in_place.py."""
+        self.ready: LaunchCache[Ready] = LaunchCache(MOST_READY)
+        """Launches by key, None where no kernel reads keys in place: see runtime/cuda/in_place.py."""
         self._computed_with = computed_with(facts.score, facts.mask)
         self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
-        self.backward: Families[Any] = Families(MOST_READY)
-        """Launches that runtime/cuda/backward.py keeps, by look; None where there is no kernel."""
-        self.recent_backward = RecentBackward()
+        self.backward: LaunchCache[Any] = LaunchCache(MOST_READY)
+        """Launches that runtime/cuda/backward.py keeps, by key; None where there is no kernel."""
+        self.known_backward: Shortlist[Known] = Shortlist()
         self._changing = threading.Lock()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
-    def find(self, call: Call, default: Any = None) -> Any:
-        """Entry kept for calls that look like this one: a Ready, or None; else `default`. Raises InputError
-        for what an earlier call was wrong in."""
-        faults.check()
+    def find(self, call: Call) -> Any:
+        """Entry kept for calls that look like this one: a Ready, or None; else MISSING. Raises InputError for
+        what an earlier call was wrong in."""
+        if faults.pending.value or later.awaited:
+            faults.check()
         if VALIDATE:
             check_lengths(call)
-        result = self.look(call)
-        return default if result is None else self.ready.find(*result, default)
+        result = self.key(call)
+        return MISSING if result is None else self.ready.find(*result)
 
     def keep(self, call: Call, ready: Ready | None) -> None:
         """Keep what was made ready for calls that look like this one, or that nothing launches them."""
         # Another thread may have seen larger integers since it was made.
-        result = self.look(call, None if ready is None else ready.bits)
+        result = self.key(call, None if ready is None else ready.bits)
         if result is not None:
             self.ready.keep(*result, ready)
 
     def run(self, call: Call) -> Results:
         """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
-        ready: Ready | None = self.find(call)
-        if ready is None:
-            with proving():
-                ready = make_ready(self, call)
-            self.keep(call, ready)
-        return ready(call)
+        ready = self.find(call)
+        if ready is MISSING or ready is None:
+            ready = self.made(call)
+        results: Results = ready(call)
+        return results
+
+    def made(self, call: Call) -> Ready:
+        """The launch of a call that looks like none before. Raises UnsupportedError for what no kernel does,
+        PastTheEnd for short captured tensors."""
+        with proving():
+            ready = make_ready(self, call)
+        self.keep(call, ready)
+        return ready
 
     def look_at(self, call: Call) -> None:
         """Note which captured tensors hold large integers: this waits for the device, at the first call of
@@ -172,9 +178,9 @@ class Engine:
 
         return widen
 
-    def look(self, call: Call, bits: Bits | None = None) -> tuple[Look, Extents] | None:
-        """All that the launch of a call depends on, and its extents: see look_of. bits: see Engine.bits."""
-        result = look_of(call)
+    def key(self, call: Call, bits: Bits | None = None) -> tuple[Key, Extents] | None:
+        """All that the launch of a call depends on, and its extents: see key_of. bits: see Engine.bits."""
+        result = key_of(call)
         return None if result is None else ((*result[0], self.bits if bits is None else bits), result[1])
 
 
@@ -317,17 +323,15 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature)
     output = engine.precision.output_dtype(call.q.dtype)
-    schema, constants = forward_schema(call.keys), {"scalars": captured.scalars or None}
+    schema, constants = forward_schema(call.keys), {"scalars": prepared(captured.scalars or None)}
     if call.kv.seqused_k is None:
         constants["used_keys"] = None
     conversions = conversions_of(schema, call=call._replace(lengths=NO_LENGTHS))
     return Ready(
-        kernel.launch,
         launch_function(schema, kernel.launch, PARAMETERS, constants, conversions),
-        constants,
-        bool(conversions),
         output,
         call.kv.v.shape[-1],
+        call.kv_heads,
         call.statistics,
         reach,
         call.lengths.seqused_q is not None,

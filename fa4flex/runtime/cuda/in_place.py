@@ -27,7 +27,8 @@ MOST_KEYS = (1 << 31) - 256
 
 
 def made(engine: Engine, call: Call) -> Ready | None:
-    """The launch of a checked call whose look is new; None where no kernel reads its keys in place."""
+    """The launch of a checked call that looks like none before; None where no kernel reads its keys in
+    place."""
     if not _readable(engine, call):
         return None
     ready = _made(engine, call)

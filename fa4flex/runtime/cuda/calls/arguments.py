@@ -21,7 +21,7 @@ from fa4flex.runtime.key_sources import KeySource
 def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, ...]]:
     """The function of a call, or of what a forward pass saved, that tells what its launch depends on: how
     tensors look, numbers by their text (0.0 equals -0.0), and the sign of the scale. Extents are left out,
-    and so are q, k and v, which are looked at together (families.py)."""
+    and so are q, k and v, which are looked at together (launch_cache.py)."""
     rows = [row for row in schema.found_in(source) if source == "saved" or not isinstance(row.look, Heads)]
     space = {"layout_key": layout_key, "heads_look": heads_look, "array_look": array_look}
     return _printed((_owner(rows[0]),), f"({', '.join(map(_key, rows))},)", space)

@@ -17,7 +17,7 @@ from fa4flex import later
 from fa4flex.errors import EarlierError
 from fa4flex.kernels.plan.faults import KINDS, ROWS, WORDS
 
-_pending = ctypes.c_int64(0)
+pending = ctypes.c_int64(0)
 """The number in front of the table, wherever that is; without one, 0."""
 
 _making = threading.Lock()
@@ -27,12 +27,12 @@ _table: Tensor | None = None
 
 def table() -> int:
     """Address of the table, for launches. Pinned memory is at the same address for all devices."""
-    global _table, _pending
+    global _table, pending
     if _table is None:
         with _making:  # launches of all threads write to one
             if _table is None:
                 made = torch.zeros(ROWS, WORDS, dtype=torch.int64, device="cpu", pin_memory=_pins())
-                _pending = ctypes.c_int64.from_address(made.data_ptr())
+                pending = ctypes.c_int64.from_address(made.data_ptr())
                 _table = made
     return _table.data_ptr()
 
@@ -44,7 +44,7 @@ def _pins() -> bool:
 def check() -> None:
     """Raise InputError if a kernel has found a fault by now, or a condition on contents did not hold, and
     forget it."""
-    if _pending.value:
+    if pending.value:
         _raise()
     later.check()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
-from fa4flex.kernels.plan.splitting import Splits, Splitting
+from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import counters
@@ -38,6 +38,23 @@ class Layouts(NamedTuple):
     rows: tuple[int, ...]
 
 
+class Sized(NamedTuple):
+    """Everything of a launch that follows from the extents of a call and how its queries lie.
+
+    splits, even   how many blocks share the keys of a tile, of kernels that split
+    floats         of memory for their parts; None for kernels that do not split
+    rows, parts    tensors without memory like the statistics and these parts: what is like another tensor
+                   takes less host time than what is described; None where they would be made for one call
+    """
+
+    layouts: Layouts
+    splits: int | None = None
+    even: int | None = None
+    floats: int | None = None
+    rows: Tensor | None = None
+    parts: Tensor | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Remembered:
     """Layouts of the last results: they serve queries of this very shape and these strides."""
@@ -56,11 +73,9 @@ PARAMETERS = (
 class Ready:
     """A launch in which only pointers are missing.
 
-    kernel      what is launched, with all arguments of its schema
-    launch      the same as a function of PARAMETERS
-    constants   arguments that are the same for all such calls
-    converts    whether tensors are converted at each launch
+    launch      a function of PARAMETERS
     dtype, width   of the output
+    kv_heads    heads of k and v
     statistics  which of lse and max_scores are computed
     reach       extents of the calls that it serves
     gaps        whether there are query rows that no sequence uses, which kernels do not write
@@ -73,14 +88,13 @@ class Ready:
     watch       looks after contents of captured tensors that launches take for granted, where there are any
     bits        of captured integers that the kernel was made for: see Engine
     remembered  what the last call had made that the next may use
+    more        whether a call does more than launch
     """
 
-    kernel: Callable[..., None]
     launch: Callable[..., None]
-    constants: Mapping[str, Any]
-    converts: bool
     dtype: torch.dtype
     width: int
+    kv_heads: int
     statistics: tuple[str, ...]
     reach: Reach
     gaps: bool
@@ -92,33 +106,65 @@ class Ready:
     watch: Callable[[Call], None] | None = None
     bits: tuple[tuple[int, int], ...] = ()
     remembered: Remembered = field(default_factory=Remembered)
+    more: bool = field(init=False)
 
-    def __call__(self, call: Call, extents: Extents | None = None) -> Results:
-        """The results of a call within reach. `extents` are those of the call, where they are known."""
+    def __post_init__(self) -> None:
+        more = self.gaps or self.paged or not self.lengths is self.tables is self.watch is None
+        object.__setattr__(self, "more", more)
+
+    def __call__(self, call: Call, extents: Extents | None = None, sized: Sized | None = None) -> Results:
+        """The results of a call within reach. `extents` and `sized` are those of the call, where they are
+        known."""
         q = call.q
-        layouts = self.layouts(call)
-        out, lse, largest = self.results(q, layouts)
-        lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
-        tables = None if self.tables is None else self.tables(call, lengths)
-        if self.watch is not None:
-            self.watch(call)
-        taken = counters(q.get_device()) if self.counted else None
-        splits = even = parts = None
-        if self.splitting is not None:
-            extents = extents_of(call.extents()) if extents is None else extents
-            splits, even, floats = self.splits(call, extents)
+        if sized is None:
+            sized = self.sized(call, extents)
+        layouts, splits, even, floats, rows, like_parts = sized
+        if layouts.like_q:
+            out = torch.empty_like(q)
+        else:
+            out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
+        lse = largest = tables = order = taken = parts = told = None
+        if self.statistics:
+            lse, largest = self._statistics(q, layouts, rows)
+        lengths = NO_LENGTHS
+        if self.more:
+            if self.gaps:
+                _fill(out, lse, largest)
+            if self.lengths is not None:
+                lengths, order = self.lengths(call)
+            if self.tables is not None:
+                tables = self.tables(call, lengths)
+            if self.watch is not None:
+                self.watch(call)
+            if self.paged:
+                told = faults.table()
+        if self.counted:
+            taken = counters(q.get_device())
+        if like_parts is not None:
+            parts = torch.empty_like(like_parts)
+        elif floats is not None:
             parts = q.new_empty(floats, dtype=_FLOAT)
-        told = faults.table() if self.paged else None
         self.launch(
             call, out, lse, largest, tables, layouts.length, taken, order, splits, even, parts, told, *lengths
         )
         return out, lse, largest
 
-    def splits(self, call: Call, extents: Extents) -> Splits:
-        """Splits of the keys of a tile, of kernels that split."""
-        assert self.splitting is not None
-        batch, _, keys = extents
-        return self.splitting.splits(batch, batch * call.kv_heads, keys, call.q.numel() // call.q.shape[-1])
+    def sized(self, call: Call, extents: Extents | None = None) -> Sized:
+        layouts = self.layouts(call)
+        if self.splitting is None:
+            return Sized(layouts)
+        batch, _, keys = extents_of(call.extents()) if extents is None else extents
+        rows = call.q.numel() // call.q.shape[-1]
+        return Sized(layouts, *self.splitting.splits(batch, batch * self.kv_heads, keys, rows))
+
+    def sized_again(self, call: Call, extents: Extents) -> Sized:
+        """The same for many calls."""
+        result, like = self.sized(call, extents), call.q.new_empty(1, dtype=_FLOAT)
+        rows = like.expand(result.layouts.rows) if self.statistics == ("lse",) else None
+        if result.floats is None:
+            return result._replace(rows=rows)
+        # What is like an empty tensor of stride 0 has that stride, too.
+        return result._replace(rows=rows, parts=like.expand(result.floats) if result.floats else like[:0])
 
     def layouts(self, call: Call) -> Layouts:
         """Layouts of out, lse and max_scores."""
@@ -141,21 +187,17 @@ class Ready:
         self.remembered.layouts = result
         return result
 
-    def results(self, q: Tensor, layouts: Layouts) -> Results:
-        """Memory for what a launch computes."""
-        if layouts.like_q:
-            out = torch.empty_like(q)
-        else:
-            out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
-        lse = largest = None
-        if self.statistics:
-            if "lse" in self.statistics:
-                lse = q.new_empty(layouts.rows, dtype=_FLOAT)
-            if "max_scores" in self.statistics:
-                largest = q.new_empty(layouts.rows, dtype=_FLOAT)
-        if self.gaps:
-            _fill(out, lse, largest)
-        return out, lse, largest
+    def _statistics(
+        self, q: Tensor, layouts: Layouts, like: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for lse and max_scores."""
+        if like is not None:
+            return torch.empty_like(like, memory_format=torch.contiguous_format), None
+        lse, largest = (
+            q.new_empty(layouts.rows, dtype=_FLOAT) if name in self.statistics else None
+            for name in ("lse", "max_scores")
+        )
+        return lse, largest
 
 
 def _fill(out: Tensor, *statistics: Tensor | None) -> None:

@@ -113,7 +113,7 @@ class ReadyBackward:
 
     def padded(self, call: Call, rows: int) -> int:
         """Rows of a head's statistics and sums: whole blocks, of each sequence of a packed batch."""
-        if call.packed:
+        if call.lengths is not NO_LENGTHS and call.packed:
             return (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
         return -(-rows // self.row_block) * self.row_block
 
@@ -121,7 +121,7 @@ class ReadyBackward:
 def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
     """The same call, copied where kernels could not find the ends of a padded batch's sequences: they count
     in tokens from one entry to the next (kernels/common/transfer.py, `ending`)."""
-    if call.packed or call.lengths is NO_LENGTHS or call.q.shape[0] == 1:
+    if call.lengths is NO_LENGTHS or call.packed or call.q.shape[0] == 1:
         return call, saved
     axis = 2 if call.heads_first else 1
     q, k, v, dout = (

@@ -1,4 +1,4 @@
-"""Families of calls, each served by one launch: how their tensors look, whatever their lengths.
+"""Launches by keys of calls: how their tensors look, whatever their lengths.
 
 A launch reads extents and strides from the tensors it is given. So its key says of a tensor what a kernel is
 compiled for and how it is converted, and leaves out batch, lengths and strides. Which of these a launch
@@ -21,15 +21,18 @@ from fa4flex.runtime.key_sources import Contiguous
 from ptxsim import active as simulated
 
 MOST_REACHES = 8
-"""Launches of one look, each for a range of extents; the oldest is forgotten first."""
+"""Launches of one key, each for a range of extents; the oldest is forgotten first."""
 
-Look = tuple[Any, ...]
+MISSING: Any = object()
+"""Entry of calls that look like none before: None is kept for those that nothing launches."""
+
+Key = tuple[Any, ...]
 
 
-# --- looks ------------------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------------------
 
 
-def look_of(call: Call) -> tuple[Look, Extents] | None:
+def key_of(call: Call) -> tuple[Key, Extents] | None:
     """All that the launch of a call depends on besides its extents, and these; None where q, k and v do not
     have the dimensions that calls have."""
     lengths, kind, of_keys = call.lengths, type(call.kv), None
@@ -43,14 +46,14 @@ def look_of(call: Call) -> tuple[Look, Extents] | None:
         return None
     looks, extents = heads
     of_lengths = None if lengths is NO_LENGTHS else _key_of_lengths(call)
-    return (looks, _key_of(call), of_lengths, of_keys, call.statistics, simulated.gpu()), extents
+    return (looks, _key_of_captured(call), of_lengths, of_keys, call.statistics, simulated.gpu()), extents
 
 
-_key_of, _key_of_lengths = key_function(FORWARD, "call"), key_function(FORWARD, "call.lengths")
+_key_of_captured, _key_of_lengths = key_function(FORWARD, "call"), key_function(FORWARD, "call.lengths")
 
 
-def _dense(call: Call) -> tuple[Look, Extents] | None:
-    """Looks of q, k and v, whether their extents agree, and these."""
+def _dense(call: Call) -> tuple[Key, Extents] | None:
+    """Keys of q, k and v, whether their extents agree, and these."""
     q, k, v = call.q, call.kv.k, call.kv.v
     if not q.dim() == k.dim() == v.dim() == 4:
         return None
@@ -65,7 +68,7 @@ def _dense(call: Call) -> tuple[Look, Extents] | None:
     return (call.heads_first, agree, sizes, *_looks(q, k, v)), (b, length, keys)
 
 
-def _looks(q: Tensor, k: Tensor, v: Tensor) -> Look:
+def _looks(q: Tensor, k: Tensor, v: Tensor) -> Key:
     """Results of `heads_look` for each, together where all of them can be read as they are: most can."""
     (a, b, c, q_unit), (d, e, f, k_unit), (g, h, i, v_unit) = q.stride(), k.stride(), v.stride()
     places = (
@@ -79,7 +82,7 @@ def _looks(q: Tensor, k: Tensor, v: Tensor) -> Look:
     return one, one, one
 
 
-def _packed(call: Call) -> tuple[Look, Extents] | None:
+def _packed(call: Call) -> tuple[Key, Extents] | None:
     q, k, v, cu = call.q, call.kv.k, call.kv.v, call.lengths.cu_seqlens_q
     if not q.dim() == k.dim() == v.dim() == 3 or cu is None or not cu.dim():
         return None
@@ -88,8 +91,8 @@ def _packed(call: Call) -> tuple[Look, Extents] | None:
     return looks, (cu.shape[0] - 1, length, keys)
 
 
-def _loaded(call: Call) -> tuple[Look, Extents] | None:
-    """Look of a call whose source knows the numbers of keys, with the slots of a page: these are a part of
+def _loaded(call: Call) -> tuple[Key, Extents] | None:
+    """Key of a call whose source knows the numbers of keys, with the slots of a page: these are a part of
     what a kernel is compiled for."""
     q, kv, cu = call.q, call.kv, call.lengths.cu_seqlens_q
     k, v, used = kv.k, kv.v, kv.seqused_k
@@ -117,25 +120,26 @@ class Reaching(Protocol):
 Ready = TypeVar("Ready", bound=Reaching)
 
 
-class Families(Generic[Ready]):
-    """Launches by the look of calls and their extents. `None` is kept for calls that nothing launches."""
+class LaunchCache(Generic[Ready]):
+    """Launches by keys of calls and their extents. `None` is kept for calls that nothing launches."""
 
     def __init__(self, most: int) -> None:
         self._kept: VersionedCache[Any] = VersionedCache(most)
 
-    def find(self, look: Look, extents: Extents, default: Any = None) -> Any:
-        for ready in self._kept.get(look, (), ()):
+    def find(self, key: Key, extents: Extents) -> Any:
+        """Entry kept for calls of this key and these extents, else MISSING."""
+        for ready in self._kept.get(key, (), ()):
             if ready.reach.holds(extents):
                 return ready
-        return self._kept.get((look, extents), (), default)
+        return self._kept.get((key, extents), (), MISSING)
 
-    def keep(self, look: Look, extents: Extents, ready: Ready | None) -> None:
+    def keep(self, key: Key, extents: Extents, ready: Ready | None) -> None:
         if ready is None or ready.reach.exact:
-            self._kept.keep((look, extents), (), ready)
+            self._kept.keep((key, extents), (), ready)
         else:
-            known = self._kept.get(look, (), ())
-            self._kept.keep(look, (), (ready, *known)[:MOST_REACHES])
+            known = self._kept.get(key, (), ())
+            self._kept.keep(key, (), (ready, *known)[:MOST_REACHES])
 
     def __len__(self) -> int:
-        """Number of looks, and of extents that have a launch of their own."""
+        """Number of keys, and of extents that have a launch of their own."""
         return len(self._kept)
