@@ -118,15 +118,15 @@ def reader_of(
     writer = _Writer()
     for guard in guards:
         writer.check(guard)
-    tensor_names, number_names = ([writer.variable(path) for path in paths] for paths in (tensors, numbers))
-    the_tensors = [f"{x} is t{i}" for i, x in enumerate(tensor_names)]
-    the_numbers = [f"({x} is n{i} or repr({x}) == repr(n{i}))" for i, x in enumerate(number_names)]
-    of_tensors = [f"{_tuple([f't{i}' for i in range(len(tensor_names))])} = tensors"] * bool(tensor_names)
-    of_numbers = [f"{_tuple([f'n{i}' for i in range(len(number_names))])} = numbers"] * bool(number_names)
+    held, told = ([writer.variable(path) for path in paths] for paths in (tensors, numbers))
+    the_tensors = [f"{x} is t{i}" for i, x in enumerate(held)]
+    the_numbers = [f"({x} is n{i} or repr({x}) == repr(n{i}))" for i, x in enumerate(told)]
+    of_tensors = [f"{_tuple([f't{i}' for i in range(len(held))])} = tensors"] * bool(held)
+    of_numbers = [f"{_tuple([f'n{i}' for i in range(len(told))])} = numbers"] * bool(told)
     both = " and ".join((*the_tensors, *the_numbers)) or "True"
-    read = _function("read", roots, [*writer.lines, f"return {_tuple(tensor_names)}, {_tuple(number_names)}"])
+    read = _function("read", roots, [*writer.lines, f"return {_tuple(held)}, {_tuple(told)}"])
     matches = _function("matches", roots, [*writer.lines, f"return {both}"])
-    tensors_now = f"return {_tuple(tensor_names)} if {' and '.join(the_numbers) or 'True'} else None"
+    tensors_now = f"return {_tuple(held)} if {' and '.join(the_numbers) or 'True'} else None"
     result = _function("found", roots, [*writer.lines, tensors_now])
     lines = [
         *read,
