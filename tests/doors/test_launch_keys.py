@@ -69,7 +69,6 @@ DENSE: dict[str, Change] = {
     "queries used": field("lengths", lambda x: x._replace(seqused_q=torch.tensor([S, 7], dtype=torch.int32))),
     "keys used": field("lengths", lambda x: x._replace(seqused_k=torch.tensor([S, 7], dtype=torch.int32))),
 }
-DENSE["scales"] = lambda call: call._replace(kv=EightBit(*call.kv, torch.ones(2, 2), None, "head"))
 
 
 def with_scale(name: str, change: Callable[[Any], Any]) -> Change:
@@ -88,6 +87,7 @@ class Another(EightBit):
     """Source of the same fields, which kernels read in another way."""
 
 
+SCALED["no scales of keys"] = lambda call: call._replace(kv=call.kv._replace(k_scale=None, k_per=""))
 SCALED["source"] = lambda call: call._replace(kv=Another(*call.kv))
 USED = {
     f"{name}: {look}": with_length(at, change)
