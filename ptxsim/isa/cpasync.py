@@ -48,7 +48,7 @@ class Copies:
         self.committed = np.zeros((MOST_GROUPS, LANES), np.int64)
         self.flying: dict[int, Operation] = {}
         self.known: dict[int, LaneAccess] = {}
-        """What lanes wrote, by copy, until the warp knows of it."""
+        """Writes by lane, of each copy until the warp knows of it."""
 
     @classmethod
     def of(cls, warp: Warp) -> Copies:

@@ -137,7 +137,7 @@ class Warp(Registers):
         """Values of special registers and addresses of variables, by how they are read."""
 
     def withheld(self) -> frozenset[Key]:
-        """What other lanes than those that act did since the warp's lanes were ordered."""
+        """Accesses of other lanes than those that act since the warp's lanes were ordered."""
         return self.lanes.withheld(self.cta.cluster.order, self.acting) if self.lanes.entries else NOTHING
 
     def release(self) -> Clock:

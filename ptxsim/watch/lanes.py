@@ -94,7 +94,9 @@ class LaneLog:
 
     def learn(self, order: Order, clock: Clock) -> None:
         """Lanes learn what a clock says: accesses of others are over by then."""
-        self._keep([entry for entry in self.entries if not over(order.accesses[entry.number], clock)])
+        kept = [entry for entry in self.entries if not over(order.accesses[entry.number], clock)]
+        if len(kept) < len(self.entries):
+            self._keep(kept)
 
     def _keep(self, entries: list[LaneAccess]) -> None:
         self.entries, self._marked = entries, 0

@@ -112,7 +112,7 @@ def lacking(result: Result, opcode: str) -> Iterator[Mutant]:
 
 
 COMES_TOGETHER = ("elect.sync", "match.any.sync", "bar.sync", "tcgen05.ld.sync", "tcgen05.wait")
-"""What a warp's lanes come together for after a bar.warp.sync."""
+"""Instructions for which a warp's lanes come together after a bar.warp.sync."""
 MEETS = ("ld.shared", "st.shared", "mbarrier.arrive", "cp.async.bulk", "cp.reduce.async.bulk")
 """Instructions by which lanes may meet, or speak for one another."""
 

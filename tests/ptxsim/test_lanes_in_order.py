@@ -147,7 +147,7 @@ def test_bulk_stores_by_one_lane(body: str) -> None:
 
 
 def test_what_a_lane_may_say() -> None:
-    """What it wrote itself; what all lanes wrote alike; and what all lanes arrive for."""
+    """A lane speaks for what it wrote itself and what all wrote alike; all lanes do for all."""
     one = handed(f"{WRITE_OWN}\n @%p1 st.shared.b32 [%r3+512], 1;", "ld.shared.b32 %r6, [%r3+512];")
     assert not findings(one.replace(SYNC, ""), 64)
     alike = handed("st.shared.b32 [%r3+512], 1;", "ld.shared.b32 %r6, [%r3+512];")
