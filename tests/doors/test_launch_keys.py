@@ -71,6 +71,13 @@ DENSE: dict[str, Change] = {
 }
 
 
+class Alike(Contiguous):
+    """Source of the same fields, which kernels read in another way, as far as a key knows."""
+
+
+DENSE["source"] = lambda call: call._replace(kv=Alike(*call.kv))
+
+
 def with_scale(name: str, change: Callable[[Any], Any]) -> Change:
     return field("kv", lambda x: x._replace(**{name: change(getattr(x, name))}))
 
