@@ -243,25 +243,16 @@ def _diagonal(window: int, shift: int | Tensor, lengths: tuple[int, int]) -> Mas
     q_len, kv_len = lengths
     if isinstance(shift, int) and q_len == 1 and shift >= kv_len - 1 and (not window or shift < window):
         return None
-
-    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kv_idx <= q_idx + shift
-
-    def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (kv_idx <= q_idx + shift) & (kv_idx > q_idx + shift - window)
-
-    return sliding if window else causal
+    if not window:
+        return lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + shift
+    return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx + shift) & (kv_idx > q_idx + shift - window)
 
 
 def _positioned(function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction | None:
     """`function` at absolute token positions, None if it allows all keys."""
     if function is bidirectional_mask_function:
         return None
-
-    def positioned(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return function(b, h, q_idx + q_offset, kv_idx + kv_offset)
-
-    return positioned
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx + q_offset, kv_idx + kv_offset)
 
 
 def _both(mod: MaskFunction | None, other: MaskFunction) -> MaskFunction:
@@ -277,11 +268,7 @@ def _both(mod: MaskFunction | None, other: MaskFunction) -> MaskFunction:
 
 def _without_padding(mod: MaskFunction | None, padding: Tensor, kv_offset: int) -> MaskFunction:
     """`mod` without the padded keys; padding [B, tokens] bool, False where a token is padding."""
-
-    def real(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return padding[b, kv_idx + kv_offset]
-
-    return _both(mod, real)
+    return _both(mod, lambda b, h, q_idx, kv_idx: padding[b, kv_idx + kv_offset])
 
 
 def from_table(table: Tensor) -> Callable[..., Any]:
@@ -318,8 +305,4 @@ def within_sequences(
         torch.searchsorted(starts[1:], torch.arange(x.shape[2], device=x.device), right=True)
         for starts, x in zip(cu_seqlens, qk, strict=True)
     )
-
-    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return rows[q_idx] == keys[kv_idx]
-
-    return _both(mask_mod, same)
+    return _both(mask_mod, lambda b, h, q_idx, kv_idx: rows[q_idx] == keys[kv_idx])

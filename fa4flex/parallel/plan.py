@@ -33,20 +33,13 @@ SM_MARGIN = 0
 costs less than 6 % of a stage's multiprocessors."""
 
 Moves = Literal["auto", "keys", "heads"]
-"""Tokens that ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
-
-
 Guests = Literal["auto", "always", "never"]
-"""Choice of when queries with more keys than one rank should compute visit others, each of which computes
-them against some: where that costs less, wherever loads differ by more than 3 % without, or never."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Options for spreading attention. kind: of the placement, None for the best; tile: see TILE; stages: in
-    how many parts keys of other ranks arrive; moves: what is sent; guests: of queries with very many keys,
-    not with a kind; sm_margin: multiprocessors that kernels of GPUs leave to an exchange in flight. Raises
-    InputError."""
+    """Options for spreading attention, as `fa4flex.parallel.parallel` describes them; kind: its `placement`,
+    with which no keys are divided. Raises InputError."""
 
     kind: Kind | None = None
     tile: int = TILE
