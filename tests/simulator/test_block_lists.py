@@ -29,7 +29,7 @@ POISON = (-1, 1 << 30, -(1 << 31))
 def no_fault_is_left() -> Iterator[None]:
     yield
     faults.table()
-    assert not faults._pending.value, "a fault that the test did not expect"
+    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 @dataclass(frozen=True)
