@@ -105,7 +105,7 @@ class Forward:
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, Transfers(None, k, v, None), (shared, pipes), products, memory)
+            self.work(arguments, part, Transfers(None, k, v, None), shared, pipes, products, memory)
 
     @cute.jit
     def work(
@@ -113,12 +113,12 @@ class Forward:
         arguments: Arguments,
         part: Part,
         transfers: cutlass.Constexpr[Transfers],
-        rings: cutlass.Constexpr[tuple[Shared, Pipes]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
         products: cutlass.Constexpr[Products],
         memory: cutlass.Constexpr[Any],
     ) -> None:
         """A part of the keys, by three roles."""
-        shared, pipes = rings
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD:
             self.load.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))

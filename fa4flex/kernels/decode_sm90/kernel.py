@@ -113,7 +113,7 @@ class Forward:
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, transfers, (shared, pipes), mma)
+            self.work(arguments, part, transfers, shared, pipes, mma)
 
     @cute.jit
     def work(
@@ -121,11 +121,11 @@ class Forward:
         arguments: Arguments,
         part: Part,
         transfers: cutlass.Constexpr[Transfers],
-        memory: cutlass.Constexpr[tuple[Shared, Pipes]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
         mma: tuple[cute.TiledMma, cute.TiledMma],
     ) -> None:
         """A part of the keys, by two roles."""
-        shared, pipes = memory
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
