@@ -36,7 +36,7 @@ from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.transfer import reordered, tokens_first
+from fa4flex.kernels.common.transfer import reordered, tile_room, tokens_first
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
@@ -218,23 +218,19 @@ class Backward:
 
     def storage(self, kind: Any) -> Any:
         config = self.config
-
-        def tile(element: Any, size: int) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
-
         q, dout, k, v, ds, p = (cute.cosize(x) for x in self.layouts(kind))
         members = {
             "barriers": room(self.barriers),
             "next": cute.struct.MemRange[Int32, 1],
             "lse2": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.q_stages], 128],
             "delta": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.do_stages], 128],
-            "q": tile(kind, q),
-            "dout": tile(kind, dout),
-            "k": tile(kind, k),
-            "v": tile(kind, v),
-            "ds": tile(kind, ds),
-            "p": tile(*self.shared_p(kind, p)),
-            "dq": tile(Float32, config.dq_room * config.dq_parts * config.dq_stages),
+            "q": tile_room(kind, q),
+            "dout": tile_room(kind, dout),
+            "k": tile_room(kind, k),
+            "v": tile_room(kind, v),
+            "ds": tile_room(kind, ds),
+            "p": tile_room(*self.shared_p(kind, p)),
+            "dq": tile_room(Float32, config.dq_room * config.dq_parts * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 

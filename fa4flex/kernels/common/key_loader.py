@@ -6,8 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 from cutlass import Int32, Int64
 
-from fa4flex.kernels.common.arguments import Arguments
-
 
 class Wanted(NamedTuple):
     """Keys that are asked for: those of sequence b, which has `length` of them, for head kv_head of keys and
@@ -33,11 +31,11 @@ class KeyLoader(Protocol):
     entry: Any
 
     @staticmethod
-    def capacity(arguments: Arguments) -> Int64:
+    def capacity(arguments: Any) -> Int64:
         """Number of keys that a sequence can have at most."""
 
     @staticmethod
-    def of(arguments: Arguments, wanted: Wanted) -> KeyLoader: ...
+    def of(arguments: Any, wanted: Wanted) -> KeyLoader: ...
 
     def entry_of(self, key: Int32) -> tuple[Any, Int32]:
         """Entry that is read for the page of a key, and the key's slot in it."""

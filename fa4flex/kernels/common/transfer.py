@@ -45,6 +45,11 @@ def _warp_uniform(state: pipeline.PipelineState) -> pipeline.PipelineState:
     return pipeline.PipelineState(state.stages, count, index, phase)
 
 
+def tile_room(element: Any, size: int) -> Any:
+    """Room of so many elements in shared memory, aligned as TMA swizzles: by 1024 bytes."""
+    return cute.struct.Align[cute.struct.MemRange[element, size], 1024]
+
+
 def partition(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2) -> Views:
     """Views whose first `modes` modes are one tile."""
     return cpasync.tma_partition(

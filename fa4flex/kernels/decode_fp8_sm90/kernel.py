@@ -17,29 +17,23 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.kernels.combine.kernel import Combine, CombineArguments
+from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, room
 from fa4flex.kernels.common.gathering_rings import GatheringRing, tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Stages
-from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered, tile_room
 from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, Config, span
 from fa4flex.kernels.decode_fp8_sm90.consumer import Consumer
 from fa4flex.kernels.decode_fp8_sm90.producer import Producer
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_fp8_sm90.roles import MEET
-from fa4flex.kernels.decode_sm90.kernel import ALL_SHARED
 from fa4flex.kernels.decode_sm90.roles import barrier_table
 
 
-class Forward:
-    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
-
-    direction = "forward"
-    """Schema of its arguments."""
-
+class Forward(SplitForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
@@ -47,22 +41,10 @@ class Forward:
         self.producer = Producer(config, hooks)
         self.consumer = Consumer(config, hooks)
 
-    def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
-        """The kernel that merges splits, and the class of its arguments, `arguments` being this one's. width:
-        of the output."""
-        return Combine(width), CombineArguments
-
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         k, v = self.transfers(arguments)
-        pairs = arguments.q.shape[0] * arguments.k.shape[2]
-        self.device(arguments, k, v).launch(
-            grid=[pairs * arguments.splits, 1, 1],
-            block=[self.config.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.config.blocks,
-            preferred_smem_carveout=ALL_SHARED,
-        )
+        self.launch(self.device(arguments, k, v), arguments, stream)
 
     def layouts(self) -> tuple[Any, Any]:
         """Swizzled shared-memory layouts of k and v, row by row; their last mode counts stages."""
@@ -93,15 +75,11 @@ class Forward:
 
     def storage(self, layouts: tuple[Any, ...]) -> Any:
         config = self.config
-
-        def tile(size: int) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[Uint8, size], 1024]  # TMA swizzles by 1024 bytes
-
         members = {
             "barriers": room(self.barriers),
-            "queries": tile(config.query_bytes),
-            "keys": tile(cute.cosize(layouts[0])),
-            "values": tile(cute.cosize(layouts[1])),
+            "queries": tile_room(Uint8, config.query_bytes),
+            "keys": tile_room(Uint8, cute.cosize(layouts[0])),
+            "values": tile_room(Uint8, cute.cosize(layouts[1])),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 

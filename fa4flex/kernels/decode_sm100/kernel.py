@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4flex.kernels.combine.kernel import Combine, CombineArguments
+from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
 from fa4flex.kernels.common.boxes import stage_layouts
@@ -23,7 +23,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
-from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, tile_room
 from fa4flex.kernels.decode_sm100.config import (
     LANES,
     MERGED,
@@ -36,16 +36,8 @@ from fa4flex.kernels.decode_sm100.resources import Products, Shared
 from fa4flex.kernels.decode_sm100.roles import ALLOCATED, LOAD, MULTIPLY, barrier_table
 from fa4flex.kernels.decode_sm100.softmax import Softmax
 
-ALL_SHARED = 100
-"""Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
 
-
-class Forward:
-    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
-
-    direction = "forward"
-    """Schema of its arguments."""
-
+class Forward(SplitForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
@@ -54,35 +46,20 @@ class Forward:
         self.mma = Mma(config, hooks)
         self.softmax = Softmax(config, hooks)
 
-    def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
-        """The kernel that merges splits, and the class of its arguments, `arguments` being this one's. width:
-        of the output."""
-        return Combine(width), CombineArguments
-
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         layouts = stage_layouts(self.config, arguments.q.element_type)
         k, v = stage_transfers(arguments, self.config, layouts)
-        pairs = arguments.q.shape[0] * arguments.k.shape[2]
-        self.device(arguments, k, v).launch(
-            grid=[pairs * arguments.splits, 1, 1],
-            block=[self.config.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.config.blocks,
-            preferred_smem_carveout=ALL_SHARED,
-        )
+        self.launch(self.device(arguments, k, v), arguments, stream)
 
     def storage(self, layouts: tuple[Any, Any], kind: Any) -> Any:
-        def tile(size: int) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[kind, size], 1024]  # TMA swizzles by 1024 bytes
-
         members = {
             "barriers": room(self.barriers),
             "freed": Int64,
             "columns": Int32,
             "statistics": cute.struct.Align[cute.struct.MemRange[Float32, 2 * LANES], 16],
-            "keys": tile(cute.cosize(layouts[0])),
-            "values": tile(cute.cosize(layouts[1])),
+            "keys": tile_room(kind, cute.cosize(layouts[0])),
+            "values": tile_room(kind, cute.cosize(layouts[1])),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -105,7 +82,7 @@ class Forward:
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, Transfers(None, k, v, None), (shared, pipes), products, memory)
+            self.work(arguments, part, Transfers(None, k, v, None), shared, pipes, products, memory)
 
     @cute.jit
     def work(
@@ -113,12 +90,12 @@ class Forward:
         arguments: Arguments,
         part: Part,
         transfers: cutlass.Constexpr[Transfers],
-        rings: cutlass.Constexpr[tuple[Shared, Pipes]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
         products: cutlass.Constexpr[Products],
         memory: cutlass.Constexpr[Any],
     ) -> None:
         """A part of the keys, by three roles."""
-        shared, pipes = rings
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD:
             self.load.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))

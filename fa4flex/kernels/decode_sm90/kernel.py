@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.kernels.combine.kernel import Combine, CombineArguments
+from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, room
 from fa4flex.kernels.common.boxes import stage_layouts
@@ -26,22 +26,14 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
-from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, tile_room
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
 from fa4flex.kernels.decode_sm90.resources import Shared
 from fa4flex.kernels.decode_sm90.roles import barrier_table
 
-ALL_SHARED = 100
-"""Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
 
-
-class Forward:
-    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
-
-    direction = "forward"
-    """Schema of its arguments."""
-
+class Forward(SplitForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
@@ -49,25 +41,13 @@ class Forward:
         self.producer = Producer(config, hooks)
         self.consumer = Consumer(config, hooks)
 
-    def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
-        """The kernel that merges splits, and the class of its arguments, `arguments` being this one's. width:
-        of the output."""
-        return Combine(width), CombineArguments
-
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
         k, v = stage_transfers(arguments, self.config, layouts[1:])
-        pairs = arguments.q.shape[0] * arguments.k.shape[2]
         mma = tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
-        self.device(arguments, k, v, mma).launch(
-            grid=[pairs * arguments.splits, 1, 1],
-            block=[self.config.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.config.blocks,
-            preferred_smem_carveout=ALL_SHARED,
-        )
+        self.launch(self.device(arguments, k, v, mma), arguments, stream)
 
     def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""
@@ -76,14 +56,11 @@ class Forward:
         return q, *stage_layouts(self.config, kind)
 
     def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
-        def tile(size: int) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[kind, size], 1024]  # TMA swizzles by 1024 bytes
-
         members = {
             "barriers": room(self.barriers),
-            "queries": tile(cute.cosize(layouts[0])),
-            "keys": tile(cute.cosize(layouts[1])),
-            "values": tile(cute.cosize(layouts[2])),
+            "queries": tile_room(kind, cute.cosize(layouts[0])),
+            "keys": tile_room(kind, cute.cosize(layouts[1])),
+            "values": tile_room(kind, cute.cosize(layouts[2])),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -113,7 +90,7 @@ class Forward:
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, transfers, (shared, pipes), mma)
+            self.work(arguments, part, transfers, shared, pipes, mma)
 
     @cute.jit
     def work(
@@ -121,11 +98,11 @@ class Forward:
         arguments: Arguments,
         part: Part,
         transfers: cutlass.Constexpr[Transfers],
-        memory: cutlass.Constexpr[tuple[Shared, Pipes]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
         mma: tuple[cute.TiledMma, cute.TiledMma],
     ) -> None:
         """A part of the keys, by two roles."""
-        shared, pipes = memory
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)

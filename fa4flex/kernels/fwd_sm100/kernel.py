@@ -26,7 +26,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.common.transfer import Transfers, reordered, tile_room
 from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.kernels.fwd_sm100.correction import Correction
@@ -137,10 +137,6 @@ class Forward:
 
     def storage(self, products: Products, out_kind: Any) -> Any:
         config = self.config
-
-        def tile(element: Any, size: int) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
-
         members: dict[str, Any] = {
             "barriers": room(self.barriers),
             "next": cute.struct.Align[cute.struct.MemRange[Int32, config.next_words], 16],
@@ -151,9 +147,9 @@ class Forward:
         members |= {"scales": rows, "finals": rows}
         names = ("queries", "keys", "values")
         for name, layout in zip(names, products.layouts(), strict=True):
-            members[name] = tile(products.kind, cute.cosize(layout))
+            members[name] = tile_room(products.kind, cute.cosize(layout))
         chunk = self.out_layout(out_kind)
-        members["out"] = tile(out_kind, 0 if chunk is None else cute.cosize(chunk))
+        members["out"] = tile_room(out_kind, 0 if chunk is None else cute.cosize(chunk))
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel

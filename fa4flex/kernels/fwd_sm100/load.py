@@ -56,7 +56,7 @@ class Load:
             if const_expr(self.config.paged):
                 q = self.query_views(work, transfers, shared, products)
                 kv_head = kv_head_of(work, grid, arguments)
-                key_values = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes))
+                key_values = self.pages(work, kv_head, keys, arguments, transfers, shared, pipes)
             else:
                 q, key_values = self.views(work, grid, arguments, transfers, shared, pipes, products)
             tile = tile_at(keys, Int32(0))
@@ -117,9 +117,11 @@ class Load:
         kv_head: Int32,
         keys: KeyTiles,
         arguments: Arguments,
-        block: tuple[Transfers, Shared, Pipes],
+        transfers: Transfers,
+        shared: Shared,
+        pipes: Pipes,
     ) -> KeyValues:
-        config, (transfers, shared, pipes) = self.config, block
+        config = self.config
         assert shared.tiles is not None
         check_length(arguments, work.b)
         views = box_views(transfers, shared.tiles, arguments, kv_head, Boxes(config.box_rows))

@@ -27,7 +27,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered, tile_room
 from fa4flex.kernels.common.work import Grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
@@ -129,17 +129,13 @@ class Forward:
         """Shared memory by name, in order."""
         config = self.config
         kind, out_kind = kinds
-
-        def tile(element: Any, size: int) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
-
         return {
             "barriers": room(self.barriers),
             "next": cute.struct.Align[cute.struct.MemRange[Int32, self.handed], 16],
-            "queries": tile(kind, cute.cosize(layouts[0])),
-            "keys": tile(kind, cute.cosize(layouts[1])),
-            "values": tile(kind, cute.cosize(layouts[2])),
-            "out": tile(out_kind, 0 if config.alias_output else cute.cosize(layouts[3])),
+            "queries": tile_room(kind, cute.cosize(layouts[0])),
+            "keys": tile_room(kind, cute.cosize(layouts[1])),
+            "values": tile_room(kind, cute.cosize(layouts[2])),
+            "out": tile_room(out_kind, 0 if config.alias_output else cute.cosize(layouts[3])),
         }
 
     @cute.kernel

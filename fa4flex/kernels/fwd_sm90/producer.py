@@ -3,7 +3,7 @@ pages, two of them, one of which brings the values; where pages are of few keys,
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
@@ -26,8 +26,14 @@ from fa4flex.kernels.fwd_sm90.resources import QueryRing, Shared, Turn
 from fa4flex.kernels.fwd_sm90.rows import rows_of
 from fa4flex.kernels.plan.memory import block_bytes
 
-Block = tuple[Transfers, Shared, Pipes]
-"""Constants over the tiles of a block."""
+
+class Block(NamedTuple):
+    """Constants over the tiles of a block."""
+
+    transfers: Transfers
+    shared: Shared
+    pipes: Pipes
+
 
 Part = Literal["keys", "values"]
 """Copies of one of two producer warps; with keys come queries."""
@@ -68,9 +74,9 @@ class Producer:
             keys = self.scheduler.keys(at, work, arguments)
             kv_head = self.rows.kv_head(work, grid, arguments)
             if const_expr(self.config.paged):
-                key_values = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes))
+                key_values = self.pages(work, kv_head, keys, arguments, Block(transfers, shared, pipes))
             else:
-                key_values = self.contiguous(work, kv_head, (transfers, shared, pipes))
+                key_values = self.contiguous(work, kv_head, Block(transfers, shared, pipes))
             tile = tile_at(keys, Int32(0))
             key_values.turn_to(Int32(0))
             key_values.load_keys(k_state, tile)
@@ -92,12 +98,11 @@ class Producer:
             return self.ring.carry(phase, states, (k_state, v_state))
 
         begun = self.ring.open((k_state, v_state))
-        self.walk(load, (arguments, grid), (transfers, shared, pipes), begun)
+        self.walk(load, arguments, grid, Block(transfers, shared, pipes), begun)
 
-    def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
+    def walk(self, load: Any, arguments: Arguments, grid: Grid, block: Block, states: States) -> None:
         """Tile after tile of a block."""
-        arguments, grid = call
-        self.scheduler.walk(grid, arguments, block[2].next, load, states, takes=self.leads)
+        self.scheduler.walk(grid, arguments, block.pipes.next, load, states, takes=self.leads)
 
     def contiguous(self, work: Work, kv_head: Int32, block: Block) -> KeyValues:
         config, (transfers, shared, pipes) = self.config, block
@@ -203,7 +208,7 @@ class PartProducer(Producer):
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             kv_head = kv_head_of(work, grid, arguments)
-            pages = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes), 0)
+            pages = self.pages(work, kv_head, keys, arguments, Block(transfers, shared, pipes), 0)
             both = states[0], states[1]
             # One loop, and the queries within it: copies that are written out twice are code to wait for.
             for i in cutlass.range(0, keys.count, unroll=1):
@@ -214,7 +219,7 @@ class PartProducer(Producer):
             return self.ring.carry(phase, states, both)
 
         begun = self.ring.open((k_state, k_state.clone()))
-        self.walk(load, (arguments, grid), (transfers, shared, pipes), begun)
+        self.walk(load, arguments, grid, Block(transfers, shared, pipes), begun)
 
     def tile(self, pages: KeyValues, keys: KeyTiles, number: Int32, states: States) -> States:
         """This warp's part of a tile of keys; the other state is not used."""

@@ -30,9 +30,8 @@ class FewKeys(forward.Producer):
     config: Config
     hooks: Hooks
 
-    def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
-        arguments, grid = call
-        pipes = block[2]
+    def walk(self, load: Any, arguments: Arguments, grid: Grid, block: Block, states: States) -> None:
+        pipes = block.pipes
 
         @cute.jit
         def load_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:

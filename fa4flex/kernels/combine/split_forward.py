@@ -1,0 +1,38 @@
+"""Base of forward kernels for few query rows, whose blocks share the keys of a tile: a kernel merges them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings import driver as cuda
+
+from fa4flex.kernels.combine.kernel import Combine, CombineArguments
+from fa4flex.kernels.common.arguments import Arguments
+
+ALL_SHARED = 100
+"""Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
+
+
+class SplitForward:
+    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Schema of its arguments."""
+
+    config: Any
+
+    def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
+        """The kernel that merges splits, and the class of its arguments, `arguments` being this one's. width:
+        of the output."""
+        return Combine(width), CombineArguments
+
+    def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
+        """A block for each split of a sequence and head of keys. device: the kernel with its arguments."""
+        pairs = arguments.q.shape[0] * arguments.k.shape[2]
+        device.launch(
+            grid=[pairs * arguments.splits, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=ALL_SHARED,
+        )
