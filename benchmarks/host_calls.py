@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import fa4flex
-from fa4flex import KVScales, Paging, Varlen
+from fa4flex import BlockMap, KVScales, Paging, Varlen
 from fa4flex.variants import alibi, causal, document, sliding_window
 
 HEADS, KV_HEADS, D, KEYS, BATCH, PAGE = 32, 8, 128, 8192, 4, 64
@@ -156,6 +157,22 @@ def captured() -> dict[str, Call]:
     }
 
 
+def blocks() -> dict[str, Call]:
+    """A map that a call brings, and torch's with lists in place of classes."""
+    q, k, v = (torch.empty(2, 4, 512, 64, dtype=DTYPE) for _ in range(3))
+    attn, classes = fa4flex.compile(mask=causal), torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    map_of_call = BlockMap(classes, (128, 128), 512, 512)
+
+    def before(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    mask = create_block_mask(before, None, None, 512, 512, device=q.device)
+    return {
+        "flex_attention, BlockMask": lambda: fa4flex.flex_attention(q, k, v, block_mask=mask),
+        "map given to the call": lambda: attn(q, k, v, blocks=map_of_call),
+    }
+
+
 def training() -> dict[str, Call]:
     attn = fa4flex.compile(score_mod=alibi, mask=causal & sliding_window(128))
     grown, lengths = fa4flex.compile(score_mod=alibi, mask=causal), range(200, 300)
@@ -209,4 +226,7 @@ def new_contents() -> dict[str, Call]:
 
 def rows() -> dict[str, Call]:
     """Calls by name, with tensors of the default device; the others are compared with the first."""
-    return {**decoding(), **pages(), **eight_bit(), **packed(), **captured(), **training(), **new_contents()}
+    return {
+        **decoding(), **pages(), **eight_bit(), **packed(), **captured(), **blocks(), **training(),
+        **new_contents(),
+    }  # fmt: skip

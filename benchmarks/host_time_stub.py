@@ -21,9 +21,12 @@ from host_calls import Call, rows
 from fa4flex import contents, lower
 from fa4flex.kernels.plan.arguments import COUNTERS
 from fa4flex.kernels.plan.target import SM90A
+from fa4flex.primitives import blocks
 from fa4flex.primitives import paging as paging_module
 from fa4flex.primitives import varlen as varlen_module
+from fa4flex.runtime import block_lists as runtime_lists
 from fa4flex.runtime import compute
+from fa4flex.runtime.cuda import block_lists as cuda_lists
 from fa4flex.runtime.cuda import engine, in_place
 from fa4flex.runtime.cuda.launches import ready, ready_backward
 
@@ -46,13 +49,17 @@ def stand_in() -> None:
     zeros = torch.zeros(COUNTERS, dtype=torch.int32)
     for module in (ready, ready_backward):
         mock.patch.object(module, "counters", lambda device: zeros).start()
-    for module in (engine, in_place):
+    for module in (engine, in_place, cuda_lists):
         mock.patch.object(module, "target_of", lambda device: SM90A).start()
-    for module in (contents, varlen_module, paging_module):
+    for module in (contents, varlen_module, paging_module, blocks):
         mock.patch.object(module, "checked_here", lambda x: False).start()
-    mock.patch.object(lower, "compile_kernel", Standin).start()
+    mock.patch.object(contents.Alike, "made", lambda self, key, tensors, make: make()).start()
+    mock.patch.object(blocks, "simulating", lambda: True).start()
+    for module in (lower, cuda_lists):
+        mock.patch.object(module, "compile_kernel", Standin).start()
     mock.patch.object(lower, "compile_ahead", lambda *given: None).start()
-    mock.patch.object(compute, "on_gpu", lambda q: True).start()
+    for module in (compute, runtime_lists):
+        mock.patch.object(module, "on_gpu", lambda q: True).start()
 
 
 # --- measuring ----------------------------------------------------------------------------------------------

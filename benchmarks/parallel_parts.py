@@ -104,8 +104,8 @@ class Recorded:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.links.all_reduce(x)
 
-    def gather(self, said: Any) -> list[Any]:
-        return self.links.gather(said)
+    def gather(self, value: Any) -> list[Any]:
+        return self.links.gather(value)
 
     def again(self) -> list[Tensor]:
         """The same exchanges, one after another."""

@@ -1,13 +1,13 @@
-"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate}`.
+"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate,
+first-light}`.
 
-Only bench needs a GPU.
+Only bench and first-light need a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import math
 import platform
 import sys
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fa4flex
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
+from fa4flex.first_light.command import add_options as add_first_light_options
 from fa4flex.selection import NAMING, parameters_of, select
 from fa4flex.simulate import add_options as add_simulator_options
 
@@ -36,19 +37,22 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Facts for a bug report: versions, what runs here and why, cache, variables, and a self-check."""
     import torch
 
+    from fa4flex.bench.environment import version_of
     from fa4flex.doctor import devices, kept_kernels, run_self_checks, variables
 
-    print(f"fa4flex       {_version('fa4flex')}")
+    print(f"fa4flex       {version_of('fa4flex')}")
     print(f"python        {platform.python_version()} on {platform.platform()}")
     print(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
-    compiler = {name: _version(name) or "not installed" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+    compiler = {
+        name: version_of(name) or "not installed" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    }
     print(f"compiler      {', '.join(f'{name} {result}' for name, result in compiler.items())}")
     for name, purpose in (
         ("sympy", "algebra of masks"), ("networkx", "hoisting"), ("matplotlib", "attn.mask.plot"),
         ("transformers", 'attn_implementation="fa4flex"'), ("attn_gym", "tests against its catalogue"),
         ("nbclient", "running the notebooks"),
     ):  # fmt: skip
-        result = _version(name)
+        result = version_of(name)
         print(f"{name:<13} {result}" if result else f"{name:<13} not installed (only needed for: {purpose})")
     print()
     for line in devices():
@@ -56,13 +60,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     print(f"cache         {kept_kernels()}")
     print(f"variables     {', '.join(variables()) or 'none set'}\n")
     return 0 if run_self_checks() else 1
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -135,6 +132,13 @@ def simulate(arguments: argparse.Namespace) -> int:
     return run(compiled(arguments), arguments)
 
 
+def first_light(arguments: argparse.Namespace) -> int:
+    """All kernels checked and timed on this GPU, in ten minutes; one report to attach to an issue."""
+    from fa4flex.first_light.command import run
+
+    return run(arguments)
+
+
 # --- the parser --------------------------------------------------------------------------------------------
 
 
@@ -184,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(add(bench, variant=False))
     add_simulator_options(add(simulate))
+    add_first_light_options(add(first_light, variant=False))
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,7 @@ class Attention:
 
     variant: Variant
     _caller: launch.Caller | None = None
+    _last: Variant | None = field(default=None, init=False)
 
     @property
     def program(self) -> Program:
@@ -97,10 +98,27 @@ class Attention:
         without allowed keys gives out 0, lse -inf and zero gradients. Both carry gradients.
         """
         changed = blocks is not None or scale is not None or sinks is not None
-        variant = at_call(self.variant, blocks, scale, sinks) if changed else self.variant
+        variant = self._at_call(blocks, scale, sinks) if changed else self.variant
         statistics = _LSE if return_lse else ()
         out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
         return (out, lse) if return_lse else out
+
+    def _at_call(
+        self,
+        blocks: BlockMap | BlockMask | None,
+        scale: float | None,
+        sinks: Tensor | Sinks | None,
+    ) -> Variant:
+        """Variant of a call that overrides something; of one with a map alone, that of the last such call."""
+        if not isinstance(blocks, BlockMap) or scale is not None or sinks is not None:
+            return at_call(self.variant, blocks, scale, sinks)
+        if torch.compiler.is_compiling():
+            return at_call(self.variant, blocks)
+        variant = self._last
+        if variant is None or variant.blocks is not blocks:
+            variant = at_call(self.variant, blocks)
+            object.__setattr__(self, "_last", variant)
+        return variant
 
     def parallel(self, mesh: DeviceMesh | ProcessGroup, dim: str = "cp", **options: Any) -> ContextParallel:
         """This attention with its sequence spread over the ranks of one dimension of `mesh`, or of a group.

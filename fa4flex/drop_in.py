@@ -14,13 +14,13 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from fa4flex import calls
 from fa4flex.errors import InputError, OptionError, StateError, UnsupportedError
+from fa4flex.mask_calls import Options, with_block_mask
 from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import DTYPES, check_strided
 from fa4flex.torch_internals import constant_in_graphs, flex_warnings_shown
-from fa4flex.variant import compose
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -64,9 +64,13 @@ def flex_attention(
     max_scores = return_aux is not None and bool(return_aux.max_scores)
     schedule = _SCHEDULE if not kernel_options else _schedule(kernel_options, max_scores)
     qkv, precision = _prepared(query, key, value, enable_gqa)
-    variant = compose(score_mod, block_mask, scale=scale, schedule=schedule, precision=precision)
     statistics = ("lse",) * with_lse + ("max_scores",) * max_scores
-    out, lse, largest = calls.run(variant, None, qkv, None, None, statistics)
+    results, options = None, Options(score_mod, scale, schedule, precision)
+    if block_mask is not None and not torch.compiler.is_compiling():
+        results = with_block_mask(qkv, block_mask, options, statistics)
+    if results is None:
+        results = calls.run(options.variant(block_mask), None, qkv, None, None, statistics)
+    out, lse, largest = results
     if return_lse:
         return out, lse
     if return_aux is None:

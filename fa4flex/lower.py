@@ -28,7 +28,7 @@ from fa4flex.kernels.block_tables.plan import TablesPlan
 from fa4flex.kernels.plan.captured_sums import CapturedSum, separate, sums_of
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.pipeline import Direction
-from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.kernels.plan.target import Target
@@ -145,7 +145,7 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     bare = Problem(
         WIDTH, WIDTH, lengths=problem.lengths, mask_form="tables", operands=problem.operands,
         in_range=problem.in_range, wide_index=problem.wide_index, row_ends=problem.row_ends,
-        page_rows=PAGE_ROWS[0] if problem.page_rows else 0, deterministic=problem.deterministic,
+        keys=problem.keys.bare, deterministic=problem.deterministic,
     )  # fmt: skip
     # Ranges stand in tables of 32 bits; without them, tiles are asked pair by pair.
     ranges, large = not problem.wide_index, frozenset(dict(captured.bits))

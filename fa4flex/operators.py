@@ -101,7 +101,7 @@ OPERATORS = {
         _rows(
             "Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns"
         ),
-        "Tensor", "fa4flex.primitives.block_lists", "block_classes", "block_classes_fake",
+        "Tensor", "fa4flex.runtime.block_lists", "block_classes", "block_classes_fake",
         devices=("CPU", "CUDA"),
     ),
 }  # fmt: skip

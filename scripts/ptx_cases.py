@@ -11,7 +11,7 @@ from typing import Any
 import captured_cases
 import torch
 from cuda_cases import FEW, VARIANTS, Composition, Draw, Sizes, of_lengths
-from kernel_programs import GYM, Kind, Width
+from kernel_programs import GYM, Cache, Kind, Width
 
 from fa4flex import BlockMap, Precision, Schedule
 
@@ -86,6 +86,7 @@ Calls = Mapping[str, Mapping[str, Any]]
 """Fields of Kind besides its draw, by the words of a line for them."""
 
 LENGTHS = ("dense", "packed", "used")
+PER = "", "head", "page", "token"
 
 
 def _at_lengths(how: str, **call: Any) -> Calls:
@@ -123,6 +124,32 @@ FORWARD: Calls = {
     **_at_lengths("counter", **_scheduled(next_tile="counter")),
     **_at_lengths("launch control", **_scheduled(next_tile="launch_control")),
 }
+FEW_QUERIES = Sizes(q_len=2, kv_len=2300)
+CACHED: Calls = {
+    "few queries": {"sizes": FEW_QUERIES},
+    **{
+        f"{words}, pages of {size}": {"cache": Cache(size), **call}
+        for size in (1, 16, 128)
+        for words, call in {
+            "few queries": {"sizes": FEW_QUERIES},
+            "many queries": {},
+            "packed": {"lengths": "packed", "sizes": Sizes(heads=8, kv_heads=2)},
+        }.items()
+    },
+    **{
+        f"few queries, e4m3 by {per or 'none'}": {"sizes": FEW_QUERIES, "cache": Cache(0, True, per)}
+        for per in PER[:2]
+    },
+    **{
+        f"few queries, e4m3 by {per}, pages of {size}": {
+            "sizes": FEW_QUERIES,
+            "cache": Cache(size, True, per),
+        }
+        for per, size in zip(PER[1:], (1, 16, 64), strict=True)
+    },
+}
+"""Calls of serving, one for each loader of each pipeline."""
+
 LONG = Sizes(kv_len=2300)
 """So many keys that pairs of CTAs pay, also on average of two packed sequences."""
 
@@ -160,6 +187,8 @@ def _forward() -> Chosen:
     some = SOME["forward"]
     yield from _either(some)
     yield from _called(("plain", "causal"), FORWARD, some)
+    yield from _called(("causal",), CACHED, some)
+    yield from _called(("plain", "alibi", "document 2"), {"few queries": CACHED["few queries"]}, USUAL)
     yield from _called(("gpt_oss_sinks",), {"no statistics": FORWARD["no statistics"]}, USUAL)
     yield from _called(("alibi", "softcap 2", "document 2"), BY_WORK, USUAL)
     yield from _called(("learned strided", "learned by distance, from the end"), DENSE, USUAL)

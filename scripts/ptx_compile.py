@@ -75,11 +75,13 @@ def compiled(program: Program) -> tuple[Kernel, ...]:
         found = trace_and_compile(*program.given, options)
         ptx, shared = found.__ptx__, bytes_of_launches(str(found.ir_module))
     texts = ptx_normal_form.kernels(ptx)
-    if set(texts) != {launch.kernel for launch in launches} or len(shared) != len(launches):
+    if set(texts) != {launch.kernel for launch in launches} or len(shared) > len(launches):
         raise RuntimeError(f"{len(texts)} kernels, {len(launches)} launches, {len(shared)} sizes of memory")
+    # Where launches are not configured one after another, host code does not say whose size is whose.
+    sizes = shared if len(shared) == len(launches) else [None] * len(launches)
     return tuple(
         Kernel(ptx_normal_form.digest(texts[launch.kernel]), replace(launch, shared=size).text)
-        for launch, size in zip(launches, shared, strict=True)
+        for launch, size in zip(launches, sizes, strict=True)
     )
 
 
@@ -88,17 +90,19 @@ def compiled(program: Program) -> tuple[Kernel, ...]:
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel` is its symbol; `settings` are other than 0; `grid` a digest of what its sizes are made of."""
+    """`kernel` is its symbol; `settings` are other than 0; `grid` a digest of what its sizes are made of;
+    `shared` bytes, None where they are not known."""
 
     kernel: str
     block: str
     settings: tuple[str, ...]
     grid: str
-    shared: int = 0
+    shared: int | None = 0
 
     @property
     def text(self) -> str:
-        return ", ".join([f"block {self.block}", *self.settings, f"{self.shared} bytes", f"grid {self.grid}"])
+        shared = "any" if self.shared is None else str(self.shared)
+        return ", ".join([f"block {self.block}", *self.settings, f"{shared} bytes", f"grid {self.grid}"])
 
 
 ASSEMBLED, NOT_ASSEMBLED = "cubin-format=bin", "cubin-format=isa"

@@ -6,12 +6,11 @@
     python scripts/ptx_digests.py --out modules.txt --modules
 
 A line of the result is a kernel: chip, pass, composition, width of heads, how it is called, and its number
-where a pass has several; the sha256 of its PTX in its normal form (ptx_normal_form.py: no names, comments or
-debug information);
-and its launch: block, cluster, shared memory, and a digest of how the grid follows from the arguments. What
-no kernel exists for has the reason in their place. No GPU is needed, no cache of kernels is read or written,
-and equal programs are compiled once. --compare prints what differs, and ends with 1 if anything does, as does
-a run in which a case raised what is no refusal.
+where a pass has several; the sha256 of its PTX in its normal form (ptx_normal_form.py: no names, numbers of
+registers, comments or debug information); and its launch: block, cluster, shared memory, and a digest of how
+the grid follows from the arguments. What no kernel exists for has the reason in their place. No GPU is
+needed, no cache of kernels is read or written, and equal programs are compiled once. --compare prints what
+differs, and ends with 1 if anything does, as does a run in which a case raised what is no refusal.
 
 With --modules nothing is compiled, and all cases take half a minute: a line has the digest of the generated
 module, which is all that follows from planning.

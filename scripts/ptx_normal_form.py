@@ -1,5 +1,5 @@
-"""PTX without what may differ where the code is the same: names, comments, debug information, the producer's
-header."""
+"""PTX without what may differ where the code is the same: names, numbers of registers, comments, debug
+information, the producer's header."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ WORD = re.compile(r"[A-Za-z_$%][\w$]*")
 PARAMETER = re.compile(r"([\w$]+)(_param_\d+)")
 NUMBERED = re.compile(r"(\$L__BB|__local_depot)\d+")
 """Names made of their function's place in the file."""
+DECLARED = re.compile(r"(\.reg \.\w+ %[A-Za-z]+)<\d+>")
+"""Virtual registers of a function, by type: of how many, some numbers are used."""
+REGISTER = re.compile(r"(%[A-Za-z]+)(\d+)\b")
 
 
 def kernels(ptx: str) -> dict[str, str]:
@@ -81,5 +84,19 @@ def _closed(entry: str, items: dict[str, str]) -> str:
     texts: list[str] = []
     while len(texts) < len(names):
         text = items[list(names)[len(texts)]]
-        texts.append(NUMBERED.sub(r"\1", WORD.sub(renamed, text)))
+        texts.append(_numbered_by_use(NUMBERED.sub(r"\1", WORD.sub(renamed, text))))
     return "\n".join(texts)
+
+
+def _numbered_by_use(function: str) -> str:
+    """The same function, its virtual registers of each type numbered in the order of their first use."""
+    kinds = {declared[0].rpartition(" ")[2].partition("<")[0] for declared in DECLARED.finditer(function)}
+    numbers: dict[str, dict[str, int]] = {kind: {} for kind in kinds}
+
+    def renamed(match: re.Match[str]) -> str:
+        kind, number = match.groups()
+        if kind not in numbers:  # a special register, as %envreg0
+            return match[0]
+        return f"{kind}{numbers[kind].setdefault(number, len(numbers[kind]))}"
+
+    return REGISTER.sub(renamed, DECLARED.sub(r"\1<>", function))

@@ -22,6 +22,7 @@ from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.happens_before import Trace
+from fa4flex.kernels.plan.keys import in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.target import SM100A
@@ -48,7 +49,7 @@ def every_plan() -> Iterator[BlackwellPlan]:
     for (d, dv), (lengths, mask_form), queries in product(WIDTHS, forms, (200, 100)):
         yield planned(d, dv, queries, lengths=lengths, mask_form=mask_form)
     for d, dv, rows in ((128, 128, 16), (64, 64, 2), (96, 96, 128)):
-        yield planned(d, dv, lengths="packed", mask_form="spans", page_rows=rows)
+        yield planned(d, dv, lengths="packed", mask_form="spans", keys=in_pages(rows))
 
 
 def sound(

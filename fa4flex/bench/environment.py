@@ -26,11 +26,7 @@ _STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_ev
 def environment(device: torch.device) -> dict[str, str]:
     """Names and versions; on CUDA also the device, its driver and its limits."""
     results = {"python": platform.python_version(), "device": _device_name(device)}
-    for package in _PACKAGES:
-        try:
-            results[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            results[package] = "not installed"
+    results |= {package: version_of(package) or "not installed" for package in _PACKAGES}
     if device.type == "cuda":
         results["cuda"] = str(torch.version.cuda)
         results["cudnn"] = str(torch.backends.cudnn.version())
@@ -39,6 +35,14 @@ def environment(device: torch.device) -> dict[str, str]:
         results["L2 bytes"] = str(properties.L2_cache_size)
         results.update(_query(device, _DEVICE))
     return results
+
+
+def version_of(package: str) -> str:
+    """Installed version; empty without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def state(device: torch.device) -> dict[str, str]:

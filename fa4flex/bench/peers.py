@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from fa4flex.bench.environment import version_of
 from fa4flex.bench.suites import Draw, Mods, Row, build_mods
 
 Run = Callable[[], Tensor | tuple[Tensor, ...]]
@@ -108,13 +108,9 @@ def _backward(peer: Peer, problem: Problem, dout: Tensor) -> Run | Absent:
     return lambda: torch.autograd.grad(out, leaves, arriving, retain_graph=True)
 
 
-def _version(*packages: str) -> str:
-    for package in packages:
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"
+def _version(package: str) -> str:
+    version = version_of(package)
+    return f"{package} {version}" if version else "not installed"
 
 
 @dataclass(frozen=True)

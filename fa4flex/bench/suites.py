@@ -166,16 +166,8 @@ WINDOW, PREFIX, DOCUMENTS, CAP = 1024, 1024, 8, 30.0
 def _causal(row: Row, draw: Draw) -> Mod:
     before = row.keys - row.length
     if before == 0:
-
-        def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return q_idx >= kv_idx
-
-        return causal
-
-    def after(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx + before >= kv_idx
-
-    return after
+        return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    return lambda b, h, q_idx, kv_idx: q_idx + before >= kv_idx
 
 
 def _packed(row: Row, draw: Draw) -> Mod:
@@ -193,74 +185,43 @@ def _packed(row: Row, draw: Draw) -> Mod:
 
 def _sliding(row: Row, draw: Draw) -> Mod:
     window = row.scaled(WINDOW)
-
-    def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
-
-    return sliding
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 
 
 def _document(row: Row, draw: Draw) -> Mod:
     document = draw.documents(row.batch, row.length)
-
-    def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (document[b, q_idx] == document[b, kv_idx]) & (q_idx >= kv_idx)
-
-    return documents
+    return lambda b, h, q_idx, kv_idx: (document[b, q_idx] == document[b, kv_idx]) & (q_idx >= kv_idx)
 
 
 def _prefix(row: Row, draw: Draw) -> Mod:
     prefix = row.scaled(PREFIX)
-
-    def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (kv_idx < prefix) | (q_idx >= kv_idx)
-
-    return prefix_lm
+    return lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx)
 
 
 def _alibi(row: Row, draw: Draw) -> Mod:
     heads = torch.arange(1, row.heads + 1, device=draw.generator.device)
     slopes = torch.exp2(-8.0 * heads / row.heads)
-
-    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + slopes[h] * (kv_idx - q_idx)
-
-    return alibi
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
 
 
 def _softcap(row: Row, draw: Draw) -> Mod:
-    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return CAP * torch.tanh(score / CAP)
-
-    return softcap
+    return lambda score, b, h, q_idx, kv_idx: CAP * torch.tanh(score / CAP)
 
 
 def _key_bias(row: Row, draw: Draw) -> Mod:
     bias = draw.normal(row.batch, row.length)
-
-    def key_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + bias[b, kv_idx]
-
-    return key_bias
+    return lambda score, b, h, q_idx, kv_idx: score + bias[b, kv_idx]
 
 
 def _relative(row: Row, draw: Draw) -> Mod:
     length = row.length
     table = draw.normal(row.heads, 2 * length)
-
-    def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + table[h, q_idx - kv_idx + length]
-
-    return relative
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + length]
 
 
 def _dense_bias(row: Row, draw: Draw) -> Mod:
     bias = draw.normal(row.batch, row.heads, row.length, row.length)
-
-    def dense_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + bias[b, h, q_idx, kv_idx]
-
-    return dense_bias
+    return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx]
 
 
 Builder = Callable[[Row, Draw], Mod]

@@ -189,7 +189,8 @@ def _traced(variant: Variant) -> Bound:
     operands = tuple(operand.at(bases) for operand in captures.operands)
     # A function that there is has guards of its own. One that there is none of has nothing to be read.
     absent = [Guard("is", root(kind), None) for kind, mod in mods.items() if mod is None]
-    made = Trace(score, mask, facts, operands, captures.scalar_names, _reader(captures, bases, absent))
+    names = tuple(x.name for x in captures.numbers)
+    made = Trace(score, mask, facts, operands, names, _reader(captures, bases, absent))
     return Bound(made, bases, captures.scalars)
 
 
@@ -197,4 +198,5 @@ def _reader(captures: Captures, bases: tuple[Tensor, ...], absent: list[Guard]) 
     if captures.opaque is not None:
         return None
     guards = *absent, no_more_registered(), same_default_dtype(), *captures.guards
-    return reader_of(KINDS, guards, [captures.paths[id(x)] for x in bases], captures.scalar_paths)
+    tensors, numbers = [captures.paths[id(x)] for x in bases], [x.path for x in captures.numbers]
+    return reader_of(KINDS, guards, tensors, numbers)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.expr import Expr, walk
-from fa4flex.codegen.ops import DIVISIONS, OPS
+from fa4flex.codegen.expr import Expr, loops, slot_of, walk
+from fa4flex.codegen.ops import DIVISIONS, FOLDS, OPS
 from fa4flex.errors import InputError, UnsupportedError
 
 Number = bool | int | float
@@ -92,9 +92,7 @@ class PastTheEnd(InputError, IndexError):
 
     @property
     def slot(self) -> int | None:
-        if self.node is None:
-            return None
-        return self.node.value if self.node.op == "load" else self.node.value[0]
+        return None if self.node is None else slot_of(self.node)
 
 
 class DividedByZero(InputError, ZeroDivisionError):
@@ -144,18 +142,6 @@ def _where(dtype: torch.dtype, c: Value, a: Value, b: Value) -> Value:
     return torch.where(c, a, b)
 
 
-def _to_float(dtype: torch.dtype, x: Value) -> Value:
-    return x.to(dtype) if isinstance(x, Tensor) else float(x)
-
-
-def _to_int(dtype: torch.dtype, x: Value) -> Value:
-    return x.to(torch.int64) if isinstance(x, Tensor) else int(x)
-
-
-def _not(dtype: torch.dtype, x: Value) -> Value:
-    return ~x if isinstance(x, Tensor) else not x
-
-
 def _truncdiv(dtype: torch.dtype, a: Value, b: Value) -> Value:
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         a = torch.tensor(a)
@@ -189,19 +175,16 @@ _OWN: dict[str, Callable[..., Value]] = {
     **{name: _torch_int(name) for name in ("minimum", "maximum", "sign")},
     "truncdiv": _truncdiv,
     "div": _divide,
-    "bitand": _plain(operator.and_),
-    "bitor": _plain(operator.or_),
-    "bitxor": _plain(operator.xor),
+    **dict.fromkeys(("bitand", "and_"), _plain(operator.and_)),
+    **dict.fromkeys(("bitor", "or_"), _plain(operator.or_)),
+    **dict.fromkeys(("bitxor", "xor"), _plain(operator.xor)),
     "bitnot": _plain(operator.invert),
     "shl": _shift("lshift"),
     "shr": _shift("rshift"),
-    "and_": _plain(operator.and_),
-    "or_": _plain(operator.or_),
-    "xor": _plain(operator.xor),
-    "not_": _not,
+    "not_": _plain(lambda x: ~x if isinstance(x, Tensor) else not x),
     "where": _where,
-    "to_float": _to_float,
-    "to_int": _to_int,
+    "to_float": lambda dtype, x: x.to(dtype) if isinstance(x, Tensor) else float(x),
+    "to_int": _plain(lambda x: x.to(torch.int64) if isinstance(x, Tensor) else int(x)),
     "to_bool": _plain(lambda x: x != 0),
     "detach": _plain(lambda x: x),
     "with_grad": _plain(lambda value, x, slope: value),
@@ -215,20 +198,10 @@ def operation(op: str) -> Callable[..., Value]:
     return _OWN.get(op) or _torch_float(OPS[op].torch[0])
 
 
-_REDUCERS: dict[str, Callable[[Value, Value], Value]] = {
-    "sum": operator.add,
-    "prod": operator.mul,
-    "any": operator.or_,
-    "all": operator.and_,
-    "max": lambda a, b: _torch_int("maximum")(torch.float64, a, b),
-    "min": lambda a, b: _torch_int("minimum")(torch.float64, a, b),
-}
-
-
 @lru_cache(maxsize=512)
 def _schedule(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Nodes in evaluation order, without those that only exist inside a reduction's loop."""
-    axes = {node.value[1] for node in walk(*roots) if node.op == "reduce"}
+    axes = loops(*roots).keys()
     outside = {axis for root in roots for axis in root.free & axes}
     return tuple(node for node in walk(*roots) if not node.free & (axes - outside))
 
@@ -350,14 +323,14 @@ def _reduce(
     how, axis, extent = node.value
     if how == "sum" and (product := _product(node, memo, symbols, captured, dtype)) is not None:
         return product
-    inside = _varying(node.args[0], axis)
+    inside, fold = _varying(node.args[0], axis), operation(FOLDS[how])
     total: Value | None = None
     for i in range(extent):
         inner, bound = dict(memo), {**symbols, axis: i}
         for n in inside:
             inner[n] = _value(n, inner, bound, captured, dtype)
         term = inner[node.args[0]]
-        total = term if total is None else _REDUCERS[how](total, term)
+        total = term if total is None else fold(torch.float64, total, term)
     assert total is not None, "empty reductions are folded when the expression is built"
     return total
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
-from fa4flex.codegen.ops import INFIX, OPS, PREFIX, Operation
+from fa4flex.codegen.ops import FOLDS, INFIX, OPS, PREFIX, Operation
 
 Kind = Literal["bool", "int", "float"]
 
@@ -34,7 +35,8 @@ CONTEXT = ("q_len", "kv_len", "num_heads")
 """Further arguments of a mod, by parameter name: lengths of the sequence, number of query heads."""
 SYMBOLS = ("score", *INDICES, *CONTEXT)
 
-REDUCTIONS = ("sum", "prod", "max", "min", "any", "all")
+READS = ("load", "search")
+"""Operations that read captured tensors."""
 
 
 class Expr:
@@ -128,9 +130,9 @@ def search(slot: int, side: Literal["left", "right"], needle: Expr, lead: Iterab
 
 
 def reduce(how: str, axis: str, extent: int, body: Expr) -> Expr:
-    """`body` folded with `how` (one of REDUCTIONS) over `axis` = 0 .. extent-1."""
-    if how not in REDUCTIONS:
-        raise ValueError(f"unknown reduction {how!r}; one of {REDUCTIONS}")
+    """`body` folded with `how` (one of FOLDS) over `axis` = 0 .. extent-1."""
+    if how not in FOLDS:
+        raise ValueError(f"unknown reduction {how!r}; one of {(*FOLDS,)}")
     if how in ("any", "all"):
         body = to_bool(body)
         if axis not in body.free:
@@ -169,6 +171,36 @@ def to_bool(x: Expr) -> Expr:
     if x.kind == "bool":
         return x
     return const(bool(x.value)) if x.op == "const" else _node("to_bool", (x,), None, "bool")
+
+
+def folded(op: str, values: Sequence[Expr]) -> Expr:
+    """The values joined by a binary operation, from left to right."""
+    result, *others = values
+    for value in others:
+        result = apply(op, result, value)
+    return result
+
+
+def make(op: str, args: tuple[Expr, ...], value: Any, kind: Kind) -> Expr:
+    """The node of an operation of any sort, simplified."""
+    match op:
+        case "sym":
+            return sym(value)
+        case "const":
+            return const(value)
+        case "scalar":
+            return scalar(value, kind)
+        case "load":
+            return load(value, args, kind)
+        case "search":
+            slot, side = value
+            return search(slot, side, args[0], args[1:])
+        case "reduce":
+            how, axis, extent = value
+            return reduce(how, axis, extent, args[0])
+        case "round_to":
+            return round_to(value, args[0])
+    return apply(op, *args)
 
 
 def _promote(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -305,8 +337,8 @@ _RULES: dict[str, Callable[..., Expr | None]] = {
 # --- the graph ------------------------------------------------------------------------------------
 
 
-def walk(*roots: Expr) -> Iterator[Expr]:
-    """Every node under `roots` once, arguments before the nodes that use them."""
+def walk(*roots: Expr, into: Callable[[Expr], Sequence[Expr]] = attrgetter("args")) -> Iterator[Expr]:
+    """Every node under `roots` once, those that `into` says it needs (its arguments) before it."""
     seen: set[Expr] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -316,7 +348,7 @@ def walk(*roots: Expr) -> Iterator[Expr]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((arg, False) for arg in reversed(node.args))
+            stack.extend((arg, False) for arg in reversed(into(node)))
 
 
 def brief(node: Expr, most: int = 120) -> str:
@@ -340,19 +372,20 @@ def nodes(*roots: Expr) -> tuple[Expr, ...]:
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """`node` with other arguments, simplified anew."""
-    if args == node.args:
-        return node
-    if node.op == "load":
-        return load(node.value, args, node.kind)
-    if node.op == "search":
-        slot, side = node.value
-        return search(slot, side, args[0], args[1:])
-    if node.op == "reduce":
-        how, axis, extent = node.value
-        return reduce(how, axis, extent, args[0])
-    if node.op == "round_to":
-        return round_to(node.value, args[0])
-    return apply(node.op, *args)
+    return node if args == node.args else make(node.op, args, node.value, node.kind)
+
+
+def rewritten(
+    root: Expr,
+    change: Callable[[Expr, tuple[Expr, ...]], Expr],
+    memo: dict[Expr, Expr] | None = None,
+) -> Expr:
+    """`root` with `change(node, its new arguments)` for each node; `memo` has what became of which."""
+    memo = {} if memo is None else memo
+    for node in walk(root):
+        if node not in memo:
+            memo[node] = change(node, tuple([memo[arg] for arg in node.args]))
+    return memo[root]
 
 
 def substitute(root: Expr, replacement: dict[Expr, Expr]) -> Expr:
@@ -370,6 +403,22 @@ def substitute(root: Expr, replacement: dict[Expr, Expr]) -> Expr:
         else:
             memo[node] = rebuild(node, tuple(memo[a] for a in node.args))
     return memo[root]
+
+
+def slot_of(read: Expr) -> int:
+    """The slot that a load or a search reads."""
+    slot: int = read.value if read.op == "load" else read.value[0]
+    return slot
+
+
+def index_of(read: Expr) -> tuple[Expr, ...]:
+    """The index of the element that a load reads, or of the vector that a search looks through."""
+    return read.args if read.op == "load" else read.args[1:]
+
+
+def loops(*roots: Expr) -> dict[str, int]:
+    """Extents of the axes that reductions under `roots` run over."""
+    return {node.value[1]: node.value[2] for node in nodes(*roots) if node.op == "reduce"}
 
 
 def loads(*roots: Expr) -> list[Expr]:

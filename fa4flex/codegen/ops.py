@@ -317,3 +317,5 @@ PREFIX = {row.name: row.operator for row in _ROWS if row.operator and row.arity 
 DIVISIONS = frozenset(("floordiv", "mod", "truncdiv"))
 """Operations that integers have no value of where the second argument is 0."""
 COMPARISONS = frozenset(("lt", "le", "eq", "ne"))
+FOLDS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or_", "all": "and_"}
+"""Operations that reductions fold terms by."""

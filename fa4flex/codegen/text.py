@@ -10,20 +10,7 @@ import json
 import math
 from typing import Any
 
-from fa4flex.codegen.expr import (
-    REDUCTIONS,
-    Expr,
-    apply,
-    const,
-    load,
-    reduce,
-    round_to,
-    scalar,
-    search,
-    sym,
-    walk,
-)
-from fa4flex.codegen.ops import OPS
+from fa4flex.codegen.expr import Expr, make, walk
 from fa4flex.errors import InputError
 
 
@@ -62,31 +49,20 @@ def _plain(value: Any) -> Any:
 
 
 def _node(op: str, kind: Any, value: Any, args: list[Expr]) -> Expr:
-    if op == "sym":
-        return sym(str(value))
-    if op == "const":
-        return const(float(value["float"]) if isinstance(value, dict) else _const(value, kind))
-    if op == "scalar":
-        return scalar(int(value), _kind(kind))
-    if op == "load":
-        return load(int(value), args, _kind(kind))
-    if op == "search":
-        slot, side = value
-        if side not in ("left", "right"):
-            raise ValueError(f"side {side!r}")
-        return search(int(slot), side, args[0], args[1:])
-    if op == "reduce":
-        how, axis, extent = value
-        if how not in REDUCTIONS:
-            raise ValueError(f"reduction {how!r}")
-        return reduce(how, str(axis), int(extent), args[0])
-    if op == "round_to":
-        if value not in ("float16", "bfloat16", "float32"):
-            raise ValueError(f"precision {value!r}")
-        return round_to(value, args[0])
-    if op not in OPS:
-        raise ValueError(f"operation {op!r}")
-    return apply(op, *args)
+    match op:
+        case "const":
+            value = float(value["float"]) if isinstance(value, dict) else _const(value, kind)
+        case "sym":
+            value = str(value)
+        case "scalar" | "load":
+            value, kind = int(value), _one_of(("bool", "int", "float"), kind)
+        case "search":
+            value = int(value[0]), _one_of(("left", "right"), value[1])
+        case "reduce":
+            value = value[0], str(value[1]), int(value[2])
+        case "round_to":
+            value = _one_of(("float16", "bfloat16", "float32"), value)
+    return make(op, tuple(args), value, kind)
 
 
 def _const(value: Any, kind: Any) -> bool | int | float:
@@ -95,7 +71,7 @@ def _const(value: Any, kind: Any) -> bool | int | float:
     return float(value) if kind == "float" else value
 
 
-def _kind(kind: Any) -> Any:
-    if kind not in ("bool", "int", "float"):
-        raise ValueError(f"kind {kind!r}")
-    return kind
+def _one_of(choices: tuple[str, ...], value: Any) -> Any:
+    if value not in choices:
+        raise ValueError(f"{value!r} where one of {choices} is needed")
+    return value

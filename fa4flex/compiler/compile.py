@@ -11,7 +11,9 @@ import functools
 import gc
 import glob
 import hashlib
+import importlib
 import importlib.metadata
+import inspect
 import os
 import pickle
 import platform
@@ -26,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 from fa4flex.compiler import ahead, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
-from fa4flex.kernels.plan.arguments import SCHEMAS
 from ptxsim.active import keeper, simulating, target
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -
         digest(KERNELS),
         digest(HERE),
         digest(PLANS),
-        *(name for schema in SCHEMAS.values() for name in schema.names),
+        _text_of(problem.keys.loader),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -191,6 +192,14 @@ def settings() -> tuple[str, ...]:
     """Variables of the environment by which the compiler makes other code, such as its optimisation."""
     results = (name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(NO_CODE))
     return tuple([f"{name}={os.environ[name]}" for name in sorted(results)])
+
+
+def _text_of(loader: str) -> str:
+    """The file of a loader of keys that is none of this package's, "" for others."""
+    module = loader.partition(":")[0]
+    if not module or module.startswith("fa4flex."):
+        return ""
+    return inspect.getsource(importlib.import_module(module))
 
 
 def _version_of(package: str) -> str:

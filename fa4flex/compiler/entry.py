@@ -18,9 +18,11 @@ from fa4flex.kernels.append.kernel import AppendArguments
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, SectionArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
+from fa4flex.kernels.block_lists.kernel import BlockListArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
-from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
-from fa4flex.kernels.plan.arguments import SCHEMAS, Captured, Heads, Pass
+from fa4flex.kernels.common.arguments import BackwardArguments, arguments_of
+from fa4flex.kernels.plan.arguments import Pass, schema_of
+from fa4flex.kernels.plan.looks import Captured, Heads
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 
 if TYPE_CHECKING:
@@ -32,9 +34,10 @@ Launch = tuple[Callable[..., None], Any]
 
 
 def _forward(kernel: Any, problem: Problem) -> list[Launch]:
-    launches: list[Launch] = [(kernel, Arguments)]
+    arguments = arguments_of(problem.keys)
+    launches: list[Launch] = [(kernel, arguments)]
     if kernel.config.splits:
-        launches.append(kernel.merging(problem.head_dim_v))
+        launches.append(kernel.merging(problem.head_dim_v, arguments))
     return launches
 
 
@@ -48,24 +51,13 @@ def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     return [before, (kernel, BackwardArguments), *sums, *after]
 
 
-def _tables(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, BlockTableArguments)]
-
-
-def _sequences(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, SequencesArguments)]
-
-
-def _append(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, AppendArguments)]
-
-
 LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "forward": _forward,
     "backward": _backward,
-    "tables": _tables,
-    "sequences": _sequences,
-    "append": _append,
+    "tables": lambda kernel, problem: [(kernel, BlockTableArguments)],
+    "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],
+    "append": lambda kernel, problem: [(kernel, AppendArguments)],
+    "lists": lambda kernel, problem: [(kernel, BlockListArguments)],
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 
@@ -73,14 +65,15 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
 def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     """The host function around a kernel object: the arguments of its pass and a stream in, all of its kernels
     launched with tensors in logical order."""
-    rows, launches = SCHEMAS[kernel.direction].rows, LAUNCHES[kernel.direction](kernel, problem)
+    schema = schema_of(kernel.direction, problem.keys)
+    launches = LAUNCHES[kernel.direction](kernel, problem)
     swap = signature.heads_first and problem.lengths != "packed"
 
     def launch(arguments: tuple[Any, ...]) -> None:
         *values, stream = arguments
         results: dict[str, Any] = {}
         taken = iter(values)
-        for row in rows:
+        for row in schema.rows:
             value = next(taken) if row.computed is None else row.computed(results)
             if isinstance(row.look, Heads) and swap and value is not None:
                 value = _transposed(value)
@@ -94,7 +87,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         launch(arguments)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = (*SCHEMAS[kernel.direction].names, "stream")
+    names = (*schema.names, "stream")
     # The compiler names arguments in its checks as the signature does, which `*arguments` has no names for.
     attention.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
     return cute.jit(attention)
@@ -109,5 +102,6 @@ def fake_arguments(kernel: Any, problem: Problem, signature: Signature) -> list[
     """Stand-ins for the arguments of the entry point, its stream included."""
     fakes = Fakes(problem, signature, kernel.config)
     one = Pass(problem, signature.given, kernel.config)
-    arguments = [fakes.of(row.look) if row.present(one) else None for row in SCHEMAS[kernel.direction].entry]
+    rows = schema_of(kernel.direction, problem.keys).entry
+    arguments = [fakes.of(row.look) if row.present(one) else None for row in rows]
     return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=True)]

@@ -13,7 +13,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from fa4flex.kernels.common.arguments import named
-from fa4flex.kernels.plan.arguments import (
+from fa4flex.kernels.plan.lengths import row_block
+from fa4flex.kernels.plan.looks import (
     Array,
     Blocks,
     Captured,
@@ -26,7 +27,6 @@ from fa4flex.kernels.plan.arguments import (
     Rows,
     Scales,
 )
-from fa4flex.kernels.plan.lengths import row_block
 
 if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
@@ -74,8 +74,8 @@ class Fakes:
                 element, together = getattr(self.config, dtype), self.config.together if pieces else 1
                 unit = together > 1 or not pieces
                 return fake_plain(DTYPES[element], self._shape(dims), unit, together)
-            case Scales():
-                return fake_plain(Float32, self._shape(look.dims(self.problem)), unit=False)
+            case Scales(dims):
+                return fake_plain(Float32, self._shape(dims), unit=False)
             case Blocks(length):
                 return self._blocks(length)
             case Number(kind):
@@ -102,7 +102,7 @@ class Fakes:
         heads_first = self.signature.heads_first and not self.packed
         order = (look.heads, look.length) if heads_first else (look.length, look.heads)
         width, element = getattr(self.problem, look.width), DTYPES[getattr(self.problem, look.dtype)]
-        first = "pages" if look.cached and self.problem.page_rows else "batch"
+        first = "pages" if look.cached and self.problem.keys.loaded else "batch"
         shape = self._shape((first, *order, width))
         strides = [cute.sym_int64(divisibility=WIDE_COPY * 8 // element.width) for _ in shape[:-1]]
         return make_fake_tensor(element, shape, (*strides, 1), assumed_align=WIDE_COPY)

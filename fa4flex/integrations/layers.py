@@ -82,21 +82,21 @@ def assigned(name: str) -> Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """Parameters of an engine's layer, besides its sinks.
+class LayerSettings:
+    """Parameters of an engine's or a model's layer, besides its sinks.
 
     window   keys that a query sees, itself among them; None: all before it
     slopes   [Hq] ALiBi slopes, or None
     softcap  applied before the slopes, as FlashAttention does
     """
 
-    scale: float
+    scale: float | None
     window: int | None = None
     softcap: float | None = None
     slopes: Tensor | None = None
 
     def attention(self, selection: Selection) -> Attention:
-        """Attention of this layer, with what was assigned to it."""
+        """Causal attention of this layer, with what was assigned to it."""
         scores = [] if self.softcap is None else [variants.softcap(self.softcap)]
         scores += [] if self.slopes is None else [variants.alibi(self.slopes)]
         scores += [as_score(selection["score_mod"])] if "score_mod" in selection else []
@@ -110,14 +110,14 @@ class Asked:
 class LayerAttention:
     """Attention of one layer, made at its first call, and anew after mods were assigned."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, settings: LayerSettings) -> None:
+        self.settings = settings
         self._made: tuple[int, str, Attention] | None = None
 
     def named(self, name: str) -> Attention:
         made = self._made  # read once: threads may ask at the same time
         if made is None or made[:2] != (_changes, name):
-            self._made = made = _changes, name, self.asked.attention(assigned(name))
+            self._made = made = _changes, name, self.settings.attention(assigned(name))
         return made[2]
 
 

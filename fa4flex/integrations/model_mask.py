@@ -72,17 +72,13 @@ class ModelMask(BlockMask):
             self.source["q_offset"] - self.source["kv_offset"]
         )
         keys = rows[:, place.clamp(0, rows.shape[1] - 1)].masked_fill(place < 0, 0)
-        mod, shared = self.mask_mod, len(rows) == 1
+        shared = len(rows) == 1
 
         def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             row = 0 if shared else b
             return rows[row, q_idx] == keys[row, kv_idx]
 
-        def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            row = 0 if shared else b
-            return mod(b, h, q_idx, kv_idx) & (rows[row, q_idx] == keys[row, kv_idx])
-
-        return same if mod is None else both
+        return _both(self.mask_mod, same)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -268,31 +264,41 @@ def _positioned(function: MaskFunction, q_offset: int | Tensor, kv_offset: int) 
     return positioned
 
 
+def _both(mod: MaskFunction | None, other: MaskFunction) -> MaskFunction:
+    """Pairs that both masks allow; None allows all."""
+    if mod is None:
+        return other
+
+    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mod(b, h, q_idx, kv_idx) & other(b, h, q_idx, kv_idx)
+
+    return both
+
+
 def _without_padding(mod: MaskFunction | None, padding: Tensor, kv_offset: int) -> MaskFunction:
     """`mod` without the padded keys; padding [B, tokens] bool, False where a token is padding."""
 
     def real(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return padding[b, kv_idx + kv_offset]
 
-    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return mod(b, h, q_idx, kv_idx) & padding[b, kv_idx + kv_offset]  # type: ignore[misc]
-
-    return real if mod is None else both
+    return _both(mod, real)
 
 
-def from_table(allowed: Tensor) -> MaskFunction:
-    """A boolean tensor, broadcast to [B, H, Sq, Skv], as a mask_mod."""
-    read = _reader(allowed)
+def from_table(table: Tensor) -> Callable[..., Any]:
+    """A mask_mod of a boolean tensor, broadcast to [B, H, Sq, Skv]; of any other, its element at an index."""
+    table = table[(None,) * (4 - table.ndim)]
+    batches, heads, rows, keys = (size > 1 for size in table.shape)
 
-    def table(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return read(b, h, q_idx, kv_idx)
+    def read(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        place = b if batches else 0, h if heads else 0, q_idx if rows else 0, kv_idx if keys else 0
+        return table[place]
 
-    return table
+    return read
 
 
 def with_bias(score_mod: Callable[..., Any] | None, bias: Tensor) -> Callable[..., Any]:
     """`score_mod`, then an additive bias, broadcast to [B, H, Sq, Skv]."""
-    read = _reader(bias)
+    read = from_table(bias)
 
     def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         before = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
@@ -316,19 +322,4 @@ def within_sequences(
     def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return rows[q_idx] == keys[kv_idx]
 
-    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return mask_mod(b, h, q_idx, kv_idx) & (rows[q_idx] == keys[kv_idx])  # type: ignore[misc]
-
-    return same if mask_mod is None else both
-
-
-def _reader(table: Tensor) -> Callable[..., Any]:
-    """The element of a tensor of up to four dimensions for an index of [B, H, Sq, Skv]."""
-    table = table[(None,) * (4 - table.ndim)]
-    batches, heads, rows, keys = (size > 1 for size in table.shape)
-
-    def read(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        place = b if batches else 0, h if heads else 0, q_idx if rows else 0, kv_idx if keys else 0
-        return table[place]
-
-    return read
+    return _both(mask_mod, same)

@@ -21,11 +21,11 @@ import transformers
 from torch import Tensor
 from transformers import masking_utils
 
-from fa4flex import variants
-from fa4flex.api import Attention, compile
+from fa4flex.api import Attention
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.exact import exactly
+from fa4flex.integrations.layers import LayerSettings
 from fa4flex.integrations.model_mask import ModelMask
 from fa4flex.integrations.paged_cache import Batch, attend
 from fa4flex.primitives.paging import Paging
@@ -81,8 +81,7 @@ def paged_attention(
 def _composed(softcap: float | None, window: int | None, scale: float | None, exact: str) -> Attention:
     """A layer's attention. It follows from these numbers alone, and is kept by them; `exact` tells those
     apart that compare equal."""
-    score = None if softcap is None else variants.softcap(softcap)
-    return compile(score, variants.causal if window is None else variants.sliding_window(window), scale=scale)
+    return LayerSettings(scale, window, softcap).attention({})
 
 
 def _padded(qk: tuple[Tensor, Tensor], cu_q: Tensor, cu_k: Tensor) -> Varlen:

@@ -17,13 +17,13 @@ from fa4flex.api import Attention
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.plan.problem import Problem, page_rows
-from fa4flex.kernels.plan.target import TARGETS
+from fa4flex.kernels.plan.keys import in_pages
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.call import name_of
 from fa4flex.runtime.compute import on_gpu
-from fa4flex.runtime.cuda.device.device import target_of
+from fa4flex.runtime.cuda.device.device import target_like, target_of
 
 __all__ = ["Batch", "attend", "write"]
 
@@ -152,11 +152,11 @@ def _has_mixed(
 ) -> bool:
     """True if packed queries over such pages have such a kernel; it follows from these alone. dtypes: those
     of q and of the output."""
-    target = next((target for target in TARGETS if target.capability == capability), None)
+    target = target_like(capability)
     if target is None:
         return False
     try:
-        problem = Problem(*widths, *dtypes, lengths="packed", page_rows=page_rows(page_size))
+        problem = Problem(*widths, *dtypes, lengths="packed", keys=in_pages(page_size))
         return dispatch.choose("forward", problem, target).mixes
     except UnsupportedError:
         return False

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
-from fa4flex.integrations.layers import Asked, LayerAttention
+from fa4flex.integrations.layers import LayerAttention, LayerSettings
 from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, reads_pages
 from fa4flex.runtime.checks import DTYPES
 
@@ -234,18 +234,18 @@ class Backend(AttentionBackend):
         key = layer.layer_id, float(layer.scaling), layer.sliding_window_size, float(layer.logit_cap)
         if key not in self._layers:
             _, scale, window, cap = key
-            asked = Asked(scale, window + 1 if window >= 0 else None, cap if cap > 0 else None)
-            self._layers[key] = LayerAttention(asked)
+            settings = LayerSettings(scale, window + 1 if window >= 0 else None, cap if cap > 0 else None)
+            self._layers[key] = LayerAttention(settings)
         return self._layers[key].named(f"layers.{layer.layer_id}")
 
 
 def _check_runner(runner: Any) -> None:
     """Raise for what no forward pass of this runner could do."""
     settings, config = getattr(runner, "server_args", None), getattr(runner, "model_config", None)
-    asked = [words for words, is_asked in _asked_of(runner, settings, config).items() if is_asked]
-    if asked:
+    unsupported = [words for words, here in _unsupported(runner, settings, config).items() if here]
+    if unsupported:
         raise UnsupportedError(
-            f"SGLang with {', '.join(asked)}",
+            f"SGLang with {', '.join(unsupported)}",
             "decoders that keep keys and values of their own for all tokens",
             "leave that out, or serve with another attention backend",
         )
@@ -256,7 +256,7 @@ def _check_runner(runner: Any) -> None:
             _check_layer(layer, {})
 
 
-def _asked_of(runner: Any, settings: Any, config: Any) -> dict[str, bool]:
+def _unsupported(runner: Any, settings: Any, config: Any) -> dict[str, bool]:
     mode = getattr(settings, "speculative_attention_mode", "prefill")
     verifies = getattr(settings, f"{mode}_attention_backend", None) or getattr(
         settings, "attention_backend", NAME
@@ -308,20 +308,20 @@ def _check_mode(mode: Any) -> None:
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
     kind = getattr(layer, "attn_type", None)
-    asked = sorted(name for name, value in options.items() if value is not None)
+    unsupported = sorted(name for name, value in options.items() if value is not None)
     if layer.is_cross_attention or getattr(kind, "value", "decoder") != "decoder":
-        asked.append("attention that is not a decoder's own")
+        unsupported.append("attention that is not a decoder's own")
     if getattr(layer, "xai_temperature_len", -1) > 0:
-        asked.append("xai_temperature_len")
+        unsupported.append("xai_temperature_len")
     if getattr(layer, "use_irope", False):
-        asked.append("attention within chunks (use_irope)")
+        unsupported.append("attention within chunks (use_irope)")
     if getattr(layer, "pos_encoding_mode", "NONE") != "NONE":
-        asked.append(f"pos_encoding_mode={layer.pos_encoding_mode}")
+        unsupported.append(f"pos_encoding_mode={layer.pos_encoding_mode}")
     if getattr(layer, "logit_capping_method", None) not in (None, "", "tanh"):
-        asked.append(f"logit_capping_method={layer.logit_capping_method}")
-    if asked:
+        unsupported.append(f"logit_capping_method={layer.logit_capping_method}")
+    if unsupported:
         raise UnsupportedError(
-            f"a layer that asks for {', '.join(asked)}",
+            f"a layer that asks for {', '.join(unsupported)}",
             "causal decoders with windows, soft caps and sinks",
             "choose another attention backend for this model; mods are assigned with integrations.layers",
         )

@@ -49,7 +49,7 @@ def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
         AttentionMaskInterface.register(each, attention_mask)
         _names.add(each)
     _paged_names[name] = paged_name
-    _check_models_when_made()
+    _patch(PreTrainedModel, "_check_and_adjust_attn_implementation", _adjusted)
     _serve_continuous_batching()
 
 
@@ -82,60 +82,58 @@ def _check_class(cls: type) -> None:
         )
 
 
-def _check_models_when_made() -> None:
-    """transformers asks a model's class about every implementation by name, but lets any registered name pass
-    and looks for a package behind those with "flash". Both are answered here, for our names alone."""
-    asked = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
-    if asked is None or hasattr(asked, "fa4flex"):
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of transformers, once, where this version has it. `replacement` takes the original
+    first, which answers for all names but ours."""
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, "fa4flex"):
         return
 
-    @functools.wraps(asked)
-    def answer(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        name = (attn_implementation or "").removeprefix("paged|")  # as earlier versions named them
-        if name not in _names:
-            return asked(self, attn_implementation, *args, **kwargs)
-        _check_class(type(self))
-        return name
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
 
-    answer.fa4flex = True  # type: ignore[attr-defined]
-    PreTrainedModel._check_and_adjust_attn_implementation = answer
+    patched.fa4flex = True  # type: ignore[attr-defined]
+    setattr(owner, name, patched)
+
+
+def _adjusted(original: Any, model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """transformers asks a model's class about every implementation by name, but lets any registered name pass
+    and looks for a package behind those with "flash"."""
+    name = (attn_implementation or "").removeprefix("paged|")  # as earlier versions named them
+    if name not in _names:
+        return original(model, attn_implementation, *args, **kwargs)
+    _check_class(type(model))
+    return name
 
 
 def _serve_continuous_batching() -> None:
     """Continuous batching knows implementations by their names: it takes those with "flash", and gives block
-    tables to FlashAttention 2 and 3 alone. Both are answered here, for our names alone."""
+    tables to FlashAttention 2 and 3 alone."""
     try:
         from transformers.generation.continuous_batching import continuous_api, initialization
     except ImportError:  # versions that ask elsewhere: there, models are made under the second name
         return
-    manager = continuous_api.ContinuousBatchingManager
-    asked = getattr(manager, "switch_to_cb_friendly_attn", None)
-    if asked is None or hasattr(asked, "fa4flex"):
-        return
+    _patch(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switched)
+    tables = functools.partial(_with_tables, initialization)
+    _patch(initialization, "ensure_decode_fast_path_is_available", tables)
 
-    @functools.wraps(asked)
-    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        name = model.config._attn_implementation
-        if name in _paged_names:
-            model.set_attn_implementation(_paged_names[name])
-            self._original_attn_impl = name  # which the manager sets again when it stops
-        return asked(self, model, *args, **kwargs)
 
-    switch.fa4flex = True  # type: ignore[attr-defined]
-    manager.switch_to_cb_friendly_attn = switch
-    available = getattr(initialization, "ensure_decode_fast_path_is_available", None)
-    if available is None:
-        return
+def _switched(original: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    name = model.config._attn_implementation
+    if name in _paged_names:
+        model.set_attn_implementation(_paged_names[name])
+        manager._original_attn_impl = name  # which the manager sets again when it stops
+    return original(manager, model, *args, **kwargs)
 
-    @functools.wraps(available)
-    def ensure(config: Any, cb_config: Any, user_requested: bool) -> None:
-        types = initialization.group_layers_by_attn_type(config)
-        tables = all(initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table for each in types)
-        ours = config._attn_implementation in _names
-        if not (ours and tables and reads_pages()):
-            available(config, cb_config, user_requested)
 
-    initialization.ensure_decode_fast_path_is_available = ensure
+def _with_tables(
+    initialization: Any, original: Any, config: Any, cb_config: Any, user_requested: bool
+) -> None:
+    types = initialization.group_layers_by_attn_type(config)
+    tables = all(initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table for each in types)
+    if not (config._attn_implementation in _names and tables and reads_pages()):
+        original(config, cb_config, user_requested)
 
 
 def attention_forward(

@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import (
 )
 
 from fa4flex.errors import UnsupportedError
-from fa4flex.integrations.layers import Asked, LayerAttention
+from fa4flex.integrations.layers import LayerAttention, LayerSettings
 from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, serves_width, write
 
 
@@ -152,7 +152,7 @@ class Impl(AttentionImpl[Metadata]):
         self.sinks = sinks
         self._slopes = alibi_slopes
         window = sliding_window if sliding_window and sliding_window > 0 else None
-        self._asked = Asked(self.scale, window, logits_soft_cap or None)
+        self._settings = LayerSettings(self.scale, window, logits_soft_cap or None)
         self._layer: LayerAttention | None = None
 
     def do_kv_cache_update(
@@ -193,7 +193,7 @@ class Impl(AttentionImpl[Metadata]):
         if self._layer is None:
             slopes = self._slopes
             table = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
-            self._layer = LayerAttention(replace(self._asked, slopes=table))
+            self._layer = LayerAttention(replace(self._settings, slopes=table))
         return self._layer.named(getattr(layer, "layer_name", ""))
 
     def _caches(self, kv_cache: Tensor) -> Caches:

@@ -24,7 +24,7 @@ def _always(problem: Problem, sizes: Sizes) -> bool:
 
 
 def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
-    return problem.lengths == "packed" and problem.page_rows > 0
+    return problem.lengths == "packed" and problem.keys.loaded
 
 
 class Unloaded(NamedTuple):
@@ -82,7 +82,7 @@ def _candidates(direction: Direction, problem: Problem, target: Target, sizes: S
 def accepting(direction: Direction, problem: Problem, target: Target, sizes: Sizes) -> Pipeline | None:
     """The first pipeline that accepts the problem."""
     for pipeline in _candidates(direction, problem, target, sizes):
-        reads = pipeline.kv_dtype == problem.kv_dtype
+        reads = pipeline.kv_dtype == problem.keys.dtype
         writes = pipeline.writes_float32 or not problem.wide_output
         if reads and writes and pipeline.accepts(problem, target, sizes):
             return pipeline
@@ -99,7 +99,7 @@ def choose(direction: Direction, problem: Problem, target: Target, sizes: Sizes 
         "a problem and a chip that one of the pipelines accepts: "
         + ", ".join(pipeline.name for pipeline in loaded(direction)),
         "nothing: "
-        + ("the cache is dequantised first" if problem.kv_dtype else "it is computed in PyTorch operations")
+        + ("the cache is dequantised first" if problem.keys.dtype else "it is computed in PyTorch operations")
         + " instead",
     )
 
@@ -114,8 +114,7 @@ def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule,
     """
     if problem.mask_form != "tables" or asks_for_order(schedule) or not few_rows(problem, sizes):
         return problem
-    in_place = problem.page_rows > 0 or problem.kv_dtype
-    if not in_place and (problem.row_ends or reads_by_blocks(facts.mask)):
+    if problem.keys.plain and (problem.row_ends or reads_by_blocks(facts.mask)):
         return problem
     asked = replace(problem, mask_form="pairs", row_ends=0)
     return problem if accepting("forward", asked, target, sizes) is None else asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.guests import Guests
 from fa4flex.parallel.links import Links
-from fa4flex.parallel.moves import by_heads, by_tokens
+from fa4flex.parallel.moves import by_heads, by_tokens, results_by, send
 from fa4flex.parallel.pieces import SEQUENCE, Pieces, in_order, order_of, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
@@ -50,7 +50,7 @@ class Job:
     def of_stage(self, stage: int) -> tuple[Rectangle, ...]:
         return self.exchange.rectangles[stage][self.rank]
 
-    def at_home(self) -> tuple[tuple[Rectangle, ...], tuple[Rectangle, ...]]:
+    def own_keys(self) -> tuple[tuple[Rectangle, ...], tuple[Rectangle, ...]]:
         """Rectangles of own keys: of own queries, and of guests."""
         every = self.of_stage(0)
         own = tuple(x for x in every if x.queries in self.queries)
@@ -80,20 +80,20 @@ class Attend(torch.autograd.Function):
     def forward(
         ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *operands: Tensor
     ) -> Any:
-        visitors = job.guests.go([q])
+        visitors = job.guests.send([q])
         arrivals = {stage: _send(job, stage, (k, v)) for stage in job.moving()}
         results = _Results(job, q, v.shape[-1], sinks)
         received = []
         here = _held(job, (k, v))
-        mine, of_guests = job.at_home()
-        results.take_in(mine, here, job.beside(bool(arrivals or job.exchange.guests)))
+        mine, of_guests = job.own_keys()
+        results.add(mine, here, job.beside(bool(arrivals or job.exchange.guests)))
         (theirs,) = visitors()
-        results.q.also(theirs, job.guests.visitors)
-        results.take_in(of_guests, here, job.beside(bool(arrivals)))
+        results.q.extend(theirs, job.guests.visitors)
+        results.add(of_guests, here, job.beside(bool(arrivals)))
         for stage, arrival in arrivals.items():
             received.append(in_order(arrival(), joined(job.exchange.incoming(stage, job.rank))))
             _arrived(job, stage, received[-1], here)
-            results.take_in(job.of_stage(stage), here, job.beside(stage < max(arrivals)))
+            results.add(job.of_stage(stage), here, job.beside(stage < max(arrivals)))
         results.return_guests()
         out, lse = results.finish()
         ctx.job, ctx.operands = job, len(operands)
@@ -118,9 +118,9 @@ class Attend(torch.autograd.Function):
         # Gradients of others' keys leave first: they travel while those of the own keys are computed.
         arrivals: list[tuple[int, Any]] = []
         for stage, rows in reversed(of_stages):
-            sums.take_in(stage, here, of_keys, job.beside(bool(arrivals)))
+            sums.add(stage, here, of_keys, job.beside(bool(arrivals)))
             arrivals.append((stage, _send_back(job, stage, of_keys, torch.empty_like(rows), (k, v))))
-        sums.take_in(0, here, of_keys, job.beside(bool(arrivals)))
+        sums.add(0, here, of_keys, job.beside(bool(arrivals)))
         sums.return_guests(theirs)
         for stage, arrival in reversed(arrivals):
             _add_back(job, stage, of_keys, tensors_of(arrival(), (k, v)))
@@ -144,7 +144,7 @@ def attend_heads(
     held: queries and keys of each rank (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509)."""
     links, heads = job.links, qkv[0].shape[1] // job.links.size
     first = links.rank * heads
-    q, k, v = (by_heads(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
+    q, k, v = (by_heads(links, own, x) for x, own in zip(qkv, (*held, held[1]), strict=True))
     whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
     there = q.shape[2] > 0 and k.shape[2] > 0
     rectangles = (((whole,) if there else (),),)
@@ -156,10 +156,7 @@ def attend_heads(
         rectangles=replace(job.rectangles, h_start=(job.rectangles.h_start or 0) + first),
     )
     logits = None if sinks is None else sinks[first : first + heads]
-    out, lse = Attend.apply(of_heads, q, k, v, logits, *operands)
-    out = by_tokens(links, out, held[0])
-    lse = by_tokens(links, lse.unsqueeze(-1), held[0]).squeeze(-1)
-    return out, lse
+    return results_by(partial(by_tokens, links, held[0]), *Attend.apply(of_heads, q, k, v, logits, *operands))
 
 
 # --- moving keys --------------------------------------------------------------------------------------------
@@ -175,13 +172,12 @@ def _arrived(job: Job, stage: int, rows: Tensor, here: tuple[Pieces, Pieces]) ->
     """Keys and values of a stage, in the order in which they are kept, join those that are here."""
     places = order_of(joined(job.exchange.incoming(stage, job.rank)))
     for pieces, x in zip(here, tensors_of(rows, [pieces.x for pieces in here]), strict=True):
-        pieces.also(x, places)
+        pieces.extend(x, places)
 
 
 def _send(job: Job, stage: int, kv: tuple[Tensor, Tensor]) -> Any:
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
-    rows = rows_of(kv, job.exchange.held[job.rank], outgoing)
-    return job.links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))
+    return send(job.links, rows_of(kv, job.exchange.held[job.rank], outgoing), outgoing, incoming)
 
 
 def _send_back(
@@ -190,8 +186,8 @@ def _send_back(
     """Send gradients of keys and values to their owners, in `rows`."""
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
     for total, place in zip(of_keys, tensors_of(rows, kv), strict=True):
-        total.take_out(joined(incoming), place)
-    return job.links.all_to_all(rows, list(map(tokens, incoming)), list(map(tokens, outgoing)))
+        total.pop(joined(incoming), place)
+    return send(job.links, rows, incoming, outgoing)
 
 
 def _add_back(job: Job, stage: int, of_keys: tuple[Sums, ...], parts: list[Tensor]) -> None:
@@ -199,7 +195,7 @@ def _add_back(job: Job, stage: int, of_keys: tuple[Sums, ...], parts: list[Tenso
     at = 0
     for lo, hi in joined(job.exchange.outgoing(stage, job.rank)):
         for total, part in zip(of_keys, parts, strict=True):
-            total.take_in((lo, hi), part.narrow(SEQUENCE, at, hi - lo))
+            total.add((lo, hi), part.narrow(SEQUENCE, at, hi - lo))
         at += hi - lo
 
 
@@ -214,11 +210,9 @@ class _Results:
         self.job, self.q, self.dim_v, self.sinks = job, Pieces(q, job.queries), dim_v, sinks
         rounds = job.output.itemsize < job.compute.itemsize
         self.rounded = job.alone if rounds and sinks is None else frozenset()
-        self.found: dict[Range, Result] = {}
+        self.results: dict[Range, Result] = {}
 
-    def take_in(
-        self, wanted: tuple[Rectangle, ...], kv: tuple[Pieces, Pieces], rectangles: Rectangles
-    ) -> None:
+    def add(self, wanted: tuple[Rectangle, ...], kv: tuple[Pieces, Pieces], rectangles: Rectangles) -> None:
         for x in wanted:
             q = self.q.take(x.queries)
             k, v = (part.take(x.keys) for part in kv)
@@ -226,27 +220,27 @@ class _Results:
             self._add(x.queries, *rectangles.forward((q, k, v), (x.queries[0], x.keys[0]), dtype))
 
     def _add(self, queries: Range, out: Tensor, lse: Tensor) -> None:
-        if queries in self.found:
-            self.found[queries].take_in(out, lse)
+        if queries in self.results:
+            self.results[queries].add(out, lse)
         else:
-            self.found[queries] = Result(out, lse)
+            self.results[queries] = Result(out, lse)
 
     def return_guests(self) -> None:
         """Results of guests go to their owners; those of local queries that others have computed come."""
         visitors = self.job.guests.visitors
         out, lse = self._written(visitors, self.job.compute)
         for queries in visitors:
-            self.found.pop(queries, None)
-        for queries, (part, of_part) in self.job.guests.return_home([out, lse.unsqueeze(-1)]):
+            self.results.pop(queries, None)
+        for queries, (part, of_part) in self.job.guests.send_back([out, lse.unsqueeze(-1)]):
             self._add(queries, part, of_part.squeeze(-1))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The results of all local queries, in their order."""
         if self.sinks is not None:  # also of queries without keys
             for queries in self.job.queries:
-                if queries not in self.found:
-                    self.found[queries] = self._of_no_keys(queries)
-                self.found[queries].take_in_sinks(self.sinks)
+                if queries not in self.results:
+                    self.results[queries] = self._of_no_keys(queries)
+                self.results[queries].add_sinks(self.sinks)
         return self._written(self.job.queries, self.job.output)
 
     def _of_no_keys(self, queries: Range) -> Result:
@@ -257,7 +251,7 @@ class _Results:
 
     def _written(self, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The results of these queries, one range after another, in their dtypes; a lone part itself."""
-        alone = self.found.get(ranges[0]) if len(ranges) == 1 else None
+        alone = self.results.get(ranges[0]) if len(ranges) == 1 else None
         if alone is not None and alone.last is None and alone.out.dtype == dtype:
             return alone.out, alone.lse
         q, at = self.q.x, 0
@@ -266,8 +260,8 @@ class _Results:
         lse = q.new_empty(sizes, dtype=self.job.compute)
         for lo, hi in ranges:
             place = tuple(x.narrow(SEQUENCE, at, hi - lo) for x in (out, lse))
-            if (lo, hi) in self.found:
-                self.found[lo, hi].write(*place)
+            if (lo, hi) in self.results:
+                self.results[lo, hi].write(*place)
             else:
                 place[0].zero_()
                 place[1].fill_(-torch.inf)
@@ -308,19 +302,19 @@ class _Gradients:
         if not self.job.exchange.guests:
             return
         visitors = self.job.guests.visitors
-        arrived = self.job.guests.go([x.x for x in self.of_rows])()
-        self.q.also(theirs, visitors)
+        arrived = self.job.guests.send([x.x for x in self.of_rows])()
+        self.q.extend(theirs, visitors)
         for of_rows, x in zip(self.of_rows, arrived, strict=True):
-            of_rows.also(x.contiguous(), visitors)
+            of_rows.extend(x.contiguous(), visitors)
 
     def return_guests(self, theirs: Tensor) -> None:
         """Gradients of guests go to their owners; those of local queries that have visited others come."""
         visitors = self.job.guests.visitors
         of_guests = self.of_queries.whole(visitors, theirs)
-        for queries, (part,) in self.job.guests.return_home([of_guests]):
-            self.of_queries.take_in(queries, part)
+        for queries, (part,) in self.job.guests.send_back([of_guests]):
+            self.of_queries.add(queries, part)
 
-    def take_in(
+    def add(
         self, stage: int, here: tuple[Pieces, Pieces], of_keys: tuple[Sums, Sums], rectangles: Rectangles
     ) -> None:
         """Add what the rectangles of a stage contribute, to gradients of keys and values in `of_keys`."""
@@ -335,9 +329,9 @@ class _Gradients:
                 (x.queries[0], x.keys[0]),
                 needs,
             )
-            self.of_queries.take_in(x.queries, of_q)
+            self.of_queries.add(x.queries, of_q)
             for total, part in zip(of_keys, of_kv[:2], strict=True):
-                total.take_in(x.keys, part)
+                total.add(x.keys, part)
             for slot, part in zip(needs, of_kv[2:], strict=True):
                 self.operands[slot] += part
 

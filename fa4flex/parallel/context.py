@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.blame import dress
 from fa4flex.contents import VALIDATE
 from fa4flex.default_device import on_the_host
@@ -20,10 +22,10 @@ from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, whole
 from fa4flex.parallel.exchange import tokens
 from fa4flex.parallel.heads import ALL, Share, check_heads, parts_in_order, split, split_placement
 from fa4flex.parallel.links import Group, Links, Together, agree
-from fa4flex.parallel.moves import by_heads, by_tokens, moved
+from fa4flex.parallel.moves import by_heads, by_tokens, moved, results_by
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
-from fa4flex.parallel.plan import SM_MARGIN, TILE, Extents, Guests, Layout, Moves, Plan, bases_read, plan_of
+from fa4flex.parallel.plan import SM_MARGIN, TILE, Guests, Layout, Moves, Plan, bases_read, plan_of
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.traffic import Model, heads_move
 from fa4flex.runtime import autocast, launch
@@ -42,6 +44,30 @@ Gradients = Literal["summed", "own"]
 
 Lengths = int | tuple[int, int]
 """Queries and keys of the whole; one number where there are as many keys as queries."""
+
+
+class _Call(NamedTuple):
+    """One call on this rank.
+
+    now       the variant with what it captured, as it is now
+    qkv       local tensors [B, H, S, D]
+    lengths   those of the whole, None where the ranks are to be asked
+    in_order  True where tokens lie as torch shards them
+    share     share of the heads that the tensors have
+    """
+
+    now: launch.Calling
+    qkv: tuple[Tensor, Tensor, Tensor]
+    lengths: Lengths | None
+    in_order: bool
+    share: Share
+
+    def held(self, result: Plan, shape: Shape) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
+        """The queries and the keys that each rank's tensors hold."""
+        queries = result.placement.queries
+        if self.in_order:
+            queries = parts_in_order(shape.q_len, result.placement.ranks)
+        return queries, result.exchange.held
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,8 +109,7 @@ class ContextParallel:
     @on_the_host
     def plan(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Plan:
         """Placement and exchange for these lengths. `batch` and `heads` matter where the mask reads them."""
-        extents = Extents(*_pair(lengths), batch, heads)
-        return self._plan(self._planning(), extents)
+        return self._plan(self._planning(), Shape(batch, heads, *_pair(lengths)))
 
     @on_the_host
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
@@ -203,7 +228,7 @@ class ContextParallel:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
         now = self._calling()
         try:
-            out, lse = self._attend(now, (q, k, v), lengths, in_order, share)
+            out, lse = self._attend(_Call(now, (q, k, v), lengths, in_order, share))
         except Fa4flexError as error:
             trace = now.bound.trace
             origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
@@ -212,36 +237,20 @@ class ContextParallel:
             raise
         return out.transpose(1, 2) if swap else out, lse
 
-    def _attend(
-        self,
-        now: launch.Calling,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        lengths: Lengths | None,
-        in_order: bool,
-        share: Share,
-    ) -> tuple[Tensor, Tensor]:
-        extents, result = self._agreed(now, qkv, lengths, in_order, share)
+    def _attend(self, call: _Call) -> tuple[Tensor, Tensor]:
+        shape, result = self._agreed(call)
         if self.across is None:
-            return self._here(now, qkv, extents, result, in_order, share)
+            return self._here(call, shape, result)
         across, own = self.across, self.links.rank
-        held = [_counted(x[own], across.size) for x in _held(result, extents, in_order)]
-        q, k, v = (by_heads(across, x, at) for x, at in zip(qkv, (*held, held[1]), strict=True))
+        held = [_counted(x[own], across.size) for x in call.held(result, shape)]
+        q, k, v = (by_heads(across, at, x) for x, at in zip(call.qkv, (*held, held[1]), strict=True))
         share = Share(across.rank, across.size, (across,))
-        out, lse = self._here(now, (q, k, v), extents, result, in_order, share)
-        lse = by_tokens(across, lse.unsqueeze(-1), held[0]).squeeze(-1)
-        return by_tokens(across, out, held[0]), lse
+        out, lse = self._here(call._replace(qkv=(q, k, v), share=share), shape, result)
+        return results_by(partial(by_tokens, across, held[0]), out, lse)
 
-    def _here(
-        self,
-        now: launch.Calling,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        extents: Extents,
-        result: Plan,
-        in_order: bool,
-        share: Share,
-    ) -> tuple[Tensor, Tensor]:
+    def _here(self, call: _Call, shape: Shape, result: Plan) -> tuple[Tensor, Tensor]:
         """Attention of this rank's share of the heads."""
-        q, k, v = qkv
+        now, (q, k, v), share = call.now, call.qkv, call.share
         operands, sinks = now.operands(), now.sinks
         if self.reduced:
             for links in (self.links, *share.links):
@@ -249,7 +258,7 @@ class ContextParallel:
         sinks = share.of_sinks(sinks, q.shape[1])
         facts, variant = now.bound.trace.facts, self.variant
         seen = tuple(x.detach() for x in operands)
-        whole = {"q_len": extents.q_len, "kv_len": extents.kv_len, "num_heads": extents.heads}
+        whole = {"q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads}
         first = None if share.parts == 1 else share.part * q.shape[1]
         rectangles = Rectangles(
             facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole, first
@@ -258,13 +267,12 @@ class ContextParallel:
         dtypes = variant.precision.output_dtype(q.dtype), compute
         margin = self.layout.sm_margin if on_gpu(q) else 0
         job = Job(result.exchange, self.links.rank, self.links, rectangles, *dtypes, margin)
-        held, at = _held(result, extents, in_order)[0], result.placement.queries
-        if self._by_heads(now, result, qkv):
-            return attend_heads(job, (held, result.exchange.held), qkv, sinks, operands)
-        q = moved(self.links, q, held, at)
+        held, at = call.held(result, shape), result.placement.queries
+        if self._by_heads(now, result, call.qkv):
+            return attend_heads(job, held, call.qkv, sinks, operands)
+        q = moved(self.links, held[0], at, q)
         out, lse = Attend.apply(job, q, k, v, sinks, *operands)
-        lse = moved(self.links, lse.unsqueeze(-1), at, held).squeeze(-1)
-        return moved(self.links, out, at, held), lse
+        return results_by(partial(moved, self.links, at, held[0]), out, lse)
 
     def _by_heads(self, now: launch.Calling, result: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
         """True if tokens of heads move. Raises InputError where they should and heads cannot be dealt."""
@@ -287,40 +295,33 @@ class ContextParallel:
         wide = self.variant.precision.compute_dtype(q.dtype).itemsize
         return Model(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.itemsize, wide, q.shape[0])
 
-    def _plan(self, now: launch.Calling, extents: Extents, in_order: bool = False) -> Plan:
+    def _plan(self, now: launch.Calling, shape: Shape, in_order: bool = False) -> Plan:
         if now.variant.blocks is not None:
-            now.variant.blocks.fits(extents.q_len, extents.kv_len, extents.batch, extents.heads)
-        held = parts_in_order(extents.kv_len, self.links.size) if in_order else None
+            now.variant.blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
+        held = parts_in_order(shape.kv_len, self.links.size) if in_order else None
         contents = self.variant.schedule.contents
-        return plan_of(now.bound, extents, self.links.size, self.layout, held, contents)
+        return plan_of(now.bound, shape, self.links.size, self.layout, held, contents)
 
     # --- agreement ------------------------------------------------------------------------------------------
 
-    def _agreed(
-        self,
-        now: launch.Calling,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        lengths: Lengths | None,
-        in_order: bool,
-        share: Share,
-    ) -> tuple[Extents, Plan]:
+    def _agreed(self, call: _Call) -> tuple[Shape, Plan]:
         """The whole's sizes, and the plan. Raises InputError, on every rank, where calls do not fit."""
+        now, qkv, lengths, in_order, share = call
         try:
-            said, failed = self._said(now, qkv, lengths, share), None
+            description, failed = self._description(call), None
         except Fa4flexError as error:
-            said, failed = {}, error
+            description, failed = {}, error
         # What is new must be so on every rank: it says nothing of this rank's own part.
-        known = (in_order, *said.items())
+        known = (in_order, *description.items())
         ask = failed is not None or lengths is None or VALIDATE or known not in self._seen
         own = {"own": None if failed else (qkv[0].shape[SEQUENCE], qkv[1].shape[SEQUENCE])}
-        told = self._agree(failed or {**said, **own}) if ask else []
-        q_len, kv_len = (
-            _pair(lengths) if lengths is not None else map(sum, zip(*(x["own"] for x in told), strict=True))
-        )
-        extents = Extents(q_len, kv_len, qkv[0].shape[0], qkv[0].shape[1] * share.parts)
+        descriptions = self._agree(failed or {**description, **own}) if ask else []
+        each = (x["own"] for x in descriptions)
+        q_len, kv_len = map(sum, zip(*each, strict=True)) if lengths is None else _pair(lengths)
+        shape = Shape(qkv[0].shape[0], qkv[0].shape[1] * share.parts, q_len, kv_len)
         try:
-            result = self._plan(now, extents, in_order)
-            held = [x[self.links.rank] for x in _held(result, extents, in_order)]
+            result = self._plan(now, shape, in_order)
+            held = [x[self.links.rank] for x in call.held(result, shape)]
             if self.across is not None:
                 held = [split(x, self.across.size)[self.across.rank] for x in held]
             _check_parts(held, qkv, self.rank)
@@ -332,28 +333,25 @@ class ContextParallel:
         if isinstance(parts, Fa4flexError):
             raise parts
         self._seen.add(known)
-        return extents, result
+        return shape, result
 
-    def _agree(self, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
+    def _agree(self, description: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
         """Descriptions from the ranks of `links`; what the ranks of `across` say is put together first. An
         error of any rank reaches all of both: those that learn of it from the ones tell the others."""
         if self.across is not None:
             try:
-                told = agree(self.across, said)
-                own = [x["own"] for x in told if "own" in x]
-                said = {**told[0], **({"own": tuple(map(sum, zip(*own, strict=True)))} if own else {})}
+                descriptions = agree(self.across, description)
+                description = dict(descriptions[0])
+                if "own" in description:
+                    each = (x["own"] for x in descriptions)
+                    description["own"] = tuple(map(sum, zip(*each, strict=True)))
             except Fa4flexError as error:
-                said = error
-        return agree(self.links, said)
+                description = error
+        return agree(self.links, description)
 
-    def _said(
-        self,
-        now: launch.Calling,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        lengths: Lengths | None,
-        share: Share,
-    ) -> dict[str, Any]:
+    def _description(self, call: _Call) -> dict[str, Any]:
         """Description of a rank's call for the others: all but its own lengths must be the same on each."""
+        now, qkv, share = call.now, call.qkv, call.share
         check_tensors(*qkv)
         sizes = check_dense(*qkv, self.variant.layout)
         whole = replace(sizes, q_heads=sizes.q_heads * share.parts, kv_heads=sizes.kv_heads * share.parts)
@@ -371,7 +369,7 @@ class ContextParallel:
             "KV heads": k.shape[1],
             "head_dim": (q.shape[3], v.shape[3]),
             "dtype": str(q.dtype),
-            "lengths": lengths,
+            "lengths": call.lengths,
             "program": now.bound.trace.facts.key,
             "captured numbers": repr(now.bound.scalars),
             "requires_grad of captured tensors": torch.is_grad_enabled() and learned,
@@ -393,13 +391,6 @@ def _together(
 def _without_blocks(variant: Variant) -> Variant:
     """The variant without its block map, which is for the whole."""
     return variant if variant.blocks is None else replace(variant, blocks=None)
-
-
-def _held(result: Plan, extents: Extents, in_order: bool) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
-    """The queries and the keys that each rank's tensors hold."""
-    ranks = result.placement.ranks
-    queries = parts_in_order(extents.q_len, ranks) if in_order else result.placement.queries
-    return queries, result.exchange.held
 
 
 def _counted(own: Ranges, parts: int) -> tuple[Ranges, ...]:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.rows import one_thread
-from fa4flex.parallel.placement import MOST_SHOWN, Placement, Range, Ranges, Split, joined, shown
+from fa4flex.parallel.placement import (
+    MOST_SHOWN,
+    Placement,
+    Range,
+    Ranges,
+    Split,
+    joined,
+    runs,
+    shown,
+)
 from fa4flex.parallel.work import Work
 
 Sends = tuple[tuple[int, int, Ranges], ...]
@@ -327,13 +336,9 @@ def _joined(first: Rectangle, then: Rectangle) -> Rectangle | None:
 def _by_holder(there: Tensor, holder: Tensor, cuts: list[int]) -> list[tuple[int, Ranges]]:
     """The segments' keys by who holds them, neighbours joined."""
     at = there.nonzero().flatten()
-    if not len(at):
-        return []
     of, order = holder[at].sort(stable=True)
     at = at[order]
-    joined = torch.nn.functional.pad((of.diff() == 0) & (at.diff() == 1), (1, 0))
-    first = (~joined).nonzero().flatten()
-    last = torch.cat((first[1:], torch.tensor([len(at)]))) - 1
+    first, last = runs(of, at - torch.arange(len(at)))
     results: dict[int, list[Range]] = {}
     for source, lo, hi in zip(of[first].tolist(), at[first].tolist(), at[last].tolist(), strict=True):
         results.setdefault(source, []).append((cuts[lo], cuts[hi + 1]))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fa4flex.parallel.exchange import Exchange, tokens
+from fa4flex.parallel.exchange import Exchange
 from fa4flex.parallel.links import Links
+from fa4flex.parallel.moves import send
 from fa4flex.parallel.pieces import SEQUENCE, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 
@@ -27,23 +28,22 @@ class Guests:
         """Queries of others that are here, by owner."""
         return joined(self.exchange.visitors(self.rank))
 
-    def go(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def send(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Send rows [B, H, own queries, D] of those that visit others; waits for, and returns, visitors'."""
         if not self.exchange.guests:
             return lambda: [x.narrow(SEQUENCE, 0, 0) for x in tensors]
         away, here = self.exchange.visits(self.rank), self.exchange.visitors(self.rank)
         rows = _bytes(tensors, self.exchange.queries[self.rank], away)
-        arrival = self.links.all_to_all(rows, list(map(tokens, away)), list(map(tokens, here)))
+        arrival = send(self.links, rows, away, here)
         return lambda: _tensors(arrival(), tensors)
 
-    def return_home(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Range, list[Tensor]]]:
+    def send_back(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Range, list[Tensor]]]:
         """Send rows [B, H, visitors, D] to their owners; what comes back, by range, in order of hosts."""
         if not self.exchange.guests:
             return
         away, here = self.exchange.visits(self.rank), self.exchange.visitors(self.rank)
         rows = _bytes(tensors, self.visitors, here)
-        rows = self.links.all_to_all(rows, list(map(tokens, here)), list(map(tokens, away)))()
-        result, at = _tensors(rows, tensors), 0
+        result, at = _tensors(send(self.links, rows, here, away)(), tensors), 0
         for lo, hi in joined(away):
             yield (lo, hi), [x.narrow(SEQUENCE, at, hi - lo).contiguous() for x in result]
             at += hi - lo

@@ -31,7 +31,7 @@ class Links(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks."""
 
-    def gather(self, said: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Objects from all ranks."""
 
 
@@ -61,10 +61,10 @@ class Group:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def gather(self, said: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         results: list[Any] = [None] * self.size
         with self._named("the comparison of shapes"):
-            dist.all_gather_object(results, said, group=self.group)
+            dist.all_gather_object(results, value, group=self.group)
         return results
 
     @contextmanager
@@ -135,22 +135,22 @@ def _summed(links: Links, x: Tensor) -> Tensor:
     return links.all_reduce(wide).to(x.dtype)
 
 
-def agree(links: Links, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
+def agree(links: Links, description: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
     """Descriptions from all ranks, the same on all of them but for what begins with "own". Raises InputError
     on every rank where some rank says something else, or has met an error of its own, naming both."""
-    told = links.gather(f"{said}" if isinstance(said, Exception) else dict(said))
-    failed = [(rank, x) for rank, x in enumerate(told) if isinstance(x, str)]
+    descriptions = links.gather(f"{description}" if isinstance(description, Exception) else dict(description))
+    failed = [(rank, x) for rank, x in enumerate(descriptions) if isinstance(x, str)]
     if failed:
-        if isinstance(said, Exception):
-            raise said
+        if isinstance(description, Exception):
+            raise description
         rank, words = failed[0]
         raise InputError(
             f"rank {rank} of {links.size}: {words}", "calls that fit on every rank", f"look at rank {rank}"
         )
-    for name in told[0]:
+    for name in descriptions[0]:
         if name.startswith("own"):
             continue
-        values = [repr(x.get(name)) for x in told]
+        values = [repr(x.get(name)) for x in descriptions]
         usual, count = Counter(values).most_common(1)[0]
         if count < len(values):
             odd = next(rank for rank, x in enumerate(values) if x != usual)
@@ -159,4 +159,4 @@ def agree(links: Links, said: Mapping[str, Any] | Exception) -> list[Mapping[str
                 f"the same {name} on every rank",
                 f"look at how rank {odd} makes its tensors",
             )
-    return told
+    return descriptions

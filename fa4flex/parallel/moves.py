@@ -3,20 +3,48 @@ the rank that has their heads. Both ways are exchanges of rows; each is the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.parallel.exchange import tokens
-from fa4flex.parallel.links import Links
+from fa4flex.parallel.links import Arrival, Links
 from fa4flex.parallel.pieces import SEQUENCE, Pieces, rows_of, tensors_of
 from fa4flex.parallel.placement import Ranges, joined
 
 Held = tuple[Ranges, ...]
-Exchange = Callable[[Links, Tensor, Held], Tensor]
 """The tokens of each rank."""
+
+Move = Callable[[Tensor], Tensor]
+
+
+def send(links: Links, rows: Tensor, outgoing: Sequence[Ranges], incoming: Sequence[Ranges]) -> Arrival:
+    """Send rows of these ranges to each rank; what arrives has those that come from each."""
+    return links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))
+
+
+class _Moved(torch.autograd.Function):
+    """A move of tokens, whose gradient goes by the reverse one."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Move, back: Move, x: Tensor) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, ctx.back(gradient)
+
+
+def results_by(move: Move, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H, S, D] and log-sum-exps [B, H, S], both moved."""
+    return move(out), move(lse.unsqueeze(-1)).squeeze(-1)
+
+
+# --- tokens to where queries are computed -------------------------------------------------------------------
 
 
 def common(a: Ranges, b: Ranges) -> Ranges:
@@ -25,34 +53,21 @@ def common(a: Ranges, b: Ranges) -> Ranges:
     return tuple(sorted(x for x in results if x[0] < x[1]))
 
 
-class Moved(torch.autograd.Function):
-    """Local [B, H, tokens, D], whose tokens were those of `source` by rank, with those of `target`."""
-
-    @staticmethod
-    def forward(ctx: Any, links: Links, x: Tensor, source: Held, target: Held) -> Any:
-        ctx.route = links, target, source
-        return _moved(links, x, source, target)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        links, source, target = ctx.route
-        return None, _moved(links, gradient, source, target), None, None
-
-
-def moved(links: Links, x: Tensor, source: Held, target: Held) -> Tensor:
-    """See Moved. Nothing is sent where both are the same."""
+def moved(links: Links, source: Held, target: Held, x: Tensor) -> Tensor:
+    """Local [B, H, tokens, D], whose tokens were those of `source` by rank, with those of `target`. Nothing
+    is sent where both are the same."""
     if source == target:
         return x
-    result: Tensor = Moved.apply(links, x, source, target)
+    both = partial(_moved, links, source, target), partial(_moved, links, target, source)
+    result: Tensor = _Moved.apply(*both, x)
     return result
 
 
-def _moved(links: Links, x: Tensor, source: Held, target: Held) -> Tensor:
+def _moved(links: Links, source: Held, target: Held, x: Tensor) -> Tensor:
     outgoing = [common(source[links.rank], to) for to in target]
     incoming = [common(of, target[links.rank]) for of in source]
     rows = rows_of([x], source[links.rank], outgoing)
-    rows = links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))()
-    (result,) = tensors_of(rows, [x])
+    (result,) = tensors_of(send(links, rows, outgoing, incoming)(), [x])
     return _in_order(result, joined(incoming), target[links.rank])
 
 
@@ -64,33 +79,19 @@ def _in_order(x: Tensor, places: Ranges, wanted: Ranges) -> Tensor:
 # --- tokens for heads ---------------------------------------------------------------------------------------
 
 
-def by_heads(links: Links, x: Tensor, held: Held) -> Tensor:
+def by_heads(links: Links, held: Held, x: Tensor) -> Tensor:
     """All tokens of this rank's heads, [B, H / ranks, S, D], from this rank's tokens of all heads."""
-    result: Tensor = _AllToAll.apply((_by_heads, _by_tokens), links, x, held)
+    result: Tensor = _Moved.apply(partial(_by_heads, links, held), partial(_by_tokens, links, held), x)
     return result
 
 
-def by_tokens(links: Links, x: Tensor, held: Held) -> Tensor:
+def by_tokens(links: Links, held: Held, x: Tensor) -> Tensor:
     """This rank's tokens of all heads, from all tokens of this rank's heads."""
-    result: Tensor = _AllToAll.apply((_by_tokens, _by_heads), links, x, held)
+    result: Tensor = _Moved.apply(partial(_by_tokens, links, held), partial(_by_heads, links, held), x)
     return result
 
 
-class _AllToAll(torch.autograd.Function):
-    """An exchange, whose gradient goes by the reverse one."""
-
-    @staticmethod
-    def forward(ctx: Any, both: tuple[Exchange, Exchange], links: Links, x: Tensor, held: Held) -> Tensor:
-        there, ctx.back = both
-        ctx.links, ctx.held = links, held
-        return there(links, x, held)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, ctx.back(ctx.links, gradient, ctx.held), None
-
-
-def _by_heads(links: Links, x: Tensor, held: Held) -> Tensor:
+def _by_heads(links: Links, held: Held, x: Tensor) -> Tensor:
     parts = x.chunk(links.size, 1)
     rows = torch.cat([part.permute(2, 0, 1, 3).flatten(1) for part in parts])
     counts = list(map(tokens, held))
@@ -99,7 +100,7 @@ def _by_heads(links: Links, x: Tensor, held: Held) -> Tensor:
     return _in_order(result, joined(held), ((0, sum(counts)),))
 
 
-def _by_tokens(links: Links, x: Tensor, held: Held) -> Tensor:
+def _by_tokens(links: Links, held: Held, x: Tensor) -> Tensor:
     rows = rows_of([x], ((0, x.shape[SEQUENCE]),), held)
     counts = list(map(tokens, held))
     mine = counts[links.rank]

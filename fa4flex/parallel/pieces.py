@@ -19,9 +19,9 @@ class Pieces:
     def __init__(self, x: Tensor, ranges: Sequence[Range]) -> None:
         self.x = x
         self.places: list[tuple[int, int, Tensor]] = []
-        self.also(x, ranges)
+        self.extend(x, ranges)
 
-    def also(self, x: Tensor, ranges: Sequence[Range]) -> None:
+    def extend(self, x: Tensor, ranges: Sequence[Range]) -> None:
         """Further tokens, of another tensor, at places where there are none yet."""
         at = 0
         for lo, hi in in_a_row(ranges):
@@ -75,7 +75,7 @@ def in_order(rows: Tensor, places: Sequence[Range]) -> Tensor:
     return torch.cat([parts[x] for x in order])
 
 
-def put(into: Tensor, x: Tensor) -> None:
+def copy_into(into: Tensor, x: Tensor) -> None:
     """Copy x there, 16 bytes at a time where both lie so: PyTorch counts the place of each number of tensors
     with gaps, which takes longer than memory does."""
     sixteen = [y.view(torch.complex128) for y in (into, x) if _in_sixteens(y)]

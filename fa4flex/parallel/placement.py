@@ -191,13 +191,22 @@ def _heaped(area: Tensor, ranks: int, group: int, spare: int = 0) -> Tensor:
     return torch.tensor(owners).repeat_interleave(group)[: len(area)]
 
 
+def runs(*values: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last element of each run of elements that are equal in each of these tensors."""
+    begins = torch.ones_like(values[0], dtype=torch.bool)
+    for x in values:
+        begins[1:] &= x.diff() == 0
+    begins[1:] = ~begins[1:]
+    first = begins.nonzero().flatten()
+    return first, torch.cat((first, first.new_tensor([len(begins)])))[1:] - 1
+
+
 def ranges_of(owners: Tensor, chunk: int, total: int, ranks: int) -> tuple[Ranges, ...]:
     """Each rank's chunks, neighbours joined."""
     own: list[list[Range]] = [[] for _ in range(ranks)]
-    starts = torch.cat((torch.ones(1, dtype=torch.bool), owners[1:] != owners[:-1])).nonzero().flatten()
-    ends = torch.cat((starts[1:], torch.tensor([len(owners)])))
-    for lo, hi in zip(starts.tolist(), ends.tolist(), strict=True):
-        own[int(owners[lo])].append((lo * chunk, min(hi * chunk, total)))
+    first, last = runs(owners)
+    for rank, lo, hi in zip(owners[first].tolist(), first.tolist(), last.tolist(), strict=True):
+        own[rank].append((lo * chunk, min((hi + 1) * chunk, total)))
     return tuple(map(tuple, own))
 
 
@@ -235,7 +244,7 @@ def seen_by(work: Work, owners: Tensor, ranks: int) -> Tensor:
     """bool [ranks, key chunks]: whether some query of a rank may see some key of a chunk."""
     result = numpy.zeros((ranks, work.packed.shape[1]), dtype=numpy.uint8)
     of, order = owners.sort(stable=True)
-    first = torch.nn.functional.pad(of.diff() != 0, (1, 0), value=True)[: len(of)].nonzero().flatten()
+    first, _ = runs(of)
     if len(of):
         joined = numpy.bitwise_or.reduceat(work.packed[order.numpy()], first.numpy(), axis=0)
         result[of[first].numpy()] = joined

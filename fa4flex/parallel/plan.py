@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from fa4flex.codegen.analyze.domain import numbers_read, slots_read
 from fa4flex.codegen.analyze.facts import Facts
@@ -72,15 +72,6 @@ class Layout:
                 raise InputError(f"{name}={value!r}", f"an int >= {least}", f"leave {name} out")
 
 
-class Extents(NamedTuple):
-    """The whole attention's sizes."""
-
-    q_len: int
-    kv_len: int
-    batch: int = 1
-    heads: int = 1
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Plan of every rank: the same on all of them."""
@@ -121,8 +112,8 @@ def plan(
     pair = (lengths, lengths) if isinstance(lengths, int) else lengths
     variant = getattr(variant, "variant", variant)
     layout = Layout(placement, tile, stages, guests=guests)
-    extents, contents = Extents(*pair, batch, heads), variant.schedule.contents
-    return plan_of(bind(variant), extents, ranks, layout, None, contents)
+    shape = Shape(batch, heads, *pair)
+    return plan_of(bind(variant), shape, ranks, layout, None, variant.schedule.contents)
 
 
 _plans: Followed[Plan] = Followed(64, 4)
@@ -131,20 +122,20 @@ _plans: Followed[Plan] = Followed(64, 4)
 
 def plan_of(
     bound: Bound,
-    extents: Extents,
+    shape: Shape,
     ranks: int,
     layout: Layout,
     held: tuple[Ranges, ...] | None,
     contents: Contents = "compared",
 ) -> Plan:
-    """The plan of a mask. held: where keys lie, or None for where the placement has them. contents: as a
-    schedule has it; to compare those on a device they are copied to the host, which waits."""
+    """The plan of a mask over the whole, of this shape. held: where keys lie, or None for where the placement
+    has them. contents: as a schedule has it; to compare those on a device they are copied to the host, which
+    waits."""
     facts = bound.trace.facts
     mask = facts.mask
-    told_apart = extents.batch if "b" in mask.free else 1, extents.heads if "h" in mask.free else 1
     # num_heads is read where h is, if at all; a mask that reads it alone has the same work for any.
-    heads = extents.heads if "num_heads" in mask.free else told_apart[1]
-    shape = Shape(told_apart[0], heads, extents.q_len, extents.kv_len)
+    heads = shape.heads if mask.free & {"h", "num_heads"} else 1
+    shape = Shape(shape.batch if "b" in mask.free else 1, heads, shape.q_len, shape.kv_len)
     numbers = exactly(*[bound.scalars[slot] for slot in numbers_read(mask)])
     key = facts.key, numbers, shape, ranks, layout, held
     read = [bound.bases[at] for at in bases_read(bound)]

@@ -23,6 +23,7 @@ from fa4flex.parallel.placement import (
     candidates,
     contiguous,
     ranges_of,
+    runs,
     seen_by,
 )
 from fa4flex.parallel.work import Work
@@ -201,9 +202,7 @@ def _splits(work: Work, dealt: _Dealt) -> Iterator[Split]:
     chunks, counts = dealt.chunk.unique_consecutive(return_counts=True)
     cells = dealt.tile.split(counts.tolist()), dealt.to.split(counts.tolist())
     for chunk, tile, to in zip(chunks.tolist(), *cells, strict=True):
-        begins = torch.nn.functional.pad((tile.diff() != 1) | (to.diff() != 0), (1, 0), value=True)
-        first = begins.nonzero().flatten()
-        last = torch.cat((first[1:], torch.tensor([len(tile)]))) - 1
+        first, last = runs(to, tile - torch.arange(len(tile)))
         parts: dict[int, list[Range]] = {}
         for rank, lo, hi in zip(to[first].tolist(), tile[first].tolist(), tile[last].tolist(), strict=True):
             keys = lo * work.tile, min((hi + 1) * work.tile, work.kv_len)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fa4flex.parallel.pieces import SEQUENCE, in_a_row, put
+from fa4flex.parallel.pieces import SEQUENCE, copy_into, in_a_row
 from fa4flex.parallel.placement import Range, Ranges
 
 
@@ -27,12 +27,12 @@ class Result:
         self.out, self.lse = out, lse
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def take_in(self, out: Tensor, lse: Tensor) -> None:
+    def add(self, out: Tensor, lse: Tensor) -> None:
         """Add a part over other keys."""
         self._merge(self.out)
         self.last = out, lse
 
-    def take_in_sinks(self, logits: Tensor) -> None:
+    def add_sinks(self, logits: Tensor) -> None:
         """Add keys whose values are 0, of these logits [H], after all parts."""
         self._merge(self.out)
         mine, _ = self._shares(logits.to(self.lse.dtype)[:, None].expand_as(self.lse))
@@ -41,7 +41,7 @@ class Result:
     def write(self, out: Tensor, lse: Tensor) -> None:
         """Put both there."""
         if self.last is None:
-            put(out, self.out)
+            copy_into(out, self.out)
         self._merge(out)
         lse.copy_(self.lse)
 
@@ -72,7 +72,7 @@ class Sum:
         self.alone = True
         """True while the total is the first tensor itself."""
 
-    def take_in(self, x: Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         if self.last is not None:
             if self.alone:
                 self.total, self.alone = self.total.to(self.dtype, copy=True), False
@@ -82,7 +82,7 @@ class Sum:
     def write(self, into: Tensor) -> None:
         """Put the sum there, rounded to the dtype of that."""
         if self.last is None:
-            put(into, self.total)
+            copy_into(into, self.total)
         else:
             torch.add(self.total, self.last, out=into)
 
@@ -103,7 +103,7 @@ class Sums:
         self.first: dict[Range, Tensor] = {}
         """The first tensor of each range that had none before."""
 
-    def take_in(self, where: Range, x: Tensor) -> None:
+    def add(self, where: Range, x: Tensor) -> None:
         """Add x [B, H, tokens, D] to the tokens of a range. What lies within it is added to x instead, whose
         memory may then serve the whole (see `whole`)."""
         lo, hi = where
@@ -114,7 +114,7 @@ class Sums:
             for part, result in within.items():
                 for one in (result.total, result.last):
                     if one is not None:
-                        self.take_in(part, one)
+                        self.add(part, one)
             return
         at = lo
         for first, last in over:
@@ -122,7 +122,7 @@ class Sums:
             if at < inner[0]:
                 self._begin((at, inner[0]), x.narrow(SEQUENCE, at - lo, inner[0] - at))
             self._part((first, last), inner)
-            self.parts[inner].take_in(x.narrow(SEQUENCE, inner[0] - lo, inner[1] - inner[0]))
+            self.parts[inner].add(x.narrow(SEQUENCE, inner[0] - lo, inner[1] - inner[0]))
             at = inner[1]
         if at < hi:
             self._begin((at, hi), x.narrow(SEQUENCE, at - lo, hi - at))
@@ -153,7 +153,7 @@ class Sums:
                 end = inner[1]
             place.narrow(SEQUENCE, end - lo, hi - end).zero_()
 
-    def take_out(self, ranges: Ranges, into: Tensor) -> None:
+    def pop(self, ranges: Ranges, into: Tensor) -> None:
         """Put the sums of these ranges there, as `write`; they are forgotten here."""
         self.write(ranges, into)
         for lo, hi in ranges:

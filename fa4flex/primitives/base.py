@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ def accepted_context(mod: Callable[..., Any]) -> tuple[str, ...]:
     """Names in CONTEXT that `mod` takes: what it declares as `.context`, else what its parameters are
     named."""
     declared = getattr(mod, "context", None)
-    if isinstance(declared, tuple):
+    if isinstance(declared, tuple) and all(name in CONTEXT for name in declared):
         return declared
     if isinstance(mod, FunctionType) and not hasattr(mod, "__wrapped__"):
         # The code object tells at once, also where torch.compile traces the construction of a mask.
@@ -142,6 +143,17 @@ def check_integers(name: str, tensor: Any) -> None:
             "an int32 or int64 tensor",
             f"convert: torch.as_tensor({name}, dtype=torch.int32)",
         )
+
+
+def check_device(name: str, tensor: torch.Tensor, other: str, device: torch.device, fix: str) -> None:
+    """Raise InputError unless a tensor is on the device of another one, by their names."""
+    if tensor.device != device:
+        raise InputError(f"{name} on {tensor.device}, {other} on {device}", "one device", fix)
+
+
+def is_count(x: object, least: int = 1) -> bool:
+    """True for an int, which is no bool, of at least this."""
+    return isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
 # --- mods as objects ------------------------------------------------------------------------------------
@@ -290,6 +302,11 @@ def _torch_counts_parameters() -> bool:
 P = TypeVar("P")
 
 
+def _of_defaults(combine: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A family's operator, from both sides: that of its defaults."""
+    return (lambda self, other: combine(self(), other)), (lambda self, other: combine(other, self()))
+
+
 class Family(Generic[P]):
     """A named family of primitives: call it with parameters to get one; bare, it stands for its defaults.
 
@@ -364,26 +381,12 @@ class Family(Generic[P]):
 
     __qualname__: str
 
-    def __and__(self, other: Any) -> Any:
-        return self() & other
-
-    def __rand__(self, other: Any) -> Any:
-        return other & self()
-
-    def __or__(self, other: Any) -> Any:
-        return self() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self()
-
     def __invert__(self) -> Any:
         return ~self()  # type: ignore[operator]
 
-    def __rshift__(self, other: Any) -> Any:
-        return self() >> other
-
-    def __rrshift__(self, other: Any) -> Any:
-        return other >> self()
+    __and__, __rand__ = _of_defaults(operator.and_)
+    __or__, __ror__ = _of_defaults(operator.or_)
+    __rshift__, __rrshift__ = _of_defaults(operator.rshift)
 
 
 def settle(value: Any) -> Any:

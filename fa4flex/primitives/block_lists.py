@@ -1,5 +1,5 @@
 """Lists of the blocks of each row, as torch's BlockMask and FlashAttention hold them, and the classes of
-blocks that they say: an operator of compiled graphs, and what else reads lists."""
+blocks that they say, by operations of torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,37 @@ import torch
 from torch import Tensor
 
 from fa4flex import later
-from fa4flex.contents import checked_here
+from fa4flex.contents import VersionedCache, capturing, checked_here
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import check_integers
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
+Lists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Counts and indices of partial blocks, then of full ones, if they are listed."""
 
-def block_classes(
-    counts: Tensor,
-    indices: Tensor,
-    full_counts: Tensor | None,
-    full_indices: Tensor | None,
-    columns: int,
-) -> Tensor:
-    """Classes, uint8 [B or 1, H or 1, R, columns], of the blocks in lists as in `BlockMap.from_counts`."""
-    _check_lists(counts, indices, full_counts, full_indices)
+_checked_before: VersionedCache[bool] = VersionedCache(64)
+"""Lists on a device without a kernel that were checked, by torch's count: a change that it misses is checked
+by nobody. It is followed all the same, and entries that do not fit are left out, as they are of lists that
+are checked."""
+
+
+def block_classes(lists: Lists, columns: int) -> Tensor:
+    """Classes, uint8 [B or 1, H or 1, R, columns], of the blocks in lists as in `BlockMap.from_counts`, by
+    operations of torch."""
+    if checked_here(lists[0]) or capturing():
+        return checked_classes(lists, columns)
+    tensors = [x for x in lists if x is not None]
+    if _checked_before.get(columns, tensors, False):
+        return classes_there(lists, columns)
+    made = checked_classes(lists, columns)
+    _checked_before.keep(columns, tensors, True)
+    return made
+
+
+def checked_classes(lists: Lists, columns: int) -> Tensor:
+    """The classes of lists that are checked. Raises InputError, or on a device has a later call do so."""
+    counts, indices, full_counts, full_indices = lists
     classes = _listed(counts, indices, columns, "indices").to(torch.uint8) * PARTIAL
     if full_counts is None or full_indices is None:
         return classes
@@ -36,18 +51,6 @@ def block_classes(
             "drop it from one of them",
         )
     return torch.where(full, FULL, once)
-
-
-def block_classes_fake(
-    counts: Tensor,
-    indices: Tensor,
-    full_counts: Tensor | None,
-    full_indices: Tensor | None,
-    columns: int,
-) -> Tensor:
-    """Shape and dtype of what `block_classes` returns."""
-    _check_lists(counts, indices, full_counts, full_indices)
-    return counts.new_empty((*counts.shape, columns), dtype=torch.uint8)
 
 
 def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
@@ -85,7 +88,16 @@ def listed_once(hits: Tensor, name: str) -> Tensor:
     return checked
 
 
-def listed_there(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+def classes_there(lists: Lists, columns: int) -> Tensor:
+    """The classes, without entries that are no block."""
+    counts, indices, full_counts, full_indices = lists
+    classes = _listed_there(counts, indices, columns).to(torch.uint8)
+    if full_counts is None or full_indices is None:
+        return classes
+    return torch.where(_listed_there(full_counts, full_indices, columns), FULL, classes)
+
+
+def _listed_there(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """bool [B, H, R, C]: the blocks that a row lists, without those that do not exist."""
     live = torch.arange(indices.shape[3], device=counts.device) < counts.unsqueeze(-1)
     place = torch.where(live & (indices >= 0) & (indices < columns), indices, columns).long()
@@ -93,10 +105,9 @@ def listed_there(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     return result.scatter_(3, place, True)[..., :columns]
 
 
-def _check_lists(
-    counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None
-) -> None:
+def check_lists(lists: Lists) -> None:
     """Raise InputError unless dtypes, shapes and devices fit together."""
+    counts, indices, full_counts, full_indices = lists
     if (full_counts is None) != (full_indices is None):
         value, missing = (
             ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")

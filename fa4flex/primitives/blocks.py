@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from fa4flex.contents import Followed, VersionedCache, checked_here
+from fa4flex.contents import Followed, checked_here
 from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, Mod, call_with, kind_of, show, truth_value
 from fa4flex.primitives.block_lists import (
@@ -23,13 +23,14 @@ from fa4flex.primitives.block_lists import (
     PARTIAL,
     block_classes,
     check_index_tensor,
+    check_lists,
     checked_tensor,
     listed_once,
-    listed_there,
     out_of_range,
 )
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 from fa4flex.primitives.schedule import Contents
+from ptxsim.active import simulating
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,7 +50,7 @@ class BlockMap:
     role: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", _block_size(self.block_size))
+        object.__setattr__(self, "block_size", block_size_of(self.block_size))
         _check_lengths(self.q_len, self.kv_len)
         object.__setattr__(self, "classes", _checked_classes(self))
 
@@ -72,14 +73,17 @@ class BlockMap:
         InputError for counts beyond C', indices out of range, and blocks listed twice. On a GPU invalid
         entries are left out, and a later call raises; with FA4FLEX_VALIDATE=1 this call does.
         """
-        size = _block_size(block_size)
+        size = block_size_of(block_size)
         _check_lengths(q_len, kv_len)
         lists = counts, indices, full_counts, full_indices
         columns = -(-kv_len // size[1])
-        # One node of a compiled graph: to trace what is in it, and make kernels of it, would take seconds.
         compiling = torch.compiler.is_compiling()
-        made = torch.ops.fa4flex.block_classes if compiling else block_classes
-        return _known(made(*lists, columns), size, q_len, kv_len)
+        if not compiling:
+            check_lists(lists)
+        # One node of a compiled graph: to trace what is in it, and make kernels of it, would take seconds.
+        if compiling or counts.is_cuda or simulating():
+            return trusted_map(torch.ops.fa4flex.block_classes(*lists, columns), size, q_len, kv_len)
+        return trusted_map(block_classes(lists, columns), size, q_len, kv_len)
 
     @staticmethod
     def from_dense(
@@ -104,7 +108,7 @@ class BlockMap:
                 "[R, C], [H, R, C] or [B, H, R, C]",
                 "add or drop leading dimensions",
             )
-        size = _block_size(block_size)
+        size = block_size_of(block_size)
         while classes.ndim < 4:
             classes = classes.unsqueeze(0)
         whole = (classes.shape[2] * size[0], classes.shape[3] * size[1])
@@ -124,14 +128,7 @@ class BlockMap:
         anew, without waiting for the device. `contents="counted"` reuses it on all devices: see Schedule.
         Raises StateError for a sliced BlockMask that was given no new mask_mod.
         """
-        mask_mod = block_mask.mask_mod
-        if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
-            raise StateError(
-                "Cannot use mask_mod from a sliced BlockMask: slicing replaced it by one that only raises",
-                "a BlockMask whose mask_mod fits the slice",
-                "reassign it: sliced.mask_mod = original.mask_mod, with b, h, q_idx offset by what was cut",
-            )
-        own = None if mask_mod is None or mask_mod is noop_mask else mask_mod
+        own = own_mask_mod(block_mask)
         if torch.compiler.is_compiling():
             return _map_of(block_mask), own
         tensors = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
@@ -139,9 +136,8 @@ class BlockMap:
         key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths), present
 
         def make() -> BlockMap | None:
-            anew = contents == "compared" and _on_device(block_mask.kv_num_blocks)
             with torch.inference_mode(False):  # what inference makes, no later call could save
-                return _anew(block_mask, key, tensors) if anew else _map_of(block_mask)
+                return _map_of(block_mask)
 
         return _maps.made(key, tensors, make, contents), own
 
@@ -225,7 +221,7 @@ class BlockMap:
             )
         if pattern.layout == torch.sparse_bsr:
             own = (values.shape[-2], values.shape[-1])
-            if block_size is not None and _block_size(block_size) != own:
+            if block_size is not None and block_size_of(block_size) != own:
                 raise InputError(
                     f"block_size={block_size} for a BSR tensor of {own} blocks",
                     f"{own}",
@@ -272,23 +268,18 @@ class BlockMap:
         these query heads, or for classes that are none by now, where the host can tell."""
         if not torch.compiler.is_compiling() and checked_here(self.classes) and (self.classes > FULL).any():
             raise _no_class(self.classes)
-        if (self.q_len, self.kv_len) != (q_len, kv_len):
+        if self.q_len != q_len or self.kv_len != kv_len:
             raise StateError(
                 f"block_mask was created for q_len={self.q_len}, kv_len={self.kv_len}, "
                 f"but got q_len={q_len}, kv_len={kv_len}",
                 "the lengths that the map was made for",
                 "build the map for these lengths; a mask without a block map serves any length",
             )
-        for name, value, wanted in (
-            ("batch", self.classes.shape[0], batch),
-            ("heads", self.classes.shape[1], heads),
-        ):
-            if value not in (1, wanted):
-                raise InputError(
-                    f"a block map with {value} {name} for inputs with {wanted}",
-                    f"1 (shared) or {wanted}; heads are query heads",
-                    _refitted(name, value, wanted),
-                )
+        own_batch, own_heads = self.classes.shape[:2]
+        if own_batch not in (1, batch):
+            raise _unfit("batch", own_batch, batch)
+        if own_heads not in (1, heads):
+            raise _unfit("heads", own_heads, heads)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -352,16 +343,28 @@ CONVERSIONS.append(mask_of_blocks)
 # --- torch's BlockMask --------------------------------------------------------------------------------
 
 _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-_ANY_LENGTH = 1 << 30
+ANY_LENGTH = 1 << 30
 """The block size of a BlockMask that stands for none."""
 
 _maps: Followed[BlockMap | None] = Followed(16, 4)
 """Maps of BlockMasks by block size, lengths and the contents of the lists of their blocks."""
 
 
+def own_mask_mod(block_mask: BlockMask) -> MaskMod | None:
+    """The mask_mod of a BlockMask, None where it has none. Raises StateError for a sliced one's."""
+    mask_mod: MaskMod | None = block_mask.mask_mod
+    if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise StateError(
+            "Cannot use mask_mod from a sliced BlockMask: slicing replaced it by one that only raises",
+            "a BlockMask whose mask_mod fits the slice",
+            "reassign it: sliced.mask_mod = original.mask_mod, with b, h, q_idx offset by what was cut",
+        )
+    return None if mask_mod is noop_mask else mask_mod
+
+
 def _map_of(block_mask: BlockMask) -> BlockMap | None:
     size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-    if size == (_ANY_LENGTH, _ANY_LENGTH) and lengths == (1, 1) and _lists_its_block(block_mask):
+    if size == (ANY_LENGTH, ANY_LENGTH) and lengths == (1, 1) and _lists_its_block(block_mask):
         return None
     return BlockMap.from_counts(
         block_mask.kv_num_blocks,
@@ -371,34 +374,6 @@ def _map_of(block_mask: BlockMask) -> BlockMap | None:
         block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,
     )
-
-
-_checked_before: VersionedCache[bool] = VersionedCache(64)
-"""Lists on a device that were checked, by torch's count: a change that it misses is checked by nobody. It is
-followed all the same, and entries that do not fit are left out, as they are of lists that are checked."""
-
-
-def _anew(block_mask: BlockMask, key: tuple[Any, ...], tensors: list[Tensor]) -> BlockMap | None:
-    """The map of lists on a device, whose contents nobody compares, in as few launches as it takes."""
-    if not _checked_before.get(key, tensors, False):
-        made = _map_of(block_mask)
-        if made is not None:
-            _checked_before.keep(key, tensors, True)
-        return made
-    (q_len, kv_len), size = block_mask.seq_lengths, _block_size(block_mask.BLOCK_SIZE)
-    columns = -(-kv_len // size[1])
-    classes = listed_there(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.uint8)
-    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    if counts is not None and indices is not None:
-        classes = torch.where(listed_there(counts, indices, columns), FULL, classes)
-    made = object.__new__(BlockMap)
-    for name, value in (("classes", classes), ("block_size", size), ("q_len", q_len), ("kv_len", kv_len)):
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _on_device(x: Tensor) -> bool:
-    return not x.is_cpu
 
 
 def _lists_its_block(block_mask: BlockMask) -> bool:
@@ -416,7 +391,7 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
+def block_size_of(size: int | tuple[int, int]) -> tuple[int, int]:
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or not all(map(_is_length, pair)):
         raise InputError(
@@ -432,7 +407,7 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
         )
 
 
-def _known(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:
+def trusted_map(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:
     """A BlockMap of classes that were made here: none is above 2, and a graph need not look."""
     _check_shape(classes, block_size, q_len, kv_len)
     made = object.__new__(BlockMap)
@@ -478,6 +453,15 @@ def _check_shape(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_le
 def _no_class(classes: Tensor) -> InputError:
     return InputError(
         f"class {int(classes.max())} in the map", "0 empty, 1 partial, 2 full", "map other values to these"
+    )
+
+
+def _unfit(name: str, number: int, wanted: int) -> InputError:
+    """Error for a map of another batch, or of other heads, than a call's."""
+    return InputError(
+        f"a block map with {number} {name} for inputs with {wanted}",
+        f"1 (shared) or {wanted}; heads are query heads",
+        _refitted(name, number, wanted),
     )
 
 

@@ -5,10 +5,6 @@ Query head h reads KV head h // ratio. Mods always see query heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import Tensor
-
 from fa4flex.errors import InputError
 
 
@@ -36,36 +32,3 @@ def ratio(q_heads: int, kv_heads: int, enable_gqa: bool = True) -> int:
             "pass enable_gqa=True to share each KV head between query heads",
         )
     return q_heads // kv_heads
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Number of query and KV heads; the first is a multiple of the second."""
-
-    q: int
-    kv: int
-
-    def __post_init__(self) -> None:
-        ratio(self.q, self.kv)
-
-    @property
-    def ratio(self) -> int:
-        return self.q // self.kv
-
-    def kv_head(self, q_head: int) -> int:
-        """The KV head that a query head reads."""
-        return q_head // self.ratio
-
-    def pack(self, x: Tensor) -> Tensor:
-        """[B, Hq, ...] as [B, Hkv, ratio, ...], a view: query heads grouped by KV head."""
-        if x.ndim < 2 or x.shape[1] != self.q:
-            raise InputError(f"a tensor {list(x.shape)}", f"[B, {self.q}, ...]", "move heads to dimension 1")
-        return x.unflatten(1, (self.kv, self.ratio))
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """[B, Hkv, ratio, ...] as [B, Hq, ...]; a view of what `pack` returned."""
-        if x.ndim < 3 or tuple(x.shape[1:3]) != (self.kv, self.ratio):
-            raise InputError(
-                f"a tensor {list(x.shape)}", f"[B, {self.kv}, {self.ratio}, ...]", "pack it first"
-            )
-        return x.flatten(1, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import check_device, kind_of, show
 
 E4M3 = torch.float8_e4m3fn
 _OTHERS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -65,12 +65,7 @@ class KVScales:
         for name, scale, cache in (("k", self.k, k), ("v", self.v, v)):
             if scale is None:
                 continue
-            if scale.device != cache.device:
-                raise InputError(
-                    f"{name} scales on {scale.device}, the cache on {cache.device}",
-                    "one device",
-                    "move the scales to the cache",
-                )
+            check_device(f"{name} scales", scale, "the cache", cache.device, "move the scales to the cache")
             if tuple(scale.shape) not in _shapes(cache, arrangement):
                 raise InputError(
                     f"{name} scales of shape {list(scale.shape)} for a cache of {list(cache.shape)}",

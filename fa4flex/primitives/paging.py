@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import check_integers, show
+from fa4flex.primitives.base import check_device, check_integers, show
 from fa4flex.torch_internals import assert_async
 
 
@@ -41,12 +41,8 @@ class Paging:
                 "one length per row of the page table",
                 "pass both for the same batch",
             )
-        if self.page_table.device != self.seqused_k.device:
-            raise InputError(
-                f"page_table on {self.page_table.device}, seqused_k on {self.seqused_k.device}",
-                "one device",
-                "move them with .to(q.device)",
-            )
+        device, fix = self.seqused_k.device, "move them with .to(q.device)"
+        check_device("page_table", self.page_table, "seqused_k", device, fix)
         if not torch.compiler.is_compiling() and checked_here(self.seqused_k):
             self._check_lengths()
 
@@ -75,12 +71,8 @@ class Paging:
                     "[pages, page_size, Hkv, head_dim]",
                     "split a flat cache with .unflatten(0, (pages, page_size))",
                 )
-            if cache.device != self.page_table.device:
-                raise InputError(
-                    f"{name} cache on {cache.device}, page_table on {self.page_table.device}",
-                    "one device",
-                    "move the page table to the cache",
-                )
+            device, fix = self.page_table.device, "move the page table to the cache"
+            check_device(f"{name} cache", cache, "page_table", device, fix)
         if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
             raise InputError(
                 f"k cache {k_cache.dtype} {list(k_cache.shape)}, "

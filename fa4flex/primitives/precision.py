@@ -55,17 +55,11 @@ class Precision:
         object.__setattr__(self, "compute", name)
         if self.output is None or self.output in OUTPUT:
             return
-        name = str(self.output).removeprefix("torch.")
+        name, expected = str(self.output).removeprefix("torch."), f"None or one of {OUTPUT}"
         if name in _NOT_BUILT:
-            reason, instead = _NOT_BUILT[name]
-            raise UnsupportedError(
-                f"output={name!r}: {reason}",
-                f"None or one of {OUTPUT}",
-                "cast the bfloat16 output with your own scale",
-            )
-        raise InputError(
-            f"output={self.output!r}", f"None or one of {OUTPUT}", "leave it out for the dtype of q"
-        )
+            reason, instead = _NOT_BUILT[name][0], "cast the bfloat16 output with your own scale"
+            raise UnsupportedError(f"output={name!r}: {reason}", expected, instead)
+        raise InputError(f"output={self.output!r}", expected, "leave it out for the dtype of q")
 
     def compute_dtype(self, inputs: torch.dtype) -> torch.dtype:
         """The dtype of scores, softmax and sums for inputs of dtype `inputs`."""

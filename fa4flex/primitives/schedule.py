@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa4flex.errors import InputError
+from fa4flex.primitives.base import is_count
 
 Order = Literal["auto", "row_major", "longest_first"]
 NextTile = Literal["auto", "in_turn", "counter", "launch_control"]
@@ -52,22 +53,16 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.tile is not None:
             tile = tuple(self.tile) if isinstance(self.tile, (tuple, list)) else ()
-            if len(tile) != 2 or not all(
-                isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in tile
-            ):
+            if len(tile) != 2 or not all(map(is_count, tile)):
                 raise InputError(
                     f"tile={self.tile!r}", "two positive ints (queries, keys)", "e.g. tile=(128, 128)"
                 )
             object.__setattr__(self, "tile", tile)
         if not isinstance(self.deterministic, bool):
             raise InputError(f"deterministic={self.deterministic!r}", "True or False", "leave it at False")
-        if self.order not in get_args(Order):
-            raise InputError(f"order={self.order!r}", f"one of {get_args(Order)}", 'leave it at "auto"')
-        if self.split is not None and (
-            not isinstance(self.split, int) or isinstance(self.split, bool) or self.split < 1
-        ):
+        if self.split is not None and not is_count(self.split):
             raise InputError(f"split={self.split!r}", "a positive number of keys, or None", "e.g. split=2048")
-        if not isinstance(self.sm_margin, int) or isinstance(self.sm_margin, bool) or self.sm_margin < 0:
+        if not is_count(self.sm_margin, 0):
             raise InputError(
                 f"sm_margin={self.sm_margin!r}", "a number of multiprocessors", "e.g. sm_margin=8"
             )
@@ -77,9 +72,7 @@ class Schedule:
                 "one of them: launch control fills all multiprocessors with blocks that wait",
                 'use next_tile="counter", which balances as well',
             )
-        if self.next_tile not in get_args(NextTile):
-            value = f"next_tile={self.next_tile!r}"
-            raise InputError(value, f"one of {get_args(NextTile)}", 'leave it at "auto"')
-        if self.contents not in get_args(Contents):
-            value = f"contents={self.contents!r}"
-            raise InputError(value, f"one of {get_args(Contents)}", 'leave it at "compared"')
+        for name, kind in (("order", Order), ("next_tile", NextTile), ("contents", Contents)):
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices:
+                raise InputError(f"{name}={value!r}", f"one of {choices}", f'leave it at "{choices[0]}"')

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import check_device, kind_of, show
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -59,12 +59,7 @@ class Sinks:
                 if q_heads % logits.shape[0] == 0
                 else f"pass {q_heads} of them",
             )
-        if logits.device != device:
-            raise InputError(
-                f"sinks on {logits.device}, q on {device}",
-                "one device",
-                "move the sinks with .to(q.device)",
-            )
+        check_device("sinks", logits, "q", device, "move the sinks with .to(q.device)")
 
     def __repr__(self) -> str:
         return f"Sinks({show(self.logits)})"

@@ -6,16 +6,14 @@ Under varlen every index that a mod sees, and `q_len` / `kv_len`, are per sequen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fa4flex.contents import Alike, checked_here, on_host
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import check_integers, show
+from fa4flex.primitives.base import check_integers, is_count, show
 
-Side = Literal["q", "k"]
 Bounds = tuple[int, int, int, int]
 
 
@@ -65,8 +63,7 @@ class Varlen:
 
     def check_contents(self) -> None:
         """Raise InputError for lengths that contradict each other, or themselves."""
-        value = self._tensors()
-        here = {name: on_host(tensor) for name, tensor in value.items()}
+        here = {name: on_host(tensor) for name, tensor in self._tensors().items()}
         for name, tensor in here.items():
             _check_values(name, tensor)
         cu_q = here.get("cu_seqlens_q")
@@ -179,7 +176,7 @@ class Varlen:
             return
         lengths = used if used is not None else None if cu is None else cu[1:] - cu[:-1]
         longest = 0 if lengths is None else int(lengths.max())
-        if isinstance(bound, bool) or not isinstance(bound, int) or bound < max(longest, 1):
+        if not is_count(bound, max(longest, 1)):
             raise InputError(
                 f"{name}={bound} with a longest sequence of {longest}",
                 f"an int >= {max(longest, 1)}",

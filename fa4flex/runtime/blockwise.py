@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import cpu
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cpu.few import fit as fit
@@ -101,7 +102,6 @@ def _inputs(program: Published, call: Call) -> cpu.Inputs:
 
 
 def _sequences(call: Call) -> cpu.Sequences | None:
-    cu_q, cu_k, used_q, used_k = call.lengths
-    if cu_q is not None and cu_k is not None:
-        return cpu.packed(cu_q, cu_k, used_q, used_k)
-    return None if used_q is None and used_k is None else cpu.padded(call.q, call.kv.k, used_q, used_k)
+    if not any(x is not None for x in call.lengths):
+        return None
+    return cpu.Sequences.of(Varlen(*call.lengths), call.q, call.kv.k)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.kernels.plan.inputs import Inputs
-from fa4flex.kernels.plan.problem import page_rows
-from fa4flex.primitives.kv_scales import E4M3
+from fa4flex.kernels.plan.keys import Keys
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.key_sources import Contiguous, KeySource
 from fa4flex.runtime.key_sources import Results as Results
@@ -73,6 +72,11 @@ class Call(NamedTuple):
         return k.shape[1 if k.ndim == 3 or self.heads_first else 2]
 
     @property
+    def keys(self) -> Keys:
+        """Source of keys as kernels are specialised to it."""
+        return self.kv.keys(2 if self.heads_first else 1)
+
+    @property
     def wants_gradients(self) -> bool:
         """True if a tensor of the call requires gradients."""
         tensors = self.q, self.kv.k, self.kv.v, self.sinks, *self.operands
@@ -112,20 +116,16 @@ class Call(NamedTuple):
         """Inputs of all calls that look like this one, from tensors alone."""
         dense, kv = self.lengths is NO_LENGTHS, self.kv
         paged = kv.seqused_k is not None
-        k_per, v_per = kv.scaling
         return Inputs(
             extents=self.extents(),
             kv_heads=self.kv_heads,
-            kv_dtype=name_of(kv.k.dtype) if kv.k.dtype == E4M3 else "",
-            k_scales=k_per,
-            v_scales=v_per,
             head_dim=self.q.shape[-1],
             head_dim_v=kv.v.shape[-1],
             dtype=name_of(self.q.dtype),
             out_dtype=name_of(out_dtype),
             lengths="packed" if self.packed else "used" if paged or not dense else "dense",
             keys_used=paged or self.lengths.seqused_k is not None,
-            page_rows=page_rows(kv.k.shape[2 if self.heads_first else 1]) if paged else 0,
+            keys=self.keys,
             sinks=self.sinks is not None,
             statistics=self.statistics,
             positive_scale=self.scale > 0,

@@ -336,7 +336,7 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
         analyze(traced_score.root, traced_mask.root),
         tuple([operand.at(bases) for operand in operands]),
         tuple(places[id(x)] for x in bases),
-        tuple([_place(path) for path in captures.scalar_paths]),
+        tuple([_place(x.path) for x in captures.numbers]),
         tuple({(g.path.key, g.constant[0]): None for g in captures.guards if g.kind == "extent"}),
         tuple(pinned),
     )

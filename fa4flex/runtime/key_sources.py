@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.contents import validating
+from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.primitives.kv_scales import (
     NO_SCALES,
@@ -61,6 +62,9 @@ class KeySource(tuple[Any, ...]):
 
     __slots__ = ()
     _fields: ClassVar[Any]
+    values: ClassVar[tuple[str, ...]] = ()
+    """Fields that are no tensors."""
+
     k: Tensor
     v: Tensor
 
@@ -70,9 +74,13 @@ class KeySource(tuple[Any, ...]):
         return None
 
     @property
-    def scaling(self) -> tuple[Scaling, Scaling]:
-        """Granularity of the scales of keys and of values, "" for none."""
-        return "", ""
+    def sequences(self) -> int | None:
+        """Number of sequences that tensors besides k and v are for; None where they are none's."""
+        return None if self.seqused_k is None else self.seqused_k.shape[0]
+
+    def keys(self, rows: int) -> Keys:
+        """Source as kernels are specialised to it. rows: the dimension of k that has tokens."""
+        return CONTIGUOUS
 
     def longest(self, rows: int) -> int:
         """Upper bound of the number of keys of a sequence. rows: the dimension of k that has tokens."""
@@ -191,6 +199,13 @@ class Paged(_Pages, KeySource):
     @property
     def seqused_k(self) -> Tensor:
         return self.paged_keys
+
+    @property
+    def sequences(self) -> int:
+        return self.page_table.shape[0]
+
+    def keys(self, rows: int) -> Keys:
+        return in_pages(self.k.shape[rows])
 
     def longest(self, rows: int) -> int:
         return self.page_table.shape[1] * self.k.shape[rows]
@@ -324,14 +339,19 @@ class EightBit(_Scaled, KeySource):
     """
 
     __slots__ = ()
+    values = "k_per", "v_per"
 
     @property
     def seqused_k(self) -> Tensor | None:
         return self.paged_keys
 
     @property
-    def scaling(self) -> tuple[Scaling, Scaling]:
-        return self.k_per, self.v_per
+    def sequences(self) -> int | None:
+        return None if self.page_table is None else self.page_table.shape[0]
+
+    def keys(self, rows: int) -> Keys:
+        page_size = 0 if self.page_table is None else self.k.shape[rows]
+        return eight_bit(page_size, self.k_per, self.v_per)
 
     def longest(self, rows: int) -> int:
         return self.k.shape[rows] * (1 if self.page_table is None else self.page_table.shape[1])

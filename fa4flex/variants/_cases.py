@@ -7,6 +7,7 @@ PICTURE  code of the picture in the gallery, or None for what changes neither a 
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -116,6 +117,13 @@ class Picture:
 def masked(s: Sizes, mask: Any, definition: Callable[..., bool], *parameters: Any) -> Drawn:
     """A case that is a mask, of which definition(q, kv, *parameters) says which pairs take part."""
     return masked_by_batch(s, mask, lambda b, q, kv: definition(q, kv, *parameters))
+
+
+def member(s: Sizes, family: Any, definition: Callable[..., bool], *parameters: Any) -> Drawn:
+    """The mask of a family with these parameters, which its definition takes, too, and lengths if it has
+    parameters for them."""
+    lengths = (s.q_len, s.kv_len) if "q_len" in inspect.signature(definition).parameters else ()
+    return masked(s, family(*parameters), definition, *parameters, *lengths)
 
 
 def masked_by_batch(s: Sizes, mask: Any, definition: Pairs) -> Drawn:

@@ -16,7 +16,7 @@ import torch
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
+from fa4flex.variants._common import whole
 
 
 @mask_family

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, member, show
+from fa4flex.variants._common import whole
 
 
 @mask_family
@@ -47,8 +47,8 @@ def definition(q: int, kv: int, seq_len: int, block: int) -> bool:
 
 
 def _case(s: Sizes) -> Drawn:
-    arguments = s.of(320), s.of(24, least=s.some(2))
-    return masked(s.square(2 * arguments[0]), block_diffusion(*arguments), definition, *arguments)
+    seq_len, block = s.of(320), s.of(24, least=s.some(2))
+    return member(s.square(2 * seq_len), block_diffusion, definition, seq_len, block)
 
 
 CASES = (Case(_case),)

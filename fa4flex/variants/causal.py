@@ -11,7 +11,7 @@ from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
 from fa4flex.variants._cases import Case, Picture, masked, show
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._common import aligned
 
 
 @mask_family

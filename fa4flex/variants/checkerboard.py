@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
+from fa4flex.variants._cases import Case, Picture, member, show
+from fa4flex.variants._common import whole
 
 
 @mask_family
@@ -32,11 +32,10 @@ def definition(q: int, kv: int, block: int) -> bool:
     return row_starts_allowed == column_is_even
 
 
-def _of(s: Sizes, block: int) -> Drawn:
-    return masked(s, checkerboard(block), definition, block)
-
-
-CASES = (Case(lambda s: _of(s, 1)), Case(lambda s: _of(s, s.of(50))))
+CASES = (
+    Case(lambda s: member(s, checkerboard, definition, 1)),
+    Case(lambda s: member(s, checkerboard, definition, s.of(50))),
+)
 PICTURE = Picture("checkerboard(8)")
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._cases import Case, Picture, member, show
+from fa4flex.variants._common import aligned, whole
 
 
 @mask_family
@@ -33,11 +32,7 @@ def definition(q: int, kv: int, chunk: int, q_len: int, kv_len: int) -> bool:
     return start_of_chunk <= kv <= position
 
 
-def _case(s: Sizes) -> Drawn:
-    return masked(s, chunked_local(chunk := s.of(100)), definition, chunk, s.q_len, s.kv_len)
-
-
-CASES = (Case(_case),)
+CASES = (Case(lambda s: member(s, chunked_local, definition, s.of(100))),)
 PICTURE = Picture("chunked_local(32)")
 
 

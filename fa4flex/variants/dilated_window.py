@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._cases import Case, Picture, member, show
+from fa4flex.variants._common import aligned, whole
 
 
 @mask_family
@@ -37,12 +36,7 @@ def definition(q: int, kv: int, window: int, dilation: int, q_len: int, kv_len: 
     return distance <= window and distance in range(0, window + 1, dilation)
 
 
-def _case(s: Sizes) -> Drawn:
-    arguments = s.of(48, least=s.some(3)), s.some(3)
-    return masked(s, dilated_window(*arguments), definition, *arguments, s.q_len, s.kv_len)
-
-
-CASES = (Case(_case),)
+CASES = (Case(lambda s: member(s, dilated_window, definition, s.of(48, least=s.some(3)), s.some(3))),)
 PICTURE = Picture("dilated_window(window=32, dilation=4)")
 
 

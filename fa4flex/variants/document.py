@@ -16,7 +16,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
-from fa4flex.variants._check import INTEGERS, offsets_to_ids, table
+from fa4flex.variants._common import INTEGERS, offsets_to_ids, table
 from fa4flex.variants.causal import causal
 
 _SHAPE = "[S] or [B, S]"

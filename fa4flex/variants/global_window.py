@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fa4flex.primitives.mask import MaskMod, mask_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import BOOL, table, whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._common import BOOL, aligned, table, whole
 
 
 @mask_family

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.variants._cases import Case, Drawn, Sizes, show_table
-from fa4flex.variants._check import whole
+from fa4flex.variants._common import whole
 from fa4flex.variants.alibi import alibi
 from fa4flex.variants.sliding_window import sliding_window
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
-from fa4flex.variants._check import FLOATS, INTEGERS, for_heads, table
+from fa4flex.variants._common import FLOATS, INTEGERS, for_heads, table
 
 
 @score_family

@@ -16,8 +16,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
-from fa4flex.variants._check import FLOATS, for_heads, table
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._common import FLOATS, aligned, for_heads, table
 from fa4flex.variants.causal import causal
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.variants._cases import Case, Drawn, Sizes, show_table
-from fa4flex.variants._check import finite, whole
+from fa4flex.variants._common import finite, whole
 from fa4flex.variants.causal import causal
 
 

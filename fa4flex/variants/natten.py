@@ -20,9 +20,8 @@ import torch
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import coordinate, strides
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, member, show
+from fa4flex.variants._common import coordinate, strides, whole
 
 Shape = tuple[int, ...]
 Ints = int | Shape
@@ -123,7 +122,7 @@ def _all_axes(q: int, kv: int, canvas: Shape, *each: Sequence[Any]) -> bool:
 
 
 def _of(s: Sizes, canvas: Shape, *each: Any) -> Drawn:
-    return masked(s.square(math.prod(canvas)), natten(canvas, *each), _all_axes, canvas, *each)
+    return member(s.square(math.prod(canvas)), natten, _all_axes, canvas, *each)
 
 
 def _square(s: Sizes) -> Drawn:

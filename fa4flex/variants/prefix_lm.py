@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
-from fa4flex.variants._check import INTEGERS, table, whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked_by_batch, member, show
+from fa4flex.variants._common import INTEGERS, aligned, table, whole
 
 
 @mask_family
@@ -43,10 +42,6 @@ def definition(q: int, kv: int, prefix: int, q_len: int, kv_len: int) -> bool:
     return kv in range(prefix) or kv <= kv_len - q_len + q
 
 
-def _same(s: Sizes) -> Drawn:
-    return masked(s, prefix_lm(prefix := s.of(90, least=0)), definition, prefix, s.q_len, s.kv_len)
-
-
 def _per_batch(s: Sizes) -> Drawn:
     lengths = torch.randint(0, s.kv_len + 1, (s.batch,))
     return masked_by_batch(
@@ -54,7 +49,7 @@ def _per_batch(s: Sizes) -> Drawn:
     )
 
 
-CASES = (Case(_same), Case(_per_batch))
+CASES = (Case(lambda s: member(s, prefix_lm, definition, s.of(90, least=0))), Case(_per_batch))
 PICTURE = Picture("prefix_lm(40)")
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
-from fa4flex.variants._check import finite
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._common import aligned, finite
 
 
 @score_family

@@ -17,9 +17,8 @@ import torch
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import coordinate, strides
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, member, show
+from fa4flex.variants._common import coordinate, strides, whole
 
 Shape = tuple[int, ...]
 
@@ -90,7 +89,7 @@ def definition(q: int, kv: int, canvas: Shape, kernel: Shape, tile: Shape, text:
 
 def _of(s: Sizes, *arguments: Any) -> Drawn:
     canvas, _, _, text = arguments
-    return masked(s.square(math.prod(canvas) + text), sliding_tile(*arguments), definition, *arguments)
+    return member(s.square(math.prod(canvas) + text), sliding_tile, definition, *arguments)
 
 
 def _image(s: Sizes) -> Drawn:

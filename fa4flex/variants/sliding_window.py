@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._cases import Case, Picture, member, show
+from fa4flex.variants._common import aligned, whole
 
 
 @mask_family
@@ -36,14 +35,10 @@ def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
     return kv in range(position - window + 1, position + 1)
 
 
-def _of(s: Sizes, window: int) -> Drawn:
-    return masked(s, sliding_window(window), definition, window, s.q_len, s.kv_len)
-
-
 CASES = (
-    Case(lambda s: _of(s, 1)),
-    Case(lambda s: _of(s, s.of(150))),
-    Case(lambda s: _of(s, 1024), compiled=False),
+    Case(lambda s: member(s, sliding_window, definition, 1)),
+    Case(lambda s: member(s, sliding_window, definition, s.of(150))),
+    Case(lambda s: member(s, sliding_window, definition, 1024), compiled=False),
 )
 PICTURE = Picture("sliding_window(32)")
 

@@ -14,7 +14,7 @@ import torch
 
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, modified, show
-from fa4flex.variants._check import finite
+from fa4flex.variants._common import finite
 from fa4flex.variants.alibi import alibi, slope_list
 from fa4flex.variants.causal import causal
 from fa4flex.variants.sliding_window import sliding_window

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._cases import Case, Picture, member, show
+from fa4flex.variants._common import aligned, whole
 
 
 @mask_family
@@ -37,11 +36,10 @@ def definition(q: int, kv: int, sinks: int, window: int, q_len: int, kv_len: int
     return kv in seen[:sinks] or kv in seen[-window:]
 
 
-def _of(s: Sizes, sinks: int) -> Drawn:
-    return masked(s, streaming_llm(sinks, w := s.of(100)), definition, sinks, w, s.q_len, s.kv_len)
-
-
-CASES = (Case(lambda s: _of(s, s.some(4, least=0))), Case(lambda s: _of(s, 0), compiled=False))
+CASES = (
+    Case(lambda s: member(s, streaming_llm, definition, s.some(4, least=0), s.of(100))),
+    Case(lambda s: member(s, streaming_llm, definition, 0, s.of(100)), compiled=False),
+)
 PICTURE = Picture("streaming_llm(sinks=8, window=32)")
 
 

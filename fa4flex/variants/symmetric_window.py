@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._check import whole
-from fa4flex.variants._positions import aligned
+from fa4flex.variants._cases import Case, Picture, member, show
+from fa4flex.variants._common import aligned, whole
 
 
 @mask_family
@@ -34,11 +33,7 @@ def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
     return abs((kv_len - q_len + q) - kv) <= window
 
 
-def _case(s: Sizes) -> Drawn:
-    return masked(s, symmetric_window(window := s.of(70)), definition, window, s.q_len, s.kv_len)
-
-
-CASES = (Case(_case),)
+CASES = (Case(lambda s: member(s, symmetric_window, definition, s.of(70))),)
 PICTURE = Picture("symmetric_window(20)")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
-from fa4flex.variants._check import BOOL, INTEGERS, table, whole
+from fa4flex.variants._common import BOOL, INTEGERS, table, whole
 
 
 @mask_family

@@ -304,13 +304,11 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
     from fa4flex.view import gpu
 
     arch = arch or gpu.arch_here()
+    view = gpu.KernelView(program, {**problem, "q_len": q_len, "kv_len": kv_len, "arch": arch})
     try:
         if arch is None:
-            return [
-                gpu.headline(program, q_len, kv_len, **problem),
-                f'explain(arch="{gpu.ARCH}") says how it runs',
-            ]
-        lines = gpu.summary(program, q_len, kv_len, arch=arch, **problem)
+            return [view.headline(), f'explain(arch="{gpu.ARCH}") says how it runs']
+        lines = view.summary()
     except Fa4flexError as error:
         if problem and isinstance(error, InputError):
             raise
@@ -319,4 +317,4 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
         return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
     if "direction" in problem:
         return lines
-    return [*lines, f"backward: {gpu.backward(program, q_len, kv_len, arch=arch, **problem)}"]
+    return [*lines, f"backward: {view.backward.in_a_line()}"]

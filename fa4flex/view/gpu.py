@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,33 +21,151 @@ if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
     from fa4flex.kernels.plan.bound import Size
     from fa4flex.kernels.plan.inputs import Inputs
+    from fa4flex.kernels.plan.keys import Keys
     from fa4flex.kernels.plan.target import Target
     from fa4flex.lower import Lowered
 
 HEAD_DIM = 128
 ARCH = "sm_90a"
+SIZES = ("q_len", "kv_len", "batch", "heads")
 DIRECTIONS = ("forward", "backward")
 NONE = 1e-9
 """Share of tiles that stands for none: a bound is that of some."""
 
+_SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "bound:")
+_MASKS = {
+    "none": "every tile of keys is full: no mask code",
+    "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",
+    "tables": "block tables are made at the first call; the mask runs in partial tiles only",
+    "pairs": "no block table: the mask runs in all tiles of keys, beside their loads",
+    "queries": "the kernel computes each key's queries itself: no block table, no mask code in full tiles",
+}
 
-def lowered(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> Lowered:
-    """The pass at these lengths, for bfloat16 heads of 128, where `changes` (fields of Problem, `arch`,
-    `direction`, `batch`, `heads` and `kv_heads`) agree. The chip is the GPU at hand, or else a Hopper GPU."""
-    from fa4flex.lower import Given, lower_backward, lower_forward
 
-    target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
-    direction = changes.pop("direction", "forward")
-    if direction not in DIRECTIONS:
-        raise InputError(f"direction={direction!r}", f"one of {', '.join(DIRECTIONS)}", "pick one")
-    sizes = changes.pop("batch", None), changes.pop("heads", None)
-    inputs = inputs_of(program, setting(program, q_len, kv_len, *sizes).shape, changes)
-    captured, schedule = program.captured(), program.variant.schedule
-    value = Given(program.facts, schedule, inputs, captured, target, changes=changes)
-    if direction == "forward":
-        return lower_forward(value)
-    wanted = enumerate(captured.operands)
-    return lower_backward(value, [slot for slot, x in wanted if x.requires_grad])
+@dataclass(frozen=True, eq=False)
+class KernelView:
+    """A pass of a program for bfloat16 heads of 128, where `problem` (sizes, fields of Problem, `arch` and
+    `direction`) agrees. The chip is the GPU at hand, or else a Hopper GPU."""
+
+    program: Program
+    problem: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def shape(self) -> Shape:
+        return setting(self.program, *(self.problem.get(name) for name in SIZES)).shape
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The pass, down to its source."""
+        from fa4flex.lower import Given, lower_backward, lower_forward
+
+        program, changes = self.program, {k: x for k, x in self.problem.items() if k not in SIZES}
+        target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
+        direction = changes.pop("direction", "forward")
+        if direction not in DIRECTIONS:
+            raise InputError(f"direction={direction!r}", f"one of {', '.join(DIRECTIONS)}", "pick one")
+        inputs = inputs_of(program, self.shape, changes)
+        captured, schedule = program.captured(), program.variant.schedule
+        value = Given(program.facts, schedule, inputs, captured, target, changes=changes)
+        if direction == "forward":
+            return lower_forward(value)
+        wanted = enumerate(captured.operands)
+        return lower_backward(value, [slot for slot, x in wanted if x.requires_grad])
+
+    @cached_property
+    def source(self) -> Source:
+        """The generated module, under the names of the user's code and with the lines that it comes from."""
+        from fa4flex.codegen.emit.module import Captions
+        from fa4flex.lower import captioned
+
+        program, variant = self.program, self.program.variant
+        names = Names.of(program)
+        traced = [t for t in (program.score, program.mask) if t is not None]
+        origins = {node: origin for t in traced for node, origin in t.origins.items()}
+        mods = [name_of(mod) for mod in (variant.score_mod, variant.mask) if mod is not None]
+        captions = Captions(" with ".join(mods) or "attention", names.tensors, names.numbers)
+        return captioned(self.lowered, captions, origins)
+
+    @property
+    def backward(self) -> KernelView:
+        """The backward pass of the same call."""
+        return replace(self, problem={**self.problem, "direction": "backward"})
+
+    def plan(self) -> str:
+        """Tiles, warp roles, registers, memory map, topology and expected bound."""
+        return self.lowered.plan.explain(self._size())
+
+    def ptx(self) -> str:
+        """The PTX of the kernel, compiled now."""
+        from fa4flex.codegen.expr import walk
+        from fa4flex.compiler.inspect import inspect
+        from fa4flex.compiler.signature import Signature
+
+        program, result = self.program, self.lowered
+        nodes = walk(program.facts.score, program.facts.mask)
+        kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
+        scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
+        return inspect(self.source, result.problem, Signature(scalars=scalars), result.plan.target.name).ptx
+
+    def headline(self) -> str:
+        """One line: which kernel it would be."""
+        text: str = self.lowered.plan.explain()
+        return text.splitlines()[0]
+
+    def summary(self) -> list[str]:
+        """The plan's headlines, and what was proved for it."""
+        problem, lines, shown = self.lowered.problem, [], False
+        for line in self.plan().splitlines():  # an indented line goes on with the one above it
+            shown = shown if line.startswith(" ") else line.startswith(_SHOWN)
+            lines += [line] * shown
+        proved = [f"mask: {_MASKS[problem.mask_form]}"]
+        if problem.row_ends:
+            proved.append(
+                "while what it searches is sorted, partial tiles compare keys with ends of intervals"
+            )
+        if problem.operands:
+            proved.append(
+                "captured tensors: every index is proved to lie within them"
+                if problem.in_range
+                else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
+            )
+        names = Names.of(self.program)
+        return [names.rename(line) for line in (*lines, *proved)]
+
+    def in_a_line(self) -> str:
+        """The kernel of a backward pass, or why there is none."""
+        try:
+            tile = self.lowered.plan.tile
+        except UnsupportedError as error:
+            return (
+                "PyTorch operations, block by block: exact and deterministic, but slow; not built: "
+                f"{error.given}"
+            )
+        return f"a kernel, tile {tile[0]} queries x {tile[1]} keys"
+
+    def _size(self) -> Size:
+        """The launch, with the share of tiles that the kernel computes of it."""
+        from fa4flex.kernels.plan.bound import Size
+
+        shape = self.shape
+        density, keys = self._computed() if self.lowered.direction == "forward" else (None, None)
+        kv_heads = self.problem.get("kv_heads")
+        return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len, density, kv_heads, keys)
+
+    def _computed(self) -> tuple[float | None, float | None]:
+        """Shares of the kernel's tiles that are computed, and of keys that these read; None where lengths of
+        sequences, which are a call's, or tensors of other sizes decide."""
+        problem, plan = self.lowered.problem, self.lowered.plan
+        if problem.lengths != "dense":
+            return None, None
+        if problem.mask_form in ("none", "pairs"):
+            return 1.0, 1.0
+        rows, keys = plan.tile
+        try:
+            tiles = tiles_of(self.program, Setting(self.shape), (max(rows // plan.packed_heads, 1), keys))
+        except Fa4flexError:
+            return None, None
+        return max(tiles.density, NONE), tiles.used_columns
 
 
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
@@ -62,17 +182,30 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
     }
-    others = "statistics", "kv_dtype", "k_scales", "v_scales"
-    known = {name: changes.pop(name) for name in (*arguments, *others) if name in changes}
+    known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
         kv_heads=changes.pop("kv_heads", shape.heads),
         head_dim=width,
         dtype=dtype,
         lengths=lengths,
+        keys=_keys(changes),
         captured=tuple((dtype_name(o.dtype), tuple(o.shape)) for o in program.operands),
         **arguments | known,
     )
+
+
+_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales"
+
+
+def _keys(changes: dict[str, Any]) -> Keys:
+    """The source of keys that `changes` say, which is taken out of them."""
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
+
+    rows, dtype, *scales = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    if dtype:
+        return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
+    return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
 
 
 def check_names(changes: dict[str, Any]) -> None:
@@ -80,7 +213,8 @@ def check_names(changes: dict[str, Any]) -> None:
     from fa4flex.kernels.plan.problem import Problem
 
     others = ("arch", "direction", "batch", "heads", "kv_heads", "q_len", "kv_len")
-    known = [*others, *(field.name for field in fields(Problem))]
+    of_problem = (field.name for field in fields(Problem) if field.name != "keys")
+    known = [*others, *of_problem, *_OF_KEYS]
     for name, value in changes.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
@@ -109,134 +243,7 @@ def arch_here() -> str | None:
     """The kernels' target of the GPU that this machine has; None without one that kernels are made for."""
     if not torch.cuda.is_available():
         return None
-    from fa4flex.kernels.plan.target import TARGETS
+    from fa4flex.runtime.cuda.device.device import target_like
 
-    capability = torch.cuda.get_device_capability()
-    return next((target.name for target in TARGETS if target.capability == capability), None)
-
-
-def source_of(program: Program, result: Lowered) -> Source:
-    """The generated module, under the names of the user's code and with the lines that it comes from."""
-    from fa4flex.codegen.emit.module import Captions
-    from fa4flex.lower import captioned
-
-    names = Names.of(program)
-    traced = [t for t in (program.score, program.mask) if t is not None]
-    origins = {node: origin for t in traced for node, origin in t.origins.items()}
-    variant = program.variant
-    mods = [name_of(mod) for mod in (variant.score_mod, variant.mask) if mod is not None]
-    captions = Captions(" with ".join(mods) or "attention", names.tensors, names.numbers)
-    return captioned(result, captions, origins)
-
-
-def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
-    """Tiles, warp roles, registers, memory map, topology and expected bound."""
-    return _planned(program, q_len, kv_len, changes)[1]
-
-
-def _planned(
-    program: Program, q_len: int | None, kv_len: int | None, changes: dict[str, Any]
-) -> tuple[Lowered, str]:
-    """The pass, and its plan in words."""
-    shape = setting(program, q_len, kv_len, changes.get("batch"), changes.get("heads")).shape
-    result = lowered(program, q_len, kv_len, **changes)
-    return result, result.plan.explain(_size(program, result, shape, changes.get("kv_heads")))
-
-
-_SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "bound:")
-_MASKS = {
-    "none": "every tile of keys is full: no mask code",
-    "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",
-    "tables": "block tables are made at the first call; the mask runs in partial tiles only",
-    "pairs": "no block table: the mask runs in all tiles of keys, beside their loads",
-    "queries": "the kernel computes each key's queries itself: no block table, no mask code in full tiles",
-}
-
-
-def headline(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
-    """One line: which kernel it would be."""
-    text: str = lowered(program, q_len, kv_len, **changes).plan.explain()
-    return text.splitlines()[0]
-
-
-def summary(program: Program, q_len: int, kv_len: int, **changes: Any) -> list[str]:
-    """The plan's headlines, and what was proved for it."""
-    result, text = _planned(program, q_len, kv_len, changes)
-    problem, lines, shown = result.problem, [], False
-    for line in text.splitlines():  # an indented line goes on with the one above it
-        shown = shown if line.startswith(" ") else line.startswith(_SHOWN)
-        lines += [line] * shown
-    proved = [f"mask: {_MASKS[problem.mask_form]}"]
-    if problem.row_ends:
-        proved.append("while what it searches is sorted, partial tiles compare keys with ends of intervals")
-    if problem.operands:
-        proved.append(
-            "captured tensors: every index is proved to lie within them"
-            if problem.in_range
-            else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
-        )
-    names = Names.of(program)
-    return [names.rename(line) for line in (*lines, *proved)]
-
-
-def backward(program: Program, q_len: int, kv_len: int, **changes: Any) -> str:
-    """The backward pass in a line: its kernel, or why there is none."""
-    try:
-        changes["direction"] = "backward"
-        tile = lowered(program, q_len, kv_len, **changes).plan.tile
-    except UnsupportedError as error:
-        return (
-            f"PyTorch operations, block by block: exact and deterministic, but slow; not built: {error.given}"
-        )
-    return f"a kernel, tile {tile[0]} queries x {tile[1]} keys"
-
-
-def _size(program: Program, result: Lowered, shape: Shape, kv_heads: int | None) -> Size:
-    """The launch, with the share of tiles that the kernel computes of it."""
-    from fa4flex.kernels.plan.bound import Size
-
-    density, keys = _computed(program, result, shape) if result.direction == "forward" else (None, None)
-    return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len, density, kv_heads, keys)
-
-
-def _computed(program: Program, result: Lowered, shape: Shape) -> tuple[float | None, float | None]:
-    """Shares of the kernel's tiles that are computed, and of keys that these read; None where lengths of
-    sequences, which are a call's, or tensors of other sizes decide."""
-    problem, (rows, keys) = result.problem, result.plan.tile
-    if problem.lengths != "dense":
-        return None, None
-    if problem.mask_form in ("none", "pairs"):
-        return 1.0, 1.0
-    try:
-        tiles = tiles_of(program, Setting(shape), (max(rows // result.plan.packed_heads, 1), keys))
-    except Fa4flexError:
-        return None, None
-    return max(tiles.density, NONE), tiles.used_columns
-
-
-def forward_stage(
-    program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
-) -> str:
-    """The generated module of the forward kernel, or of the one of `direction`."""
-    return source_of(program, lowered(program, q_len, kv_len, **changes)).text
-
-
-def backward_stage(
-    program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
-) -> str:
-    """The generated module of the backward kernel, and of gradients of captured tensors that ask for them."""
-    return forward_stage(program, q_len, kv_len, **changes | {"direction": "backward"})
-
-
-def ptx_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
-    """The PTX of the kernel, compiled now."""
-    from fa4flex.codegen.expr import walk
-    from fa4flex.compiler.inspect import inspect
-    from fa4flex.compiler.signature import Signature
-
-    result = lowered(program, q_len, kv_len, **changes)
-    nodes = walk(program.facts.score, program.facts.mask)
-    kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
-    scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
-    source = source_of(program, result)
-    return inspect(source, result.problem, Signature(scalars=scalars), result.plan.target.name).ptx
+    target = target_like(torch.cuda.get_device_capability())
+    return None if target is None else target.name

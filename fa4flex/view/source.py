@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fa4flex.codegen.analyze.facts import SCORE
 from fa4flex.codegen.analyze.intervals import describe
@@ -18,12 +18,15 @@ from fa4flex.errors import InputError, Origin
 from fa4flex.view.backend import flex_stage
 from fa4flex.view.names import Names, describe_numbers, describe_operands
 
-GPU_STAGES = {
-    "plan": "plan_stage",
-    "forward": "forward_stage",
-    "source": "forward_stage",
-    "backward": "backward_stage",
-    "ptx": "ptx_stage",
+if TYPE_CHECKING:
+    from fa4flex.view.gpu import KernelView
+
+GPU_STAGES: dict[str, Callable[[KernelView], str]] = {
+    "plan": lambda view: view.plan(),
+    "forward": lambda view: view.source.text,  # of the pass that `direction` names
+    "source": lambda view: view.source.text,
+    "backward": lambda view: view.backward.source.text,
+    "ptx": lambda view: view.ptx(),
 }
 COMMENT_COLUMN, CODE_WIDTH = 48, 64
 
@@ -41,8 +44,7 @@ def source(program: Program, stage: str = "trace", **problem: Any) -> str:
 
         gpu.check_names(problem)
     if stage in GPU_STAGES:
-        show: Callable[..., str] = getattr(gpu, GPU_STAGES[stage])
-        return show(program, **problem)
+        return GPU_STAGES[stage](gpu.KernelView(program, problem))
     if stage not in STAGES:
         known = ", ".join((*STAGES, *GPU_STAGES))
         raise InputError(f"stage={stage!r}", f"one of {known}", "pick a stage")

@@ -119,7 +119,9 @@ class Accessor:
         """The warp writes, by a strong access, what others may read there."""
         flags, told = warp.cta.launch.flags, warp.released
         if self.strength.releases:
-            told = warp.cta.cluster.order.tells(warp.agent, self.instruction.line)
+            told = warp.tells(self.instruction.line)
+        elif told is not None:
+            told = told.but(warp.withheld(), warp.cta.cluster.number)
         if told is not None or flags:
             for key in _keys(space, offsets):
                 flags.write(key, told, updates)
@@ -138,8 +140,18 @@ class Accessor:
             cta.shadow.write(number, where, clock, same)
         else:
             cta.shadow.read(number, where, clock)
-        if self.by_lane and len(offsets) == (LANES if warp.acting is None else warp.acting.sum()):
+        if self._is_by_lane(warp, len(offsets)):
             warp.lanes.add(order, LaneAccess(number, cta.shadow, where, warp.acting, write), same)
+
+    def _is_by_lane(self, warp: Warp, places: int) -> bool:
+        """True if the order of the warp's lanes matters: each accesses a place of its own."""
+        return self.by_lane and places == (LANES if warp.acting is None else warp.acting.sum())
+
+    def _meet(self, warp: Warp, number: int, where: NDArray[np.intp], places: int, write: bool) -> None:
+        """The warp accesses what it wrote itself to global memory."""
+        if self._is_by_lane(warp, places):
+            access = LaneAccess(number, None, where, warp.acting, write)
+            warp.lanes.meet_globally(warp.cta.cluster.order, access, warp.cta.launch.written.granule)
 
     def _load(self, warp: Warp, space: Any, offsets: Addresses, size: int, count: int) -> NDArray[Any]:
         try:
@@ -155,7 +167,8 @@ class Accessor:
             if written and not self.constant and written.near(*extent(offsets, size * count)):
                 order, where = self._global(warp, offsets, size * count)
                 number = order.warp_access(warp.agent, self.instruction)
-                written.read(order, number, where, order.clocks[warp.agent])
+                if written.read(order, number, where, order.clocks[warp.agent]):
+                    self._meet(warp, number, where, len(offsets), write=False)
             return values
         except BadAccess as bad:
             raise self._fault(warp, bad) from None
@@ -183,7 +196,10 @@ class Accessor:
 
         order, where = self._global(warp, offsets, size * count)
         number = order.warp_access(warp.agent, self.instruction)
-        launch.written.write(order, number, where, order.clocks[warp.agent], changed)
+        if launch.written.write(order, number, where, order.clocks[warp.agent], changed):
+            self._meet(warp, number, where, len(offsets), write=True)
+        if self._is_by_lane(warp, len(offsets)):
+            warp.lanes.keep(LaneAccess(number, None, where, warp.acting, True))
         launch.memory.store(offsets, values)
         warp.cta.cluster.units.landings += 1
 

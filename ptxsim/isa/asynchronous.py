@@ -16,6 +16,7 @@ from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.operation import Operation
 from ptxsim.state.registers import LANES, Mask, lanes_of
 from ptxsim.watch.clock import Clock
+from ptxsim.watch.lanes import LaneAccess
 from ptxsim.watch.order import ASYNC, Access
 from ptxsim.watch.shadow import Where
 
@@ -31,6 +32,8 @@ class Errand:
     agent: int
     epoch: int
     load: int = -1
+    by_lane: list[LaneAccess] = field(default_factory=list)
+    """Reads that the lane which waits for it knows to be over then, and no other lane."""
 
     @classmethod
     def in_queue(
@@ -39,7 +42,7 @@ class Errand:
         """The next of a queue whose operations end in order."""
         order = warp.cta.cluster.order
         agent = order.agent(queue)
-        clock = order.release(warp.agent)
+        clock = warp.release()
         own = order.clocks[agent]
         epoch = int(own.epochs[agent])
         own.epochs[agent] += 1
@@ -55,7 +58,7 @@ class Errand:
         order = warp.cta.cluster.order
         agent, load = order.agent(LOADS), order.loads
         order.loads += 1
-        clock = order.release(warp.agent)
+        clock = warp.release()
         number = order.add(Access(agent, 0, proxy, who, instruction, load, reduces))
         return cls(number, clock, agent, 0, load)
 
@@ -181,6 +184,8 @@ class Groups:
                 if clock.epochs[errand.agent] < errand.epoch:
                     clock.epochs[errand.agent] = errand.epoch
                     order.learns(warp.agent, (line, group.line))
+                    for access in errand.by_lane:
+                        warp.lanes.keep(access)
         for lane in lanes_of(mask):
             if len(self.closed[lane]) > left:
                 self.closed[lane] = self.closed[lane][len(self.closed[lane]) - left :]

@@ -105,6 +105,7 @@ def atomic(instruction: Instruction) -> Step | Act:
 
     def step(warp: Warp, mask: Mask) -> None:
         given = [_bits([lanes(get(warp), mask) for get in values], form) for values in gets]
+        warp.acting = mask
         before = access.update(warp, lanes(where(warp), mask), given)
         _put(puts, before, form, warp, mask)
 

@@ -149,7 +149,7 @@ def fence(instruction: Instruction) -> Act:
                 order.hears(warp.agent, told, instruction.line)
             warp.observed.clear()
         if releases:
-            warp.released = order.tells(warp.agent, instruction.line)
+            warp.released = warp.tells(instruction.line)
 
     return Act(run)
 
@@ -193,7 +193,7 @@ def _come(
         clock = relaxed_clock(warp)
         meeting.round.announced |= warp.announced
     else:
-        clock = warp.cta.cluster.order.release(agent)
+        clock = warp.release()
 
     def come() -> None:
         if expected is None:

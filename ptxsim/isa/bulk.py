@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.isa.access import Accessor, locate
-from ptxsim.isa.asynchronous import Errand, groups, submit
+from ptxsim.isa.asynchronous import Errand, byte_granules, groups, submit
 from ptxsim.isa.mbarriers import barrier_at, cta_and_offset
 from ptxsim.isa.operands import Read, read
 from ptxsim.isa.table import Act, Unmodelled, Wait, translates
@@ -19,12 +19,13 @@ from ptxsim.ptx.nodes import Address, Instruction, Operand
 from ptxsim.state.barriers import MBarrier
 from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.memory import BadAccess
-from ptxsim.state.registers import Mask, lanes_of
+from ptxsim.state.registers import ONE_LANE, Mask, lanes_of
 from ptxsim.state.window import RANK_SHIFT
 from ptxsim.units import tma
 from ptxsim.units.reduction import DTYPES
 from ptxsim.units.reduction import reduce as reduced
 from ptxsim.watch.findings import Fault, Finding
+from ptxsim.watch.lanes import LaneAccess
 
 BULK = "bulk copies out of shared memory"
 WRITES = "writes of bulk copies"
@@ -269,6 +270,8 @@ def _out(
         try:
             data = cta.shared.window(offset, size)
             errand.reads(cta, offset, size)
+            where = byte_granules(cta, offset, size)
+            errand.by_lane.append(LaneAccess(errand.number, cta.shadow, where, ONE_LANE[lane], False))
             write(data, writes)
         except BadAccess as bad:
             raise fault(warp, instruction, bad) from None

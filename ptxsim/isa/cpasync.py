@@ -23,6 +23,7 @@ from ptxsim.state.operation import Operation
 from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from ptxsim.watch.findings import Fault, Finding
+from ptxsim.watch.lanes import MOST, LaneAccess
 from ptxsim.watch.order import GENERIC, Access
 
 KIND = "cp.async"
@@ -46,6 +47,8 @@ class Copies:
         self.last = np.zeros(LANES, np.int64)
         self.committed = np.zeros((MOST_GROUPS, LANES), np.int64)
         self.flying: dict[int, Operation] = {}
+        self.known: dict[int, LaneAccess] = {}
+        """What lanes wrote, by copy, until the warp knows of it."""
 
     @classmethod
     def of(cls, warp: Warp) -> Copies:
@@ -73,6 +76,22 @@ class Copies:
         """Copies that have not landed."""
         return list(self.flying.values())
 
+    def landed(self, number: int, access: LaneAccess) -> None:
+        """A copy has landed. Warps that wait for theirs at an mbarrier never ask for what is kept here."""
+        if len(self.known) >= MOST:
+            del self.known[next(iter(self.known))]
+        self.known[number] = access
+
+    def end(self, warp: Warp, target: int) -> None:
+        """The lanes of the warp know, each of its own, that copies are over."""
+        epochs = warp.cta.cluster.order.clocks[warp.agent].epochs
+        before = int(epochs[self.agent])
+        for number in [number for number in self.known if number <= target]:
+            access = self.known.pop(number)
+            if number > before:
+                warp.lanes.keep(access)
+        epochs[self.agent] = max(before, target)
+
 
 def _some(mask: Mask) -> slice | NDArray[np.bool_]:
     return slice(None) if mask is None else mask
@@ -89,6 +108,7 @@ def copy(instruction: Instruction) -> Step:
     amount, access = _amount(instruction, size), Accessor(instruction, "shared")
 
     def step(warp: Warp, mask: Mask) -> None:
+        warp.acting = mask
         offsets = _own(access, warp, lanes(target(warp), mask))
         sources = lanes(source(warp), mask).copy()  # the register itself may change before the copy lands
         errand = _Copy(access, warp, Copies.of(warp).issue(mask), offsets, sources, size)
@@ -156,9 +176,13 @@ class _Copy:
         self.offsets, self.sources, self.size = offsets, sources, size
         self.amounts: NDArray[np.int64] | None = None
         self.copies, order = Copies.of(warp), warp.cta.cluster.order
-        self.clock = order.release(warp.agent)
+        self.clock = warp.release()
         who = order.names[self.copies.agent]
         self.access = order.add(Access(self.copies.agent, number, GENERIC, who, self.instruction))
+        cta, mask = warp.cta, warp.acting
+        self.where = granules(offsets, size, cta.launch.granule)
+        self.writes = LaneAccess(self.access, cta.shadow, self.where, mask, True)
+        warp.lanes.meet(order, self.writes)
 
     def start(self) -> None:
         operation = Operation(self.instruction, self.land, (self,), self.copies.queue)
@@ -174,7 +198,8 @@ class _Copy:
             text = f"cp.async of {self.warp} accesses {bad.size} bytes at {bad.address:#x} of {bad.where}"
             raise Fault(Finding(bad.kind, text, self.instruction)) from None
         cta.cluster.shared[self.instruction.line] += bandwidth(self.offsets, self.size)
-        cta.shadow.write(self.access, granules(self.offsets, self.size, cta.launch.granule), self.clock)
+        cta.shadow.write(self.access, self.where, self.clock)
+        self.copies.landed(self.number, self.writes)
 
     def _read(self) -> None:
         """Checks that this launch's writes to the sources are over."""
@@ -229,8 +254,7 @@ def wait_group(instruction: Instruction) -> Act:
             return Wait(lambda: flying.landed, f"{instruction.opcode} {count}", flying.signals[0])
         if every:
             copies.commit(mask)
-        epochs = warp.cta.cluster.order.clocks[warp.agent].epochs
-        epochs[copies.agent] = max(int(epochs[copies.agent]), target)
+        copies.end(warp, target)
         return None
 
     return Act(run)
@@ -267,7 +291,7 @@ def mbarrier_arrive(instruction: Instruction) -> Act:
 
 def _arrive_later(access: Accessor, warp: Warp, barrier: MBarrier, who: NDArray[np.intp]) -> None:
     copies, cluster = Copies.of(warp), warp.cta.cluster
-    clock, count = cluster.order.release(warp.agent), len(who)
+    clock, count = warp.release(), len(who)
     clock.epochs[copies.agent] = max(int(clock.epochs[copies.agent]), int(copies.last[who].max()))
 
     def land() -> None:

@@ -36,7 +36,7 @@ def relaxed_clock(warp: Warp) -> Clock:
     """Clock released by a relaxed arrival of a warp: all that a fence before it has released."""
     clock = Clock(warp.cta.cluster.capacity)
     if warp.released is not None:
-        warp.released.teach(clock, warp.cta.cluster.number)
+        warp.released.but(warp.withheld(), warp.cta.cluster.number).teach(clock, warp.cta.cluster.number)
     return clock
 
 
@@ -167,10 +167,10 @@ def arrive(instruction: Instruction) -> Act:
     relaxed = instruction.has("relaxed")
 
     def run(warp: Warp, mask: Mask) -> None:
-        order, chosen = warp.cta.cluster.order, list(distinct(where(warp), mask))
+        chosen = list(distinct(where(warp), mask))
         for address, _ in chosen:
             _reach(access, warp, address)
-        clock = relaxed_clock(warp) if relaxed else order.release(warp.agent)
+        clock = relaxed_clock(warp) if relaxed else warp.release()
         for address, lanes in chosen:
             barrier = barrier_at(access, warp, address)
             must_know_init(access, warp, barrier)
@@ -229,7 +229,10 @@ def wait(instruction: Instruction) -> Act:
                 answers[lanes] = True
                 if acquires:
                     lines = (instruction.line, *barrier.passed_lines)
-                    warp.cta.cluster.order.acquire(warp.agent, barrier.passed, lines)
+                    order = warp.cta.cluster.order
+                    order.acquire(warp.agent, barrier.passed, lines)
+                    if warp.lanes.entries:
+                        warp.lanes.learn(order, barrier.passed)
             elif tries and not warp.gives_up:
                 return Wait(over, str(barrier), barrier, limited=True)
         warp.gives_up = False

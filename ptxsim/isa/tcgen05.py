@@ -54,7 +54,7 @@ def alloc(instruction: Instruction) -> Act:
             raise fail(
                 "tensor memory", f"{warp} allocates after tcgen05.relinquish_alloc_permit", instruction
             )
-        start = (_with_the_other if pair else _alone)(warp, columns, instruction.line)
+        start = (_with_the_other if pair else _alone)(warp, columns, instruction)
         if isinstance(start, Wait):
             return start
         access.store(warp, where(warp)[:1], np.array([[start]], np.uint32))
@@ -63,16 +63,16 @@ def alloc(instruction: Instruction) -> Act:
     return Act(run)
 
 
-def _alone(warp: Warp, columns: int, line: int) -> int | Wait:
+def _alone(warp: Warp, columns: int, instruction: Instruction) -> int | Wait:
     cta = warp.cta
     start = _free(cta, columns)
     if start is None:
         return Wait(lambda: _free(cta, columns) is not None, f"{columns} free columns of tensor memory")
-    _take(cta, start, columns, line)
+    _take(cta, start, columns, instruction)
     return start
 
 
-def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
+def _with_the_other(warp: Warp, columns: int, instruction: Instruction) -> int | Wait:
     """The first column, once both CTAs of a pair have asked; the second to ask allocates for both, and may
     write to both before the first one goes on."""
     cta, other = warp.cta, warp.cta.cluster.ctas[warp.cta.rank ^ 1]
@@ -92,16 +92,24 @@ def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
                 lambda: _free(cta, columns) is not None and _free(other, columns) is not None,
                 f"{columns} free columns of tensor memory in both CTAs of a pair",
             )
-        _take(cta, start, columns, line)
-        _take(other, there, columns, line)
+        _take(cta, start, columns, instruction)
+        _take(other, there, columns, instruction)
         other.pair_granted[number] = there
     del cta.pair_requests[warp.agent]
     return start
 
 
-def _take(cta: Cta, start: int, columns: int, line: int) -> None:
-    """The columns belong to the CTA from now on; what they held before is gone."""
-    cta.allocated[start : start + columns] = line
+def _take(cta: Cta, start: int, columns: int, instruction: Instruction) -> None:
+    """The columns belong to the CTA from now on; what they held before is gone. Other CTAs of its
+    multiprocessor do as this one does, and find no columns if it has more than its share."""
+    cta.allocated[start : start + columns] = instruction.line
+    held, resident = int((cta.allocated > 0).sum()), cta.launch.resident
+    if held * resident > TENSOR_COLUMNS:
+        text = (
+            f"CTA {cta.rank} holds {held} columns; {resident} CTAs that a multiprocessor has room for share "
+            f"{TENSOR_COLUMNS}: others wait until it frees them"
+        )
+        cta.launch.findings.add(Finding("tensor memory", text, instruction))
     cta.freed[start : start + columns] = False
     cta.tensor_shadow.forget(granules((tensor.region(0, TENSOR_LANES, start, columns),)))
 

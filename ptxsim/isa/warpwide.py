@@ -17,7 +17,7 @@ from ptxsim.isa.operands import read, write
 from ptxsim.isa.table import Act, Step, Unmodelled, translates
 from ptxsim.ptx.nodes import Discard, Imm, Instruction, Operand, Pair
 from ptxsim.state.cta import Warp
-from ptxsim.state.registers import LANES, Mask
+from ptxsim.state.registers import LANES, ONE_LANE, Mask
 from ptxsim.watch.findings import Finding
 
 Lanes = NDArray[np.bool_]
@@ -27,7 +27,6 @@ Teams = Callable[[Warp, Mask], Sequence[Mask]]
 _LANE = np.arange(LANES)
 _BIT = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
 _ALL = np.ones(LANES, np.bool_)
-_ONE_LANE = np.eye(LANES, dtype=np.bool_)
 _FULL = 0xFFFFFFFF
 _UNKNOWN = np.uint32(0xA5A5A5A5)
 """Value that a lane receives from one that takes no part."""
@@ -316,7 +315,7 @@ def elect(instruction: Instruction) -> Step:
         for lanes in teams(warp, mask):
             leader = 0 if lanes is None else int(lanes.argmax())
             d(warp, leader, lanes)
-            p(warp, _ONE_LANE[leader], lanes)
+            p(warp, ONE_LANE[leader], lanes)
 
     return step
 

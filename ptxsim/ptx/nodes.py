@@ -182,6 +182,8 @@ class Kernel:
     """.reqntid"""
     cluster: tuple[int, int, int] | None = None
     """.reqnctapercluster"""
+    resident: int = 1
+    """.minnctapersm: CTAs that a multiprocessor has room for."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """PTX text -> Module. PTX ISA, sections 4, 5 and 11.
 
-Read and dropped are debug data (.section .debug_*), hints to the assembler (.pragma, .minnctapersm, .maxnreg)
+Read and dropped are debug data (.section .debug_*), hints to the assembler (.pragma, .maxnreg)
 and what launches must keep to but Kernel has no field for (.maxntid, .explicitcluster, .blocksareclusters).
 Functions are skipped: none may be called but vprintf, which the system has. Anything unknown raises PtxError.
 """
@@ -133,13 +133,14 @@ def _entry(tokens: Tokens, files: dict[str, str], found: dict[str, Variable]) ->
             tokens.expect(",", "after a parameter")
             parameters.append(parameter(tokens, names))
     sizes: dict[str, tuple[int, int, int]] = {}
+    limits: dict[str, int] = {}
     while tokens.next != "{":
         if tokens.next in _SIZES:
             directive = tokens.take()
             sizes[directive] = _size(tokens)
         elif tokens.next in _LIMITS:
-            tokens.take()
-            integer(tokens, "a limit")
+            directive = tokens.take()
+            limits[directive] = integer(tokens, "a limit")
         elif tokens.next == ".pragma":
             _remark(tokens)
         elif tokens.next in _MODES:
@@ -156,6 +157,7 @@ def _entry(tokens: Tokens, files: dict[str, str], found: dict[str, Variable]) ->
         tuple(body.instructions),
         sizes.get(".reqntid"),
         sizes.get(".reqnctapercluster"),
+        limits.get(".minnctapersm", 1),
     )
 
 

@@ -41,6 +41,7 @@ def kernel(kernel: Kernel, files: dict[str, int] | None = None) -> str:
     lines = [f".visible .entry {kernel.name}("]
     lines += [",\n".join(_declared(p) for p in kernel.parameters) + ")"]
     lines += [f".{name} {x}, {y}, {z}" for name, (x, y, z) in _sizes(kernel)]
+    lines += [f".minnctapersm {kernel.resident}"] if kernel.resident > 1 else []
     lines += ["{", *(_variable(v) for v in kernel.variables), *_registers(kernel)]
     labels = _labels(kernel)
     source = None

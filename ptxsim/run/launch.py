@@ -24,6 +24,9 @@ from ptxsim.state.window import RESERVED_SHARED
 from ptxsim.watch.findings import REMARKS, Fault, Finding, Findings
 from ptxsim.watch.launches import Dependence
 
+SHARED_BYTES = 228 << 10
+"""Shared memory of a multiprocessor."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -118,8 +121,7 @@ def execute(
             fault = found.finding
             findings.add(fault)
     if memory.launches is not None:
-        written = grid.written
-        past = grid.dependence.past(program.kernel.name, written.marks, written.writes, memory.contents)
+        past = grid.dependence.past(program.kernel.name, grid.written.log, memory.contents)
         memory.launches.add(past)
     return Result(
         program.kernel.name,
@@ -178,6 +180,7 @@ def _grid(
         findings,
         module.target,
         _dependence(kernel, shape, memory, findings),
+        resident=max(1, min(kernel.resident, SHARED_BYTES // (static + shape.shared_bytes))),
         explicit_cluster=prod(cluster) > 1,
         global_granule=_granule(kernel.body, "global"),
     )

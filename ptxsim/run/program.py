@@ -139,7 +139,7 @@ def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> 
     first = body[start]
     if needs_company(first):
         block.together, block.members = True, _members(first)
-    block.orders_lanes = block.together or (block.act is not None and first.name not in FENCES)
+    block.orders_lanes = block.together or (block.act is not None and first.name in LEARN)
     block.touched, block.computed = frozenset(touched), frozenset(computed)
     return block
 
@@ -175,8 +175,8 @@ def _item(instruction: Instruction, step: Step, guard: Guard | None) -> plan.Ite
     return plan.Item(run, None, reads | condition, result)
 
 
-FENCES = frozenset(("fence", "membar"))
-"""Names of instructions that order a thread's own accesses alone."""
+LEARN = frozenset(("ld", "ldu", "atom"))
+"""Names of strong accesses by which a lane may learn of another one."""
 WORTH_PLANNING = 4
 """Executions after which a block's instructions are put together: that takes as long as some of these."""
 ORDER: RegisterKey = (0, 0)

@@ -114,7 +114,7 @@ class Scheduler:
             if watch:
                 self.registers.check(warp, block)
             if block.orders_lanes and warp.lanes.entries:
-                warp.lanes.clear()
+                warp.lanes.clear(warp.cta.cluster.order.clocks[warp.agent], warp.agent)
             follow = undefined.needed and undefined.concerns(warp, block)
             if block.act is None:
                 if follow:
@@ -292,6 +292,7 @@ class Scheduler:
 
 def _acts(act: Act, warp: Warp, lanes: Mask, block: Block) -> Wait | None:
     """Execute an act. What its operands describe and no unit can follow is a fault of the kernel."""
+    warp.acting = lanes
     try:
         return act.run(warp, lanes)
     except SimulatorError as error:

@@ -17,6 +17,7 @@ from ptxsim.state.memory import HostMemory, Region, fresh
 from ptxsim.state.operation import Units
 from ptxsim.state.registers import LANES, Registers
 from ptxsim.state.window import RANK_SHIFT
+from ptxsim.watch.clock import NOTHING, Clock, Key
 from ptxsim.watch.findings import Finding, Findings
 from ptxsim.watch.flags import Flags, Told
 from ptxsim.watch.lanes import LaneLog
@@ -56,6 +57,8 @@ class Grid:
     dependence: Dependence
     """Order after earlier launches."""
     processors: int = 132
+    resident: int = 1
+    """CTAs that a multiprocessor has room for, which share its tensor memory."""
     explicit_cluster: bool = False
     time: int = 0
     flags: Flags = field(default_factory=Flags)
@@ -125,13 +128,28 @@ class Warp(Registers):
         self.started: dict[str, Any] = {}
         """Asynchronous operations by kind, in groups as they were committed (isa/asynchronous.Groups)."""
         self.acting: NDArray[np.bool_] | None = None
-        """Lanes of the load or store that is executed, None for all."""
+        """Lanes of the load, store or act that is executed, None for all."""
         self.lanes = LaneLog()
         """Accesses to shared memory since the lanes were ordered last."""
         self.carry = np.zeros(LANES, np.bool_)
         """The carry flag of add.cc and its kin."""
         self.constants: dict[object, NDArray[Any]] = {}
         """Values of special registers and addresses of variables, by how they are read."""
+
+    def withheld(self) -> frozenset[Key]:
+        """What other lanes than those that act did since the warp's lanes were ordered."""
+        return self.lanes.withheld(self.cta.cluster.order, self.acting) if self.lanes.entries else NOTHING
+
+    def release(self) -> Clock:
+        """All that the lanes that act did, and the warp knows, to be handed to others."""
+        withheld = self.withheld()
+        clock = self.cta.cluster.order.release(self.agent)
+        clock.withheld |= withheld
+        return clock
+
+    def tells(self, line: int) -> Told:
+        """The same, to be read by others; by the instruction on a PTX line."""
+        return Told.by(self.release(), self.cta.cluster.number, line)
 
     def alive(self) -> bool:
         return b"\1" in self.live.tobytes()
@@ -253,8 +271,15 @@ class Cluster:
         return [warp for cta in self.ctas for warp in cta.warps]
 
     def check_left(self) -> None:
-        """After the last warp exited: tensor memory must be free."""
+        """After the last warp exited: tensor memory must be free, and CTAs that share a multiprocessor must
+        have been able to allocate meanwhile."""
         for cta in self.ctas:
+            if self.launch.resident > 1 and cta.may_allocate and (cta.freed.any() or cta.allocated.any()):
+                text = (
+                    f"CTA {cta.rank} exits without tcgen05.relinquish_alloc_permit: until then none of the "
+                    f"{self.launch.resident} CTAs that a multiprocessor has room for could allocate but it"
+                )
+                self.launch.findings.add(Finding("tensor memory", text))
             held = sorted({int(line) for line in cta.allocated} - {0})
             if held:
                 text = f"CTA {cta.rank} exits with tensor memory allocated at PTX line {held[0]}"

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LANES = 32
+ONE_LANE = np.eye(LANES, dtype=np.bool_)
+"""Masks of single lanes."""
 Mask = NDArray[np.bool_] | None
 """Lanes that an instruction acts for, bool [32] with at least one set; None is all 32."""
 

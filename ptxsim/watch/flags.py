@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ptxsim.watch.clock import Clock
+from ptxsim.watch.clock import Clock, Key
 
 STRONG = frozenset(("relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"))
 UPDATES = frozenset(("atom", "red"))
@@ -49,6 +49,14 @@ class Told:
         own = clock.copy()
         own.others = {}
         return cls({**clock.others, cluster: own}, frozenset((line,)))
+
+    def but(self, withheld: frozenset[Key], cluster: int) -> Told:
+        """All of it but some accesses of a cluster."""
+        if not withheld:
+            return self
+        own = self.clocks[cluster].copy()
+        own.withheld |= withheld
+        return Told({**self.clocks, cluster: own}, self.lines)
 
     def teach(self, pupil: Clock, cluster: int) -> bool:
         """Make a clock of a cluster know all this; whether any of it was news."""

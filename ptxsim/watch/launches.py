@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,18 @@ Contents = Callable[[Granules, int], NDArray[np.uint8] | None]
 """Bytes [granules, size] of global memory, at granules of a size; None where some cannot be read."""
 
 
+class Log(NamedTuple):
+    """Accesses to global memory: which was the last at each granule, and (cluster, access) by number, from 1
+    on."""
+
+    marks: Marks
+    accesses: list[tuple[int, Access]]
+
+    @classmethod
+    def empty(cls, granule: int) -> Log:
+        return cls(Marks(granule), [])
+
+
 @dataclass(eq=False)
 class Past:
     """A launch that has run here. `running` are those that may run while it begins, `awaited` those that are
@@ -42,31 +55,23 @@ class Past:
     """True if a thread has executed griddepcontrol.wait."""
     waited_first: bool
     """True if a thread has done so before all CTAs had let the next launch begin."""
-    writes: Marks
-    writers: list[tuple[int, Access]]
-    reads: list[tuple[Access, int, Granules]]
+    writes: Log
+    reads: Log
     values: NDArray[np.uint8] | None
-    """Bytes that it left, at the granules in the order of `writes.all()`."""
-    _read: Marks | None = None
+    """Bytes that it left, at the granules in the order of `writes.marks.all()`."""
 
     def forget_changes(self, contents: Contents) -> None:
         """Forget writes that something outside of launches has overwritten since."""
-        where = self.writes.all()
-        now = contents(where, self.writes.granule)
+        marks = self.writes.marks
+        where = marks.all()
+        now = contents(where, marks.granule)
         if self.values is None or now is None:
-            self.writes, self.values = Marks(self.writes.granule), None
+            self.writes, self.values = Log.empty(marks.granule), None
         else:
             changed = (self.values != now).any(axis=1)
             if changed.any():
-                self.writes.put(where[changed], 0)
+                marks.put(where[changed], 0)
             self.values = now[~changed]
-
-    def reads_by_place(self) -> Marks:
-        if self._read is None:
-            self._read = Marks(self.writes.granule)
-            for number, (_, _, where) in enumerate(self.reads, 1):
-                self._read.put(where, number)
-        return self._read
 
 
 @dataclass
@@ -83,7 +88,10 @@ class Dependence:
     _waits: set[Cta] = field(default_factory=set)
     _first: dict[Cta, bool] = field(default_factory=dict)
     """For each CTA that let the next launch begin: whether it knew of a wait then."""
-    _reads: list[tuple[Access, int, Granules]] = field(default_factory=list)
+    _reads: Log = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reads = Log.empty(self.granule)
 
     @property
     def reads_matter(self) -> bool:
@@ -91,7 +99,7 @@ class Dependence:
 
     def near(self, low: int, stop: int) -> bool:
         """True if a read between two addresses has to be told."""
-        return self.remembers or any(past.writes.near(low, stop) for past in self.earlier)
+        return self.remembers or any(past.writes.marks.near(low, stop) for past in self.earlier)
 
     def begin(self, order: Order) -> None:
         """A cluster begins: its order gets the agents of earlier launches."""
@@ -118,32 +126,29 @@ class Dependence:
     def reads(self, order: Order, number: int, where: Granules, clock: Clock) -> None:
         """Access `number` of a cluster reads."""
         if self.remembers:
-            self._reads.append((order.accesses[number], order.number, where))
+            marks, accesses = self._reads
+            accesses.append((order.number, order.accesses[number]))
+            marks.put(where, len(accesses))
         for agent, past in enumerate(self.earlier):
-            if past.writes and not _over(clock, agent):
-                self._compare(past, past.writes, order.accesses[number], where, "reads what", "writes")
+            if not _over(clock, agent):
+                self._compare(past.kernel, past.writes, order.accesses[number], where, "reads what", "writes")
 
     def writes(self, order: Order, number: int, where: Granules, clock: Clock) -> None:
         """Access `number` of a cluster writes."""
         for agent, past in enumerate(self.earlier):
             if not _over(clock, agent):
                 access = order.accesses[number]
-                self._compare(past, past.writes, access, where, "overwrites what", "writes")
-                self._compare(past, past.reads_by_place(), access, where, "overwrites what", "reads")
+                self._compare(past.kernel, past.writes, access, where, "overwrites what", "writes")
+                self._compare(past.kernel, past.reads, access, where, "overwrites what", "reads")
 
-    def _compare(
-        self, past: Past, marks: Marks, access: Access, where: Granules, does: str, did: str
-    ) -> None:
-        """Report where an access meets what an earlier launch did."""
-        for number, granule in marks.met(self._converted(where, marks.granule)):
-            if did == "writes":
-                cluster, before = past.writers[number - 1]
-            else:
-                before, cluster, _ = past.reads[number - 1]
+    def _compare(self, kernel: str, log: Log, access: Access, where: Granules, does: str, did: str) -> None:
+        """Report where an access meets what an earlier launch, of a kernel, did."""
+        for number, granule in log.marks.met(self._converted(where, log.marks.granule)):
+            cluster, before = log.accesses[number - 1]
             text = (
                 f"{access.who} {does} an earlier launch {did} before it knows of a griddepcontrol.wait, "
-                f"in global memory at {granule * marks.granule:#x} "
-                f"(by {before.who} of cluster {cluster} of {past.kernel})"
+                f"in global memory at {granule * log.marks.granule:#x} "
+                f"(by {before.who} of cluster {cluster} of {kernel})"
             )
             self.findings.add(Finding("launch order", text, access.instruction, before.instruction))
 
@@ -154,12 +159,12 @@ class Dependence:
         each = self.granule // granule
         return (where[:, None] * each + np.arange(each)).reshape(-1)
 
-    def past(self, kernel: str, marks: Marks, writers: list[tuple[int, Access]], contents: Contents) -> Past:
+    def past(self, kernel: str, writes: Log, contents: Contents) -> Past:
         """This launch as an earlier one, once it has run."""
-        values = contents(marks.all(), marks.granule)
+        values = contents(writes.marks.all(), writes.marks.granule)
         first = any(self._first.get(cta, True) for cta in self._waits)
         waited = bool(self._waits)
-        return Past(kernel, self.earlier, self.awaited, waited, first, marks, writers, self._reads, values)
+        return Past(kernel, self.earlier, self.awaited, waited, first, writes, self._reads, values)
 
 
 class Launches:

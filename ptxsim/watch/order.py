@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ptxsim.ptx.nodes import Instruction
-from ptxsim.watch.clock import Clock
+from ptxsim.watch.clock import Clock, Key
 from ptxsim.watch.findings import Finding, Findings
 from ptxsim.watch.flags import Strength, Told
 
@@ -32,6 +32,10 @@ class Access(NamedTuple):
     """True if it adds to what is there: two such may meet in any order."""
     strong: bool = False
     """True if it may meet others that are strong as well: flags and counters."""
+
+    @property
+    def key(self) -> Key:
+        return self.agent, self.epoch, self.instruction.line
 
 
 class Order:
@@ -85,10 +89,6 @@ class Order:
         """Know what a strong write told, by the read or the fence on a PTX line."""
         if told.teach(self.clocks[agent], self.number):
             self.learns(agent, (*told.lines, line))
-
-    def tells(self, agent: int, line: int) -> Told:
-        """All that the agent did and knows so far, to be read by others."""
-        return Told.by(self.release(agent), self.number, line)
 
     def learns(self, agent: int, lines: Iterable[int]) -> None:
         """Instructions on these PTX lines taught the agent something."""
@@ -160,7 +160,13 @@ def over(access: Access, clock: Clock) -> bool:
     """True if whoever holds a clock of the access's cluster may rely on it being over."""
     if access.load >= 0:
         return bool(clock.loads >> access.load & 1)
-    return bool(clock.epochs[access.agent] >= access.epoch)
+    return bool(clock.epochs[access.agent] >= access.epoch) and not withheld(access, clock)
+
+
+def withheld(access: Access, clock: Clock) -> bool:
+    """True if all that a clock's holder lacks of an access is an order of the lanes of the warp that did it:
+    another lane than those signalled."""
+    return bool(clock.withheld) and access.key in clock.withheld
 
 
 def passed(access: Access, clock: Clock) -> bool:

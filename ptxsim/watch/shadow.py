@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.watch.clock import Clock
-from ptxsim.watch.order import ASYNC, GENERIC, Describe, Order, over, passed
+from ptxsim.watch.order import ASYNC, GENERIC, Describe, Order, over, passed, withheld
 
 NOBODY = -1
 SEVERAL = -2
@@ -57,7 +57,7 @@ class Shadow:
                 continue
             elif not over(accesses[before], clock):
                 if not (access.strong and accesses[before].strong):
-                    self._report("race", "reads too early", number, where, before, before)
+                    self._unordered("reads too early", number, where, clock, before)
             elif access.proxy == ASYNC and not passed(accesses[before], clock):
                 self._report("missing proxy fence", "reads generic writes", number, where, before, before)
         before_me = distinct(self.reader[where])
@@ -115,7 +115,7 @@ class Shadow:
             if (access.reduces and other.reduces) or (access.strong and other.strong):
                 continue
             if not over(other, clock):
-                self._report("race", "overwrites too early a result", number, where, before, before)
+                self._unordered("overwrites too early a result", number, where, clock, before)
             elif access.proxy == ASYNC and not passed(other, clock):
                 self._report(
                     "missing proxy fence", "overwrites generic writes", number, where, before, before
@@ -125,7 +125,7 @@ class Shadow:
             other = self.order.accesses[before]
             fine = (other.agent == access.agent and access.load < 0) or (access.strong and other.strong)
             if not fine and not over(other, clock):
-                self._report("race", "overwrites what is still read", number, where, before, before)
+                self._unordered("overwrites what is still read", number, where, clock, before)
         if met != [NOBODY]:
             self._forget_reads(met, where)
         self.writer[where] = number
@@ -189,6 +189,13 @@ class Shadow:
         """The contents are gone (memory handed back, or just allocated)."""
         self.writer[where] = NOBODY
         self._forget_reads(distinct(self.reader[where]), where)
+
+    def _unordered(self, text: str, number: int, where: Where, clock: Clock, before: int) -> None:
+        """Report an access that comes too early after another one, of which `clock` does not know."""
+        kind = "race"
+        if withheld(self.order.accesses[before], clock):
+            kind, text = "lanes", f"{text}, of which another lane has signalled than did it,"
+        self._report(kind, text, number, where, before, before)
 
     def _report(self, kind: str, text: str, number: int, where: Where, met: int, before: int | None) -> None:
         place = self.describe(self._first(where, met))

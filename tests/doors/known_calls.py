@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from launch_changes import HEADS, same
+from launch_changes import HEADS, by_name, same
 from test_gpu_calls import Recorder
 from torch import Tensor
 
 import fa4flex
 from fa4flex import KVScales, Paging, Varlen
-from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime.recent import KnownCall, Recent
 
 MADE = ("out", "lse", "max_scores", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -207,7 +206,7 @@ def attention(table: Tensor = TABLE, window: int = WINDOW, **options: Any) -> fa
 
 
 def launched(recorder: Recorder) -> dict[str, Any]:
-    return dict(zip(FORWARD.names, recorder.launches[-1], strict=True))
+    return by_name(recorder.launches[-1])
 
 
 def differing(given: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from test_gpu_calls import Recorder
 from torch import Tensor
 
 from fa4flex import lower as lower_module
-from fa4flex.kernels.plan.arguments import COUNTERS
+from fa4flex.kernels.plan.arguments import COUNTERS, forward_schema
+from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime import compute, launch, programs
 from fa4flex.runtime.call import Call, SequenceLengths
@@ -201,3 +202,13 @@ def without(key: Any, place: Place) -> Any:
     at, *rest = place
     part = (without(key[at], tuple(rest)),) if rest else ()
     return (*key[:at], *part, *key[at + 1 :])
+
+
+_SCHEMAS = [forward_schema(keys) for keys in (CONTIGUOUS, in_pages(16), eight_bit(16))]
+NAMES = {len(schema.names): schema.names for schema in _SCHEMAS}
+"""Names of the arguments of forward launches, by how many there are."""
+
+
+def by_name(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of a forward launch."""
+    return dict(zip(NAMES[len(arguments)], arguments, strict=True))

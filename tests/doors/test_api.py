@@ -119,6 +119,21 @@ def test_block_map_with_and_without_mask(tile: tuple[int, int] | None) -> None:
         agree(attn(q, k, v, return_lse=True), truth, [q, k, v])
 
 
+def test_maps_of_calls_take_turns() -> None:
+    """Each with other overrides beside it, and without; what a call brought is none of another's."""
+    maps = [BlockMap.from_dense(torch.tensor([[True, x], [True, True]]), 8) for x in (False, True)]
+    q, k, v = leaf(1, 2, 16, 8), leaf(1, 2, 16, 8), leaf(1, 2, 16, 8)
+    attn = fa4flex.compile()
+    for turn in (0, 0, 1, 0, None, 1, 1):
+        for more in ({}, {"scale": 0.5}, {"sinks": torch.ones(2)}):
+            blocks = None if turn is None else maps[turn]
+            fresh = fa4flex.compile(blocks=blocks, **more)(q, k, v)  # type: ignore[arg-type]
+            assert torch.equal(attn(q, k, v, blocks=blocks, **more), fresh)  # type: ignore[arg-type]
+    copied = copy.deepcopy(attn)
+    assert torch.equal(copied(q, k, v, blocks=maps[0]), attn(q, k, v, blocks=maps[0]))
+    assert torch.equal(copied(q, k, v), attn(q, k, v))
+
+
 def test_sinks() -> None:
     q, k, v, sinks = leaf(2, 4, 20, 8), leaf(2, 2, 30, 8), leaf(2, 2, 30, 8), leaf(4)
     mask = lambda b, h, i, j: (j <= i) & (i > 2)  # noqa: E731

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from family_calls import differing
-from launch_changes import calls_on_gpu
+from launch_changes import by_name, calls_on_gpu
 from test_gpu_calls import Recorder
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import fa4flex
 from fa4flex import BlockMap, KVScales, Paging, Precision, Schedule, Varlen, reference
-from fa4flex.kernels.plan.arguments import FORWARD
 from fa4flex.runtime.launch import Caller
 from fa4flex.variant import Variant, at_call, changed, compose
 
@@ -329,7 +328,7 @@ def launched_as_alone(recorder: Named, now: Callable[[], Any], alone: Callable[[
     launched = []
     for call in (now, alone):
         call()
-        arguments = dict(zip(FORWARD.names, recorder.launches[-1], strict=True))
+        arguments = by_name(recorder.launches[-1])
         scalars = arguments["scalars"]
         arguments["scalars"] = None if scalars is None else list(scalars)
         launched.append((recorder.kernels[-1], arguments))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch_changes import afresh, recording, same
+from launch_changes import afresh, by_name, recording, same
 from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
@@ -75,7 +75,7 @@ def resized(call: Call, batch: int, q_len: int, kv_len: int) -> Call:
 
 
 def launched(recorder: Recorder) -> dict[str, Any]:
-    return dict(zip(FORWARD.names, recorder.launches[-1], strict=True))
+    return by_name(recorder.launches[-1])
 
 
 # --- what is shared -------------------------------------------------------------------------------------

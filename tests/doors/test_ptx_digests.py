@@ -100,9 +100,20 @@ def test_names_comments_and_debug_information_do_not_count(text: Any) -> None:
     assert list(text.kernels(other)) == ["aa", "a"]
 
 
+def test_numbers_of_registers_do_not_count(text: Any) -> None:
+    """Each function's are its own; which operands are the same one counts."""
+    other = PTX
+    for old, new in (("%r<3>", "%r<19>"), ("%r1", "%r18"), ("%r2", "%r1"), ("%r0", "%r7")):
+        other = other.replace(old, new)
+    assert digested(text, other) == digested(text, PTX)
+    assert digested(text, PTX.replace("%r0, table_7", "%r2, table_7"))[1] != digested(text, PTX)[1]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "changed"),
     [
+        ("add.s32 \t%r1, %r1, 1;", "add.s32 \t%r1, %r2, 1;", [True, False]),
+        ("mov.b32 \t%r2, __dynamic_shmem__0;", "mov.b32 \t%r2, %envreg0;", [True, False]),
         ("add.s32 \t%r1, %r1, 1;", "add.s32 \t%r1, %r1, 2;", [True, False]),
         ("add.s32 \t%r1, %r1, 1;", "sub.s32 \t%r1, %r1, 1;", [True, False]),
         ("bra \t$L__BB0_1;", "bra \t$L__BB0_2;", [True, False]),

@@ -3,6 +3,7 @@ and torch's modes. After each change the next call gives what the dense formula 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -47,70 +48,66 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def agree(steps: Iterator[Step]) -> None:
-    given, kept = qkv(), {}
-    for mod, factor in steps:
-        attend = kept.setdefault(mod, fa4flex.compile(mod))
-        for out in (fa4flex.attention(*given, score_mod=mod), attend(*given)):
-            torch.testing.assert_close(out, formula(given, factor * distance(), True), **CLOSE)
+def agreeing(steps: Callable[..., Iterator[Step]]) -> Callable[..., None]:
+    """The test of steps, each of which is compared with the dense formula as it comes."""
+
+    @functools.wraps(steps)
+    def test(**fixtures: Any) -> None:
+        given, kept = qkv(), {}
+        for mod, factor in steps(**fixtures):
+            attend = kept.setdefault(mod, fa4flex.compile(mod))
+            for out in (fa4flex.attention(*given, score_mod=mod), attend(*given)):
+                torch.testing.assert_close(out, formula(given, factor * distance(), True), **CLOSE)
+
+    return test
 
 
-def test_numbers_and_functions_of_an_installed_package(package: str) -> None:
+@agreeing
+def test_numbers_and_functions_of_an_installed_package(package: str) -> Iterator[Step]:
     module = __import__(package)
-
-    def steps() -> Iterator[Step]:
-        number = lambda s, b, h, q, k: s + module.SCALE * (q - k)  # noqa: E731
-        function = lambda s, b, h, q, k: s + module.scaled(q - k)  # noqa: E731
-        for scale in (2.0, 5.0):
-            module.SCALE = scale
-            yield number, scale
-            yield function, scale
-        module.scaled = lambda x: x * 7
-        yield function, 7
-
-    agree(steps())
+    number = lambda s, b, h, q, k: s + module.SCALE * (q - k)  # noqa: E731
+    function = lambda s, b, h, q, k: s + module.scaled(q - k)  # noqa: E731
+    for scale in (2.0, 5.0):
+        module.SCALE = scale
+        yield number, scale
+        yield function, scale
+    module.scaled = lambda x: x * 7
+    yield function, 7
 
 
-def test_a_package_without_a_file(namespace: str) -> None:
+@agreeing
+def test_a_package_without_a_file(namespace: str) -> Iterator[Step]:
     inner = __import__(f"{namespace}.inner").inner
     outer: Any = sys.modules[namespace]
 
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + outer.inner.scaled(q - k) * outer.FACTOR
 
-    def steps() -> Iterator[Step]:
-        for factor, scale in ((1.0, 2.0), (3.0, 2.0), (3.0, 4.0)):
-            outer.FACTOR, inner.SCALE = factor, scale
-            yield mod, factor * scale
-
-    agree(steps())
+    for factor, scale in ((1.0, 2.0), (3.0, 2.0), (3.0, 4.0)):
+        outer.FACTOR, inner.SCALE = factor, scale
+        yield mod, factor * scale
 
 
-def test_a_module_made_at_run_time() -> None:
+@agreeing
+def test_a_module_made_at_run_time() -> Iterator[Step]:
     module: Any = types.ModuleType("made_here")
-
-    def steps() -> Iterator[Step]:
-        mod = lambda s, b, h, q, k: s + module.scale * (q - k)  # noqa: E731
-        for module.scale in (2, 3.5, 4.5):
-            yield mod, module.scale
-
-    agree(steps())
+    mod = lambda s, b, h, q, k: s + module.scale * (q - k)  # noqa: E731
+    for module.scale in (2, 3.5, 4.5):
+        yield mod, module.scale
 
 
-def test_a_module_that_computes_its_attributes() -> None:
+@agreeing
+def test_a_module_that_computes_its_attributes() -> Iterator[Step]:
     module: Any = types.ModuleType("computing")
     answers = [2.0]
     module.__getattr__ = lambda name: answers[0]
-
-    def steps() -> Iterator[Step]:
-        mod = lambda s, b, h, q, k: s + module.scale * (q - k)  # noqa: E731
-        for answers[0] in (2.0, 3.0):
-            yield mod, answers[0]
-
-    agree(steps())
+    mod = lambda s, b, h, q, k: s + module.scale * (q - k)  # noqa: E731
+    for answers[0] in (2.0, 3.0):
+        yield mod, answers[0]
 
 
-def test_imports_inside_a_mod(package: str) -> None:
+@agreeing
+def test_imports_inside_a_mod(package: str) -> Iterator[Step]:
     def whole(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         import importlib
 
@@ -125,22 +122,20 @@ def test_imports_inside_a_mod(package: str) -> None:
         space,
     )
 
-    def steps() -> Iterator[Step]:
-        for mod, name in ((space["plain"], "SCALE"), (space["one"], "SCALE"), (whole, "SCALE")):
-            yield mod, getattr(sys.modules.get(package), name, 2.0)
-            for scale in (6.0, 7.0, 2.0):
-                setattr(sys.modules[package], name, scale)
-                yield mod, scale
-        for mod in (space["relative"], space["deep"]):  # the first of them is the first to import it
-            yield mod, 3.0
-            for depth in (4.0, 3.0):
-                sys.modules[f"{package}.inner"].DEPTH = depth  # type: ignore[attr-defined]
-                yield mod, depth
-
-    agree(steps())
+    for mod, name in ((space["plain"], "SCALE"), (space["one"], "SCALE"), (whole, "SCALE")):
+        yield mod, getattr(sys.modules.get(package), name, 2.0)
+        for scale in (6.0, 7.0, 2.0):
+            setattr(sys.modules[package], name, scale)
+            yield mod, scale
+    for mod in (space["relative"], space["deep"]):  # the first of them is the first to import it
+        yield mod, 3.0
+        for depth in (4.0, 3.0):
+            sys.modules[f"{package}.inner"].DEPTH = depth  # type: ignore[attr-defined]
+            yield mod, depth
 
 
-def test_a_method_that_is_not_copied_reads_a_module(package: str) -> None:
+@agreeing
+def test_a_method_that_is_not_copied_reads_a_module(package: str) -> Iterator[Step]:
     module = __import__(package)
 
     class Distance:
@@ -148,41 +143,34 @@ def test_a_method_that_is_not_copied_reads_a_module(package: str) -> None:
             return module.scaled(d) + module.SCALE * d
 
     made = Distance()
-
-    def steps() -> Iterator[Step]:
-        mod = lambda s, b, h, q, k: s + made.times(q - k)  # noqa: E731
-        for module.SCALE in (2.0, 3.0):
-            yield mod, 2 * module.SCALE
-
-    agree(steps())
+    mod = lambda s, b, h, q, k: s + made.times(q - k)  # noqa: E731
+    for module.SCALE in (2.0, 3.0):
+        yield mod, 2 * module.SCALE
 
 
 @pytest.mark.parametrize(
     "read", [lambda name: os.environ[name], os.getenv, lambda name: os.environ.get(name)]
 )
-def test_the_environment(read: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps() -> Iterator[Step]:
-        mod = lambda s, b, h, q, k: s + float(read("FACTOR_OF_A_TEST")) * (q - k)  # noqa: E731
-        for factor in ("2", "3", "5"):
-            monkeypatch.setenv("FACTOR_OF_A_TEST", factor)
-            yield mod, float(factor)
-
-    agree(steps())
+@agreeing
+def test_the_environment(read: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
+    mod = lambda s, b, h, q, k: s + float(read("FACTOR_OF_A_TEST")) * (q - k)  # noqa: E731
+    for factor in ("2", "3", "5"):
+        monkeypatch.setenv("FACTOR_OF_A_TEST", factor)
+        yield mod, float(factor)
 
 
-def test_whether_gradients_are_recorded() -> None:
+@agreeing
+def test_whether_gradients_are_recorded() -> Iterator[Step]:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + (2 if torch.is_grad_enabled() else 3) * (q - k)
 
-    def steps() -> Iterator[Step]:
-        for grad in (True, False, True):
-            with torch.set_grad_enabled(grad):
-                yield mod, 2 if grad else 3
-
-    agree(steps())
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            yield mod, 2 if grad else 3
 
 
-def test_modes_and_flags_of_torch() -> None:
+@agreeing
+def test_modes_and_flags_of_torch() -> Iterator[Step]:
     def threads(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + torch.get_num_threads() * (q - k)
 
@@ -192,61 +180,52 @@ def test_modes_and_flags_of_torch() -> None:
     def inference(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + (2 if torch.is_inference_mode_enabled() else 3) * (q - k)
 
-    def steps() -> Iterator[Step]:
-        before = torch.get_num_threads(), torch.backends.cudnn.benchmark
-        try:
-            for n, on in ((1, True), (2, False)):
-                torch.set_num_threads(n)
-                torch.backends.cudnn.benchmark = on
-                yield threads, n
-                yield flag, 2 if on else 3
-        finally:
-            torch.set_num_threads(before[0])
-            torch.backends.cudnn.benchmark = before[1]
-        for on in (False, True, False):
-            with torch.inference_mode(on):
-                yield inference, 2 if on else 3
-
-    agree(steps())
+    before = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    try:
+        for n, on in ((1, True), (2, False)):
+            torch.set_num_threads(n)
+            torch.backends.cudnn.benchmark = on
+            yield threads, n
+            yield flag, 2 if on else 3
+    finally:
+        torch.set_num_threads(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+    for on in (False, True, False):
+        with torch.inference_mode(on):
+            yield inference, 2 if on else 3
 
 
-def test_attributes_of_tensors() -> None:
-    def steps() -> Iterator[Step]:
-        table: Any = torch.zeros(S)
-        mod = lambda s, b, h, q, k: s + table[q] + table.factor * (q - k)  # noqa: E731
-        for table.factor in (2.0, 3.0):
-            yield mod, table.factor
-        asked = lambda s, b, h, q, k, t=table: s + getattr(t, "more", 5) * (q - k)  # noqa: E731
-        yield asked, 5
-        table.more = 6
-        yield asked, 6
-
-    agree(steps())
+@agreeing
+def test_attributes_of_tensors() -> Iterator[Step]:
+    table: Any = torch.zeros(S)
+    mod = lambda s, b, h, q, k: s + table[q] + table.factor * (q - k)  # noqa: E731
+    for table.factor in (2.0, 3.0):
+        yield mod, table.factor
+    asked = lambda s, b, h, q, k, t=table: s + getattr(t, "more", 5) * (q - k)  # noqa: E731
+    yield asked, 5
+    table.more = 6
+    yield asked, 6
 
 
 @pytest.mark.parametrize("ask", [
     lambda t: 2 if isinstance(t, torch.nn.Parameter) else 3,
     lambda t: 2 if type(t) is torch.nn.Parameter else 3,
 ])  # fmt: skip
-def test_the_class_of_a_tensor(ask: Callable[[Any], Any]) -> None:
-    def steps() -> Iterator[Step]:
-        for table in (torch.zeros(S), torch.nn.Parameter(torch.zeros(S)), torch.zeros(S)):
-            mod = lambda s, b, h, q, k, t=table: s + t[q] + ask(t) * (q - k)  # noqa: E731
-            yield mod, 2 if isinstance(table, torch.nn.Parameter) else 3
-
-    agree(steps())
+@agreeing
+def test_the_class_of_a_tensor(ask: Callable[[Any], Any]) -> Iterator[Step]:
+    for table in (torch.zeros(S), torch.nn.Parameter(torch.zeros(S)), torch.zeros(S)):
+        mod = lambda s, b, h, q, k, t=table: s + t[q] + ask(t) * (q - k)  # noqa: E731
+        yield mod, 2 if isinstance(table, torch.nn.Parameter) else 3
 
 
 @pytest.mark.parametrize("ask", [
     lambda t: t.stride(0), lambda t: t.storage_offset(), lambda t: 2 if t.is_contiguous() else 3,
 ])  # fmt: skip
-def test_how_a_tensor_lies_in_memory(ask: Callable[[Any], Any]) -> None:
-    def steps() -> Iterator[Step]:
-        for table in (torch.zeros(S), torch.zeros(2 * S)[::2], torch.zeros(S + 1)[1:]):
-            mod = lambda s, b, h, q, k, t=table: s + t[q] + ask(t) * (q - k)  # noqa: E731
-            yield mod, ask(table)
-
-    agree(steps())
+@agreeing
+def test_how_a_tensor_lies_in_memory(ask: Callable[[Any], Any]) -> Iterator[Step]:
+    for table in (torch.zeros(S), torch.zeros(2 * S)[::2], torch.zeros(S + 1)[1:]):
+        mod = lambda s, b, h, q, k, t=table: s + t[q] + ask(t) * (q - k)  # noqa: E731
+        yield mod, ask(table)
 
 
 class Meta(type):
@@ -264,32 +243,27 @@ class WithMeta(metaclass=Meta):
         return d * cls.own
 
 
-def test_attributes_of_a_metaclass() -> None:
-    def steps() -> Iterator[Step]:
-        mod = lambda s, b, h, q, k: s + WithMeta.factor * (q - k)  # noqa: E731
-        for factor in (2.0, 3.0, 2.0):
-            Meta.factor = factor
-            yield mod, factor
-
-    agree(steps())
+@agreeing
+def test_attributes_of_a_metaclass() -> Iterator[Step]:
+    mod = lambda s, b, h, q, k: s + WithMeta.factor * (q - k)  # noqa: E731
+    for factor in (2.0, 3.0, 2.0):
+        Meta.factor = factor
+        yield mod, factor
 
 
-def test_attributes_of_a_class_by_its_instance() -> None:
+@agreeing
+def test_attributes_of_a_class_by_its_instance() -> Iterator[Step]:
     made = WithMeta()
-
-    def steps() -> Iterator[Step]:
-        mods = (
-            lambda s, b, h, q, k: s + made.times(q - k),
-            lambda s, b, h, q, k: s + type(made).own * (q - k),
-            lambda s, b, h, q, k: s + made.__class__.own * (q - k),
-            lambda s, b, h, q, k: s + made.of_class(q - k),
-        )
-        for mod in mods:
-            for own in (2.0, 3.0, 2.0):
-                WithMeta.own = own
-                yield mod, own
-
-    agree(steps())
+    mods = (
+        lambda s, b, h, q, k: s + made.times(q - k),
+        lambda s, b, h, q, k: s + type(made).own * (q - k),
+        lambda s, b, h, q, k: s + made.__class__.own * (q - k),
+        lambda s, b, h, q, k: s + made.of_class(q - k),
+    )
+    for mod in mods:
+        for own in (2.0, 3.0, 2.0):
+            WithMeta.own = own
+            yield mod, own
 
 
 def test_numbers_of_modules_make_no_new_trace() -> None:

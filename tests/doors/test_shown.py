@@ -71,10 +71,11 @@ def test_what_is_shown_is_what_is_launched(
         "head_dim": 64,
         "arch": SM90A.name,
     }
-    shown = gpu.lowered(attn.program, S, S, direction=direction, **given)
+    view = gpu.KernelView(attn.program, {"q_len": S, "direction": direction, **given})
+    shown = view.lowered
     assert shown.problem == problem and shown.source.key == source.key
     # What is printed has the user's names in it, and is made of the same pass.
-    assert attn.source(direction, q_len=S, **given) == gpu.source_of(attn.program, shown).text
+    assert attn.source(direction, q_len=S, **given) == view.source.text
 
 
 def test_another_direction_is_refused() -> None:

@@ -5,7 +5,6 @@ Also FLOPs as torch's counter sees them. The processes run tests/doors/parallel_
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from scenarios import SECONDS, check, scenarios_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa4flex
@@ -23,9 +23,8 @@ from fa4flex.variants import causal
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("parallel_worker.py")
-SCENARIOS = re.findall(r"@scenario\ndef (\w+)", WORKER.read_text())
-SECONDS = 180
-"""Most that all scenarios together may take, on a machine that has other work to do."""
+SCENARIOS = scenarios_of(WORKER)
+UNCOMPILED = [name for name in SCENARIOS if "compiled" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +37,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("four")
-    forked.run(WORKER, 4, results, [name for name in SCENARIOS if "compiled" not in name], SECONDS)
+    forked.run(WORKER, 4, results, UNCOMPILED, SECONDS)
     return results
-
-
-def check(results: Path, name: str, world: int) -> None:
-    for rank in range(world):
-        said = results / f"{name}.{rank}"
-        assert said.exists(), f"process {rank} stopped: {(results / f'log.{rank}').read_text()[-3000:]}"
-        assert said.read_text() == "", f"process {rank}: {said.read_text()}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_processes(two: Path, name: str) -> None:
-    check(two, name, 2)
+    check(2, two, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if "compiled" not in name])
+@pytest.mark.parametrize("name", UNCOMPILED)
 def test_four_processes(four: Path, name: str) -> None:
-    check(four, name, 4)
+    check(4, four, name)
 
 
 # --- what a program reads -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fa4flex import BlockMap, Schedule, Varlen, contents
 from fa4flex.codegen.analyze import rows
 from fa4flex.contents import Alike
 from fa4flex.parallel.plan import plan
-from fa4flex.primitives import blocks
+from fa4flex.primitives import block_lists, blocks
 
 N, D, BLOCK = 512, 16, 128
 place = torch.arange(N)
@@ -129,7 +129,7 @@ def test_maps_of_lists_on_a_device_are_made_anew(
     write: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a CPU stand for them. Entries that do not fit are left out where the count told nothing."""
-    monkeypatch.setattr(blocks, "_on_device", lambda x: True)
+    monkeypatch.setattr(block_lists, "checked_here", lambda x: False)
     monkeypatch.setattr(blocks._maps, "made", lambda key, tensors, make, how: make())
     drawn = lambda: torch.randint(0, 4, (1, 2, 4), dtype=torch.int32)  # noqa: E731
     rows = [torch.tensor([*torch.randperm(3), 3], dtype=torch.int32) for _ in range(8)]

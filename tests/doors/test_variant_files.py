@@ -68,7 +68,7 @@ def strided(stride=4):
     return mod
 
 
-CASES = (Case(lambda s: masked(s, strided(3), lambda b, q, kv: kv in range(0, s.kv_len, 3) or kv == q)),)
+CASES = (Case(lambda s: masked(s, strided(3), lambda q, kv: kv in range(0, s.kv_len, 3) or kv == q)),)
 PICTURE = Picture("strided(8)")
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ def test_the_bound_follows_the_tiles_that_are_computed(arch: str) -> None:
     ):  # fmt: skip
         attn = fa4flex.compile(**mods)  # type: ignore[arg-type]
         text = flat(attn.explain(1024, arch=arch, head_dim=64))
-        plan = gpu.lowered(attn.program, 1024, 1024, arch=arch, head_dim=64).plan
+        plan = gpu.KernelView(attn.program, {"q_len": 1024, "arch": arch, "head_dim": 64}).lowered.plan
         every = lambda b, h, q_idx, kv_idx: kv_idx >= 0  # noqa: E731
         allowed = fa4flex.as_mask(attn.variant.allowed if mods else every)
         classes = brute_force(allowed, 1024, 1024, plan.tile)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cumulative
+from repeated import engines_of_a_test
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from uncounted import WRITES
@@ -19,7 +20,7 @@ from fa4flex.contents import VersionedCache
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.attend import Module
 from fa4flex.runtime.flex.block_mask import Classifier
-from fa4flex.runtime.programs import Published, publish
+from fa4flex.runtime.programs import publish
 
 Call = Callable[..., Any]
 
@@ -31,15 +32,7 @@ def qkv(length: int = 300, batch: int = 1, keys: int | None = None) -> list[Tens
 
 @pytest.fixture(autouse=True)
 def engines_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal programs share an engine, also with those of other tests; here they share it within one."""
-    made: dict[Published, engines.Engine] = {}
-
-    def engine(program: Published) -> engines.Engine:
-        if program not in made:
-            made[program] = engines.Engine(program.facts, program.schedule, program.precision)
-        return made[program]
-
-    monkeypatch.setattr(Published, "flex", property(engine))
+    engines_of_a_test(monkeypatch)
 
 
 @pytest.fixture

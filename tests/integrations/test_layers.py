@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from fa4flex import variants
 from fa4flex.errors import InputError
 from fa4flex.integrations import layers
-
-
-@pytest.fixture(autouse=True)
-def no_assignments() -> Iterator[None]:
-    layers.clear()
-    yield
-    layers.clear()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +28,7 @@ def test_the_last_assignment_that_fits_counts(name: str, found: str | None) -> N
 
 
 def test_attention_is_made_anew_after_assignments() -> None:
-    layer = layers.LayerAttention(layers.Asked(1.0))
+    layer = layers.LayerAttention(layers.LayerSettings(1.0))
     first = layer.named("layers.3")
     assert layer.named("layers.3") is first
     layers.assign("softcap(3.0)", layers=3)
@@ -50,8 +41,8 @@ def test_attention_is_made_anew_after_assignments() -> None:
 
 
 def test_what_is_asked_comes_before_what_is_assigned() -> None:
-    asked = layers.Asked(0.5, window=7, softcap=2.0)
-    made = asked.attention({"score_mod": variants.alibi, "mask": variants.sliding_window(3)})
+    settings = layers.LayerSettings(0.5, window=7, softcap=2.0)
+    made = settings.attention({"score_mod": variants.alibi, "mask": variants.sliding_window(3)})
     assert repr(made.variant.score_mod) == "(softcap(2.0) >> alibi())"
     assert repr(made.variant.mask) == "(sliding_window(7) & sliding_window(3))"
 

@@ -3,28 +3,16 @@ first request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import with_stubs
 from torch import nn
 
 from fa4flex.errors import UnsupportedError
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[ModuleType]:
-    yield from with_stubs("sglang")
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[ModuleType]:
-    yield from with_stubs("vllm")
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------

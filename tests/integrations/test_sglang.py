@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import Definition, History, with_stubs
+from engines import Definition, History
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
@@ -21,18 +20,6 @@ REQUESTS, CONTEXT, TOKENS = 5, 48, 160
 PLACES = {0: 3, 1: 1, 2: 4}
 """Each sequence's row of the pool of requests."""
 STEPS = [{0: 11, 1: 3}, {2: 17, 1: 5, 0: 1}, {2: 1, 0: 1, 1: 1}, {1: 1, 2: 1}]
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[ModuleType]:
-    yield from with_stubs("sglang")
-
-
-@pytest.fixture(autouse=True)
-def no_assignments() -> Iterator[None]:
-    layers.clear()
-    yield
-    layers.clear()
 
 
 class Mode(SimpleNamespace):

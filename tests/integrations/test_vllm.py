@@ -6,13 +6,12 @@ import importlib.util
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import STUBS, Definition, History, with_stubs
+from engines import STUBS, Definition, History
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
@@ -23,18 +22,6 @@ NAME = "model.layers.3.self_attn.attn"
 BLOCKS, BLOCK_SIZE, MOST_BLOCKS = 40, 8, 6
 STEPS = [{0: 11, 1: 3}, {0: 1, 1: 5, 2: 17}, {2: 1, 0: 1, 1: 1}, {1: 2, 0: 1}, {0: 1, 1: 1, 2: 1}]
 """New tokens of sequences, in the order of the batch: chunks, mixed, all decoding, a decoding one behind."""
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[ModuleType]:
-    yield from with_stubs("vllm")
-
-
-@pytest.fixture(autouse=True)
-def no_assignments() -> Iterator[None]:
-    layers.clear()
-    yield
-    layers.clear()
 
 
 LAYOUTS = ["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]

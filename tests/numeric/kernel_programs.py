@@ -20,9 +20,10 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import Target
 from fa4flex.lower import Lowered
+from fa4flex.primitives.kv_scales import E4M3, Per
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda import backward, engine
-from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.key_sources import Contiguous, EightBit, KeySource, Paged
 
 Width = tuple[int, int]
 """Head widths of q and k, and of v."""
@@ -60,6 +61,35 @@ LENGTHS: dict[str, Callable[[int, int], SequenceLengths]] = {
 
 
 @dataclass(frozen=True)
+class Cache:
+    """Cache in which keys and values lie: pages of so many keys, 0 for none; if `eight_bit` e4m3, with scales
+    of this granularity."""
+
+    page_size: int = 0
+    eight_bit: bool = False
+    per: Per = ""
+
+    def holding(self, k: Tensor, v: Tensor) -> KeySource:
+        """The source that stands for keys and values [B, H, S, D], as kernels read it beside queries with
+        heads first; of the same number of pages for each entry of the batch."""
+        pages: tuple[Tensor, Tensor] | tuple[None, None] = None, None
+        if self.page_size:
+            batch, _, tokens, _ = k.shape
+            columns = -(-tokens // self.page_size)
+            table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
+            pages = table, torch.full((batch,), tokens, dtype=torch.int32)
+            k, v = (
+                x.new_zeros(batch * columns, self.page_size, x.shape[1], x.shape[3]).transpose(1, 2)
+                for x in (k, v)
+            )
+        if self.eight_bit:
+            shape = k.shape[: {"": 0, "head": 2, "page": 2, "token": 3}[self.per]]
+            k_scale, v_scale = (torch.ones(shape) if self.per else None for _ in range(2))
+            return EightBit(k.to(E4M3), v.to(E4M3), k_scale, v_scale, self.per, self.per, *pages)
+        return Contiguous(k, v) if pages[0] is None else Paged(k, v, *pages)
+
+
+@dataclass(frozen=True)
 class Kind:
     """A composition and how it is called.
 
@@ -68,6 +98,7 @@ class Kind:
     statistics    what a forward pass returns besides the output
     dlse          the log-sum-exp has a gradient
     options       what fa4flex.compile takes besides the composition
+    cache         in which keys and values lie; packed calls have pages
     """
 
     draw: Draw
@@ -77,6 +108,7 @@ class Kind:
     statistics: tuple[str, ...] = ("lse",)
     dlse: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    cache: Cache = Cache()
 
     def called(self, width: Width) -> tuple[Any, Call]:
         """The engine that takes a call of heads of these widths, and the call."""
@@ -86,14 +118,18 @@ class Kind:
             composition = self.draw.make(sizes)
         now = fa4flex.compile(**composition, **self.options)._calling()
         q, k, v = self._laid_out(*sizes.qkv())
+        kv = self.cache.holding(k, v)
         operands = now.bound.trace.tensors(now.bound.bases)
         given = LENGTHS[self.lengths](sizes.q_len, sizes.kv_len)
+        if kv.seqused_k is not None:
+            given = given._replace(cu_seqlens_k=None)
         rest = now.bound.scalars, now.scale(q), self.heads_first, self.statistics
-        return now.prepared.engine, Call(q, Contiguous(k, v), operands, now.sinks, given, *rest)
+        return now.prepared.engine, Call(q, kv, operands, now.sinks, given, *rest)
 
     def _laid_out(self, *qkv: Tensor) -> tuple[Tensor, ...]:
         if self.lengths.startswith("packed"):
-            return tuple(x[0].transpose(0, 1).contiguous() for x in qkv)
+            packed = tuple(x[0].transpose(0, 1).contiguous() for x in qkv)
+            return (packed[0], *qkv[1:]) if self.cache.page_size else packed
         return qkv if self.heads_first else tuple(x.transpose(1, 2).contiguous() for x in qkv)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, uniform
 from helpers import DRAWS, close, no_worse, worst
+from largest import largest_tensor
 from test_cpu_forward import plain_scores
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4flex import reference
 from fa4flex.codegen.evaluate import Captured
@@ -208,23 +208,12 @@ def test_hidden_keys_get_no_gradient_and_are_not_read() -> None:
     assert (got.dk[:, :, 128:] == 0).all() and (got.dv[:, :, 128:] == 0).all()
 
 
-class _LargestTensor(TorchDispatchMode):
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, Tensor):
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return result
-
-
 def test_memory_is_bounded() -> None:
     for name in ("window", "alibi"):
         case, sizes = CASES[name], Sizes(1, 1, 1, 2560, 2560)
         qkv, tables = sizes.qkv(torch.float32), [t.float() for t in case.tables(sizes)]
         upstream = [x.float() for x in upstreams(sizes)]
-        with _LargestTensor() as largest:
+        with largest_tensor() as largest:
             run(case, qkv, tables, upstream)
         # Index arithmetic is int64: twice the bytes of a score.
-        assert largest.bytes <= 8 * tiles.SCORES
+        assert largest.nbytes <= 8 * tiles.SCORES

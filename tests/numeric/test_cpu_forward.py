@@ -8,8 +8,8 @@ import pytest
 import torch
 from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, uniform
 from helpers import DRAWS, close, no_worse, worst
+from largest import largest_tensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4flex import reference
 from fa4flex.codegen.evaluate import Captured
@@ -163,26 +163,13 @@ def test_mask_runs_in_partial_tiles_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert evaluated == []
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Records the largest storage any operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, Tensor):
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return result
-
-
 def test_memory_is_bounded() -> None:
     """No tensor is larger than the score buffer (8 MiB) or the inputs; all scores would be 25 MiB."""
     for name in ("window", "alibi"):
         case, sizes = CASES[name], Sizes(1, 1, 1, 2560, 2560)
-        with _LargestTensor() as largest:
+        with largest_tensor() as largest:
             run(case, sizes.qkv(torch.float32), case.tables(sizes))
-        assert largest.bytes <= max(4 * tiles.SCORES, 8 * 2560 * sizes.dim)
+        assert largest.nbytes <= max(4 * tiles.SCORES, 8 * 2560 * sizes.dim)
 
 
 def test_repeats_are_bit_equal() -> None:

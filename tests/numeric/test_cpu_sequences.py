@@ -14,7 +14,8 @@ from torch import Tensor
 from fa4flex import reference
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.errors import InputError
-from fa4flex.runtime.cpu import Inputs, Sequences, backward_sequences, forward_sequences, packed, padded
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.cpu import Inputs, Sequences, backward_sequences, forward_sequences
 
 F64 = torch.float64
 LONGEST = Sizes(batch=6, heads=4, kv_heads=2, q_len=200, kv_len=300)
@@ -29,6 +30,10 @@ NAMES = (
     "bias by query",
     "dot of tables",
 )
+
+
+def packed(*lengths: Tensor) -> Sequences:
+    return Sequences.of(Varlen(*lengths), torch.empty(0), torch.empty(0))
 
 
 def run_both(
@@ -100,7 +105,8 @@ def test_padded(name: str) -> None:
 
     inputs = Inputs(q, k, v, Captured(tuple(tables)), 0.25)
     flat = Inputs(rows(q, real_q), rows(k, real_k), rows(v, real_k), Captured(tuple(tables)), 0.25)
-    dense, ragged = padded(q, k, used_q, used_k), packed(cumulative(Q_LENGTHS), cumulative(K_LENGTHS))
+    padded = Varlen(seqused_q=used_q, seqused_k=used_k)
+    dense, ragged = Sequences.of(padded, q, k), packed(cumulative(Q_LENGTHS), cumulative(K_LENGTHS))
     one, two = forward_sequences(case.facts, inputs, dense), forward_sequences(case.facts, flat, ragged)
     assert torch.equal(rows(one.out, real_q), two.out) and (rows(one.out, ~real_q) == 0).all()
     assert torch.equal(rows(one.lse, real_q).T, two.lse) and (rows(one.lse, ~real_q) == -math.inf).all()
@@ -113,20 +119,9 @@ def test_padded(name: str) -> None:
         assert close(g, w)
 
 
-def test_no_sequences() -> None:
-    empty = torch.zeros(0, 4, 16, dtype=F64)
-    got = forward_sequences(CASES["causal"].facts, Inputs(empty, empty, empty), packed(*[cumulative([])] * 2))
-    assert got.out.shape == (0, 4, 16) and got.lse.shape == (4, 0)
-
-
 def test_lengths_that_do_not_fit() -> None:
-    good = cumulative([3, 4])
-    with pytest.raises(InputError, match="never fall"):
-        packed(torch.tensor([0, 4, 3]), good)
-    with pytest.raises(InputError, match="same number of sequences"):
-        packed(good, cumulative([7]))
-    with pytest.raises(InputError, match="at most its rows"):
-        packed(good, good, torch.tensor([3, 5]))
-    x = torch.zeros(6, 2, 4)
+    good, x = cumulative([3, 4]), torch.zeros(6, 2, 4)
     with pytest.raises(InputError, match="which has 6 rows"):
         forward_sequences(CASES["dense"].facts, Inputs(x, x, x), packed(good, good))
+    with pytest.raises(InputError, match="up to 4 for a length of 3"):
+        Sequences.of(Varlen(seqused_k=torch.tensor([4, 0])), torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))

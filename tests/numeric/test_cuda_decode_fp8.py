@@ -7,6 +7,7 @@ import random
 from functools import partial
 from typing import Any
 
+import on_gpus
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +17,7 @@ from fa4flex import KVScales, Paging, Varlen
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
-]
+pytestmark = on_gpus.HOPPER
 
 
 def drawn(
@@ -131,14 +128,8 @@ def test_a_graph_reads_caches_scales_and_lengths_anew() -> None:
     q, k, v, scales = drawn(6, 4, 1, 3000, 128, "token")
     used = torch.full((6,), 3000, dtype=torch.int32, device="cuda")
     given: dict[str, Any] = {"varlen": Varlen(seqused_k=used), "kv_scales": scales}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), torch.no_grad():
-        attn(q, k, v, **given)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        out = attn(q, k, v, **given)
+    with torch.no_grad():
+        graph, out = on_gpus.captured(lambda: attn(q, k, v, **given))
     for _ in range(3):
         used.copy_(torch.randint(0, 3001, (6,)))
         scales.k.uniform_(0.1, 2.0)  # type: ignore[union-attr]

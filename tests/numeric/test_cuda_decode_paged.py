@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import on_gpus
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +16,7 @@ from fa4flex import InputError, Paging
 from fa4flex.variants import alibi, causal, sliding_window, tree
 from fa4flex.variants.tree import ancestors_of
 
-CHIPS = ((9, 0), (10, 0), (10, 3))
-HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() in CHIPS
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HERE, reason="needs a CUDA device of compute capability 9.0, 10.0 or 10.3"),
-]
+pytestmark = on_gpus.ANY
 
 LONGEST = 3000
 
@@ -92,14 +88,7 @@ def changes_wait_for_nothing(attn: Any, pool: Pool, exact: Any = None) -> None:
 
 def test_a_graph_reads_tables_and_lengths_anew() -> None:
     attn, pool = fa4flex.compile(mask=causal & sliding_window(700)), Pool(16)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        pool(attn)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = pool(attn)
+    graph, out = on_gpus.captured(lambda: pool(attn))
     for _ in range(50):
         pool.change()
         graph.replay()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import on_gpus
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +17,7 @@ from fa4flex.kernels.fwd_sm90.tiles import FEW_QUERIES
 from fa4flex.runtime import launch
 from fa4flex.variants import alibi, causal
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
-]
+pytestmark = on_gpus.HOPPER
 
 STEPS, LOOKED_FOR = 12, 3
 Given = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]

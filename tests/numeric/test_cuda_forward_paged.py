@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_gpus
 import pytest
 import torch
 from append_cases import HOWS, How, Tokens, drawn
@@ -14,11 +15,7 @@ import fa4flex
 from fa4flex import InputError, Paging, Rotary, Varlen
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
-]
+pytestmark = on_gpus.HOPPER
 
 LONGEST = 700
 
@@ -120,7 +117,7 @@ def test_any_mask(page_size: int, packed: bool) -> None:
             out: Tensor = attn(q, chunks.k, chunks.v, paging=Paging(chunks.table, chunks.used))
         return out
 
-    graph, out = captured(step)
+    graph, out = on_gpus.captured(step)
     for _ in range(5):
         chunks.change()
         ids.random_(0, 4)
@@ -147,21 +144,9 @@ def test_dense_queries(q_len: int) -> None:
     assert (out.cpu().double() - exact).abs().max() <= 2 * 2**-8 * exact.abs().max()
 
 
-def captured(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    return graph, found
-
-
 def test_a_graph_reads_tables_and_lengths_anew() -> None:
     attn, chunks = fa4flex.compile(mask=causal), Chunks(16)
-    graph, out = captured(lambda: chunks(attn))
+    graph, out = on_gpus.captured(lambda: chunks(attn))
     for _ in range(5):
         chunks.change()
         graph.replay()
@@ -174,7 +159,7 @@ def test_mixed_batches(page_size: int, width: int) -> None:
     launch gives the same bits."""
     attn = fa4flex.compile(mask=causal & sliding_window(500), score_mod=alibi)
     chunks = Chunks(page_size, width, width, batch=40, tokens=500)
-    graph, out = captured(lambda: chunks(attn))
+    graph, out = on_gpus.captured(lambda: chunks(attn))
     for _ in range(10):
         chunks.change()
         graph.replay()
@@ -240,7 +225,7 @@ def test_a_graph_appends_behind_the_last_replay() -> None:
     given = on_gpu(drawn(How(page_size=16, d=64, dv=64), (3, 0, 9), (1, 1, 1)))
     given(in_place=True)
     given.paging.seqused_k.copy_(torch.tensor([3, 0, 9], dtype=torch.int32))
-    graph, _ = captured(lambda: given(in_place=True))
+    graph, _ = on_gpus.captured(lambda: given(in_place=True))
     given.paging.seqused_k.copy_(torch.tensor([3, 0, 9], dtype=torch.int32))
     for i in range(4):
         given.k.normal_()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import on_gpus
 import pytest
 import torch
 from torch import Tensor
@@ -19,11 +20,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.tables.upload import upload
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window, softcap
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
-]
+pytestmark = on_gpus.HOPPER
 
 
 def inputs(s: int = 512, heads: int = 4, d: int = 64, dtype: Any = torch.bfloat16) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import on_gpus
 import pytest
 import torch
 from helpers import cumulative
@@ -15,11 +16,7 @@ from fa4flex import Schedule, Varlen
 from fa4flex.errors import InputError
 from fa4flex.variants import causal, document, sliding_window
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
-]
+pytestmark = on_gpus.HOPPER
 
 TOKENS, SEQUENCES = 2000, 9
 SCHEDULES = {
@@ -102,14 +99,7 @@ def test_a_graph_replays_with_new_lengths(schedule: str, by_tables: bool) -> Non
     attn = compiled(contents, schedule)
     qkv, dout = inputs()
     varlen = Varlen(cu, cu)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(attn, qkv, dout, varlen)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers = [step(attn, qkv, dout, varlen) for _ in range(2)]
+    graph, layers = on_gpus.captured(lambda: [step(attn, qkv, dout, varlen) for _ in range(2)])
     for _ in range(5):
         cu.copy_(drawn())
         if contents is not None:

@@ -13,6 +13,7 @@ from fa4flex.compiler.inspect import Inspection, inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.decode_fp8_sm90.plan import DecodePlan
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.keys import eight_bit
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, lower_forward
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -38,8 +39,7 @@ def compiled(pieces: dict[str, Any], width: int, q_len: int, how: str) -> tuple[
     program = fa4flex.compile(**pieces).program
     inputs = Inputs(
         Shape(1, 8, q_len, 600), 2, width, width,
-        lengths="used" if lengths else "dense", kv_dtype="float8_e4m3fn", k_scales=per, v_scales=per,  # type: ignore[arg-type]
-        page_rows=16 * paged,
+        lengths="used" if lengths else "dense", keys=eight_bit(16 * paged, per, per),  # type: ignore[arg-type]
     )  # fmt: skip
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
     lowered = lower_forward(given)

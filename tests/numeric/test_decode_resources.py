@@ -12,12 +12,13 @@ from fa4flex.compiler.inspect import inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.decode_sm90.plan import DecodePlan
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.keys import in_pages
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.lower import Given, lower_forward
 from fa4flex.variants import alibi, causal, sliding_window, softcap, tree
 
 USED = {"lengths": "used"}
-ROWS_OF_PAGES = {**USED, "page_rows": 1}
+ROWS_OF_PAGES = {**USED, "keys": in_pages(1)}
 """Copied by warps, 16 bytes a lane."""
 CHAIN = range(-1, 15)
 

@@ -17,6 +17,7 @@ from fa4flex.kernels.fwd_sm90.plan import HopperPlan
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.keys import in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.lower import Given, Lowered, lower_forward
@@ -56,7 +57,7 @@ def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
     program = fa4flex.compile(**VARIANTS[name]).program
     captured = program.captured()
     read = tuple((name_of(x.dtype), tuple(x.shape)) for x in captured.operands)
-    how = {"lengths": lengths, "keys_used": True, "page_rows": page_rows, "captured": read}
+    how = {"lengths": lengths, "keys_used": True, "keys": in_pages(page_rows), "captured": read}
     inputs = Inputs(Ragged(2, 8, 600, 600), 2, *width, **how)
     given = Given(program.facts, fa4flex.Schedule(), inputs, captured, target)
     lowered = lower_forward(given)

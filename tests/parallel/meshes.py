@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import close
+from scenarios import main as main  # which each process runs
+from scenarios import raises, scenario
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from worker import D, H, S, copies, drawn, qkv, raises, scenario
-from worker import main as main  # which each process runs
+from worker import D, H, S, copies, drawn, qkv
 
 import fa4flex
 from fa4flex import variants as v

@@ -47,8 +47,8 @@ class Threads:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.board.exchange(self.rank, x)).sum(0)
 
-    def gather(self, said: Any) -> list[Any]:
-        return self.board.exchange(self.rank, said)
+    def gather(self, value: Any) -> list[Any]:
+        return self.board.exchange(self.rank, value)
 
 
 def on_ranks(size: int, run: Callable[[Threads], Any]) -> list[Any]:

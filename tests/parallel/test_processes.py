@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import forked
 import pytest
+from scenarios import SECONDS, check, scenarios_of
 
 WORKER, MESHES = Path(__file__).with_name("worker.py"), Path(__file__).with_name("meshes.py")
-SECONDS = 180
-"""Most that all scenarios together may take, on a machine that has other work to do."""
-
-
-def scenarios_of(worker: Path) -> list[str]:
-    return re.findall(r"@scenario\ndef (\w+)", worker.read_text())
 
 
 def run(world: int, results: Path, worker: Path = WORKER, names: list[str] | None = None) -> Path:
@@ -53,10 +47,3 @@ def test_two_dimensions_of_a_mesh(four: Path, name: str) -> None:
 def test_bytes_are_as_planned(world: int, tmp_path: Path) -> None:
     name = "bytes_are_as_planned"
     check(world, run(world, tmp_path, names=[name]), name)
-
-
-def check(world: int, results: Path, name: str) -> None:
-    for rank in range(world):
-        said = results / f"{name}.{rank}"
-        assert said.exists(), f"rank {rank} did not finish:\n{(results / f'log.{rank}').read_text()}"
-        assert said.read_text() == "", f"rank {rank} of {world}"

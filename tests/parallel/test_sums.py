@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa4flex.parallel.pieces import put
+from fa4flex.parallel.pieces import copy_into
 from fa4flex.parallel.sums import Result, Sums
 
 LENGTH = 40
@@ -29,7 +29,7 @@ def test_sums_of_overlapping_ranges(seed: int) -> None:
             hi = rng.randrange(lo, LENGTH) + 1
             x = drawn(2, 3, hi - lo, 4)
             exact[:, :, lo:hi] += x
-            sums.take_in((lo, hi), x)
+            sums.add((lo, hi), x)
         cuts = sorted({0, LENGTH, *(rng.randrange(LENGTH) for _ in range(rng.randrange(3)))})
         ranges = list(pairwise(cuts))
         rng.shuffle(ranges)
@@ -41,10 +41,10 @@ def test_sums_of_overlapping_ranges(seed: int) -> None:
 
 def test_a_lone_sum_is_what_came() -> None:
     x, sums = drawn(1, 2, 8, 4), Sums(torch.float32)
-    sums.take_in((8, 16), x)
+    sums.add((8, 16), x)
     assert sums.whole(((8, 16),), x).data_ptr() == x.data_ptr()
     assert torch.equal(sums.whole(((8, 12),), x[:, :, :4]), x[:, :, :4])
-    sums.take_in((8, 16), x.clone())
+    sums.add((8, 16), x.clone())
     twice = 2 * x
     assert all(torch.equal(sums.whole(((8, 16),), x), twice) for _ in range(2))
 
@@ -59,14 +59,14 @@ def test_what_others_add_to_a_part_is_added_in_its_memory() -> None:
     for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):  # which comes first
         sums, given = Sums(torch.float32), [(where, part.clone()) for where, part in parts]
         for at in order:
-            sums.take_in(*given[at])
+            sums.add(*given[at])
         found = sums.whole(((8, 10), (10, 16)), like)
         assert found.data_ptr() == given[0][1].data_ptr() and torch.equal(found, exact.bfloat16())
 
     sums = Sums(torch.float32)
-    sums.take_in((8, 16), like)
+    sums.add((8, 16), like)
     taken = torch.empty_like(like[:, :, :3])
-    sums.take_out(((8, 11),), taken)
+    sums.pop(((8, 11),), taken)
     assert torch.equal(taken, like[:, :, :3])
     found = sums.whole(((8, 16),), like)
     assert found.data_ptr() != like.data_ptr() and not found[:, :, :3].any()
@@ -80,10 +80,10 @@ def test_copies_sixteen_bytes_at_a_time(dtype: torch.dtype) -> None:
     for width, start in ((16, 0), (16, 1), (12, 0), (9, 0)):
         x = torch.randn(2, 3, 7, 32).to(dtype)[:, :, 2:5, start : start + width]
         into = torch.zeros(2, 3, 9, width).to(dtype)
-        put(into[:, :, 4:7], x)
+        copy_into(into[:, :, 4:7], x)
         assert torch.equal(into[:, :, 4:7], x) and not into[:, :, :4].any() and not into[:, :, 7:].any()
         wide = torch.zeros(x.shape).half()
-        put(wide, x)
+        copy_into(wide, x)
         assert torch.equal(wide, x.half())
 
 
@@ -103,10 +103,10 @@ def test_results_of_parts(parts: int, sinks: bool) -> None:
 
     result = Result(*attended(slice(0, 8)))
     for at in range(1, parts):
-        result.take_in(*attended(slice(8 * at, 8 * at + 8)))
+        result.add(*attended(slice(8 * at, 8 * at + 8)))
     out, lse = attended(slice(None))
     if sinks:
-        result.take_in_sinks(logits)
+        result.add_sinks(logits)
         whole = torch.logaddexp(lse, logits[:, None].expand_as(lse))
         out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
     found, sums = torch.full_like(out, torch.nan, dtype=torch.float32), torch.full_like(lse, torch.nan)

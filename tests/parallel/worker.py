@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from helpers import close, gradients
+from scenarios import main as main  # which each process runs
+from scenarios import raises, scenario
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,13 +22,7 @@ from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel
 from fa4flex.parallel.traffic import Model, by_heads, by_keys
 
-SCENARIOS: dict[str, Callable[[], None]] = {}
 B, H, HKV, S, D = 2, 4, 2, 53, 8
-
-
-def scenario(check: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[check.__name__] = check
-    return check
 
 
 def over(attn: fa4flex.Attention, **options: Any) -> ContextParallel:
@@ -363,16 +356,6 @@ def training_under_fsdp() -> None:
         torch.testing.assert_close(b.detach().full_tensor(), a.detach(), rtol=1e-4, atol=1e-5)
 
 
-def raises(said: list[str], call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except fa4flex.Fa4flexError as error:
-        missing = [words for words in said if words not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-    else:
-        raise AssertionError(f"no error that says {said}")
-
-
 @scenario
 def ranks_that_disagree_raise_everywhere() -> None:
     last, here = dist.get_world_size() - 1, dist.get_rank()
@@ -412,23 +395,3 @@ def options_are_checked() -> None:
             init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), "tp"
         ),
     )
-
-
-def main(rank: int, world: int, results: Path, names: list[str]) -> None:
-    """Run scenarios by name; write a traceback, or nothing, to results/<scenario>.<rank>."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{results}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    for name in names:
-        try:
-            SCENARIOS[name]()
-            said = ""
-        except Exception:
-            said = traceback.format_exc()
-        (results / f"{name}.{rank}").write_text(said)
-    dist.destroy_process_group()

@@ -15,6 +15,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels.bwd_sm90 import plan as hopper_backward
 from fa4flex.kernels.bwd_sm100.two_cta.plan import plan_two_cta
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
+from fa4flex.kernels.plan.keys import in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.sizes import UNKNOWN
@@ -98,10 +99,10 @@ FEW = Problem(128, 128)
 FORWARD = {
     "fwd_sm90": (Problem(128, 128), SM90A),
     "fwd_sm90, next tile": (PACKED, SM90A),
-    "fwd_sm90, pages": (replace(PACKED, lengths="used", page_rows=16), SM90A),
-    "fwd_sm90, small pages": (replace(PACKED, lengths="used", page_rows=1), SM90A),
+    "fwd_sm90, pages": (replace(PACKED, lengths="used", keys=in_pages(16)), SM90A),
+    "fwd_sm90, small pages": (replace(PACKED, lengths="used", keys=in_pages(1)), SM90A),
     "decode_sm90": (FEW, SM90A),
-    "decode_sm90, small pages": (replace(FEW, lengths="used", page_rows=1), SM90A),
+    "decode_sm90, small pages": (replace(FEW, lengths="used", keys=in_pages(1)), SM90A),
     "fwd_sm100": (Problem(128, 128), SM100A),
     "fwd_sm100, next tile": (PACKED, SM100A),
     "decode_sm100": (FEW, SM100A),

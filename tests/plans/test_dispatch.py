@@ -10,6 +10,7 @@ import pytest
 from checked_plans import sizes_of
 
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Lengths
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import TARGETS
@@ -39,10 +40,10 @@ def every_lengths(problems: list[Problem]) -> list[Problem]:
     """The same problems for all kinds of lengths, from pages and not."""
     kinds: tuple[Lengths, ...] = ("dense", "used", "packed")
     return [
-        replace(one, lengths=lengths, page_rows=rows)
+        replace(one, lengths=lengths, keys=replace(keys, dtype=one.keys.dtype))
         for one in problems
         for lengths in kinds
-        for rows in (0, 16)
+        for keys in (CONTIGUOUS, in_pages(16))
     ]
 
 
@@ -52,7 +53,7 @@ def test_entries_say_which_chips_and_passes_theirs_are_for(entry: dispatch.Entry
     pipeline = entry.load()
     assert pipeline.direction == entry.direction
     widths = [Problem(width, width) for width in (64, 128, 256)]
-    problems = [replace(one, kv_dtype=kv_dtype) for one in widths for kv_dtype in ("", "float8_e4m3fn")]
+    problems = [replace(one, keys=keys) for one in widths for keys in (CONTIGUOUS, eight_bit(0))]
     for sizes in (sizes_of(1), sizes_of(5000)):
         refused = [one for one in every_lengths(problems) if not entry.may(one, sizes)]
         assert not any(pipeline.accepts(one, target, sizes) for one in refused for target in TARGETS)

@@ -18,6 +18,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
 from fa4flex.kernels.fwd_sm90.packing import GROUPS, MOST_PACKED
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.keys import in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.specialize import forward_problem
@@ -62,7 +63,7 @@ OTHERS: dict[str, tuple[Facts, Inputs, Target]] = {
         SM90A,
     ),
     "padded sequences": (PLAIN, replace(GIVEN, extents=Ragged(4, 16, 1537, 1537), lengths="used"), SM90A),
-    "pages": (PLAIN, replace(GIVEN, page_rows=128), SM90A),
+    "pages": (PLAIN, replace(GIVEN, keys=in_pages(128)), SM90A),
     "few rows": (PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 1537)), SM90A),
     "rows that 32 bits do not count": (
         PLAIN,
@@ -137,7 +138,7 @@ WITHOUT: dict[str, tuple[Facts, Inputs]] = {
     "sinks of 16 heads": (CAUSAL, sequences(4, 400, 16, sinks=True)),
     "a group that no copy has": (CAUSAL, sequences(4, 400, 7)),
     "heads without a group": (CAUSAL, sequences(4, 400, 1)),
-    "pages": (CAUSAL, sequences(4, 400, page_rows=128)),
+    "pages": (CAUSAL, sequences(4, 400, keys=in_pages(128))),
     "padded sequences": (CAUSAL, sequences(4, 100, lengths="used")),
 }
 

@@ -29,6 +29,7 @@ from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
 from fa4flex.kernels.fwd_sm100.registers import NARROW, SPLITS, WIDE
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.keys import in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.target import SM90A, SM100A, SM103A
@@ -126,10 +127,10 @@ def test_many_queries_take_pairs_of_ctas() -> None:
 def test_pages_that_can_be_read_in_place_are() -> None:
     """One CTA for each tile of queries, even where all are many and see every key."""
     for rows, (d, least) in product((1, 2, 16, 128), ((128, 1), (64, 1), (96, 2), (192, 1))):
-        problem = Problem(d, min(d, 128), lengths="used", page_rows=rows)
+        problem = Problem(d, min(d, 128), lengths="used", keys=in_pages(rows))
         assert FWD_SM100.accepts(problem, SM100A, sizes_of()) == (rows >= least)
         if rows >= least:
-            plan = planned(d, min(d, 128), 5000, lengths="used", page_rows=rows)
+            plan = planned(d, min(d, 128), 5000, lengths="used", keys=in_pages(rows))
             config = plan.config()
             assert config.paged and (config.box_rows, config.ctas) == (rows, 1)
             assert f"brought in {128 // rows} x {rows} keys" in plan.explain()

@@ -21,7 +21,8 @@ from fa4flex.kernels.decode_sm100.roles import barrier_table
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
-from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.keys import TOGETHER, in_pages
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.signals import arrivals_of
 from fa4flex.kernels.plan.sizes import Sizes
@@ -31,7 +32,7 @@ from fa4flex.kernels.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.primitives.schedule import Schedule
 
 FEW = Problem(128, 128)
-PAGED = replace(FEW, lengths="used", page_rows=16)
+PAGED = replace(FEW, lengths="used", keys=in_pages(16))
 WIDTHS = (*((d, d) for d in range(8, 129, 8)), (192, 128), (136, 64), (64, 128))
 TILES = ([1], [2], [3], [9])
 """Key tiles that a block visits; the rings go round more than once."""
@@ -126,8 +127,8 @@ def test_a_plan_that_does_not_hold_is_refused() -> None:
 
 def test_pages_are_read_in_place() -> None:
     """The load warp copies rows of pages of a few keys itself."""
-    for rows, (d, boxes) in product(PAGE_ROWS, ((128, 4), (64, 8), (96, 4))):
-        plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows))
+    for rows, (d, boxes) in product(TOGETHER, ((128, 4), (64, 8), (96, 4))):
+        plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, keys=in_pages(rows)))
         config = plan.config()
         assert config.box_rows == min(rows, plan.tile_n)
         assert config.gather_warps == (rows < boxes) and config.clears == (rows >= boxes)

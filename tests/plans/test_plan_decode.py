@@ -22,8 +22,9 @@ from fa4flex.kernels.fwd_sm90.plan import FWD_SM90, HopperPlan
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.keys import TOGETHER, in_pages, together
 from fa4flex.kernels.plan.paging import TileCopies
-from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem, page_rows
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
 from fa4flex.kernels.plan.target import SM90A, SM100A
@@ -79,14 +80,14 @@ def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
 
 # --- pages --------------------------------------------------------------------------------------------
 
-PAGED = replace(FEW, lengths="used", page_rows=16)
+PAGED = replace(FEW, lengths="used", keys=in_pages(16))
 
 
 @pytest.mark.parametrize("d, least", [(128, 8), (64, 16), (96, 8), (80, 8)])
 def test_pages_are_read_in_place(d: int, least: int) -> None:
     """Boxes make up a tile, eight at most; the rows of smaller pages are copied by a warpgroup."""
-    for rows in PAGE_ROWS:
-        plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows))
+    for rows in TOGETHER:
+        plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, keys=in_pages(rows)))
         config, keys = plan.config(), plan.topology.ring("k")
         assert config.box_rows == min(rows, plan.tile_n) and config.paged
         if rows >= least:
@@ -99,7 +100,7 @@ def test_pages_are_read_in_place(d: int, least: int) -> None:
 
 
 def test_page_sizes_have_classes() -> None:
-    assert [page_rows(n) for n in (1, 3, 6, 16, 48, 128, 256, 1000)] == [1, 1, 2, 16, 16, 128, 128, 8]
+    assert [together(n) for n in (1, 3, 6, 16, 48, 128, 256, 1000)] == [1, 1, 2, 16, 16, 128, 128, 8]
 
 
 def test_no_other_kernel_takes_pages() -> None:
@@ -117,7 +118,7 @@ def test_pages_are_explained() -> None:
     told = many_rows(PAGED).explain()
     assert "read in place; a tile is brought in 8 x 16 keys" in told and "of K and V" in told
     assert "of K, a copy" in many_rows(replace(PAGED, head_dim_v=96)).explain()
-    assert "a copy has" not in many_rows(replace(PAGED, page_rows=4)).explain()
+    assert "a copy has" not in many_rows(replace(PAGED, keys=in_pages(4))).explain()
 
 
 def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
@@ -132,8 +133,8 @@ def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
 def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
     """Boxes make up tiles, and lie in one page each; two consumers leave the producer its registers. The rows
     of smaller pages are copied by four warps."""
-    for rows, lengths in product(PAGE_ROWS, ("used", "packed")):
-        problem = replace(PAGED, head_dim=d, head_dim_v=dv, page_rows=rows, lengths=lengths)
+    for rows, lengths in product(TOGETHER, ("used", "packed")):
+        problem = replace(PAGED, head_dim=d, head_dim_v=dv, keys=in_pages(rows), lengths=lengths)
         assert forward_plan.accepts(problem, SM90A, sizes_of(65))
         plan = many_rows(problem)
         config = plan.config()

@@ -20,6 +20,7 @@ from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
@@ -29,7 +30,7 @@ from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
 
 FACTS = fa4flex.compile().program.facts
-FEW = Problem(128, 128, kv_dtype="float8_e4m3fn", k_scales="head", v_scales="head")
+FEW = Problem(128, 128, keys=eight_bit(0, "head", "head"))
 
 
 def planned(problem: Problem, schedule: Schedule = Schedule(), rows: int = 16) -> DecodePlan:
@@ -40,7 +41,7 @@ def planned(problem: Problem, schedule: Schedule = Schedule(), rows: int = 16) -
 
 def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
     assert dispatch.choose("forward", FEW, SM90A, sizes_of(16)) is DECODE_FP8_SM90
-    other = dispatch.choose("forward", replace(FEW, kv_dtype=""), SM90A, sizes_of(16))
+    other = dispatch.choose("forward", replace(FEW, keys=CONTIGUOUS), SM90A, sizes_of(16))
     assert other is not DECODE_FP8_SM90
     for problem, target, rows in (
         (FEW, SM90A, 65),
@@ -58,8 +59,9 @@ def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
 
 @pytest.mark.parametrize("wrong", [{"kv_dtype": "float8_e5m2"}, {"k_scales": "row"}])
 def test_problems_are_checked(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        replace(FEW, **wrong)  # type: ignore[arg-type]
+    (name,) = wrong
+    with pytest.raises(InputError, match=name):
+        replace(FEW, keys=replace(FEW.keys, **{name.removeprefix("kv_"): wrong[name]}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 64])
@@ -67,8 +69,8 @@ def test_rows_have_classes(group: int) -> None:
     """The launch of one call serves others of its class, and no others."""
 
     def rows(q_len: int) -> int:
-        inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64, kv_dtype="float8_e4m3fn")
-        sizes, problem = Sizes(inputs), Problem(64, 64, kv_dtype="float8_e4m3fn")
+        inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64, keys=eight_bit(0))
+        sizes, problem = Sizes(inputs), Problem(64, 64, keys=eight_bit(0))
         if dispatch.accepting("forward", problem, SM90A, sizes) is not None:
             dispatch.plan_forward(FACTS, problem, SM90A, sizes=sizes)
         reach = sizes.valid
@@ -85,8 +87,8 @@ def test_rows_have_classes(group: int) -> None:
 @pytest.mark.parametrize("d, dv", [*((d, d) for d in range(8, 257, 8)), (192, 128), (64, 256)])
 def test_every_width_has_a_plan_up_to_the_widest(d: int, dv: int) -> None:
     for rows, per, lengths in product((16, 32, 64), ("", "head", "token"), ("dense", "used")):
-        scales = {"k_scales": per, "v_scales": per}
-        problem = replace(FEW, head_dim=d, head_dim_v=dv, lengths=lengths, **scales)  # type: ignore[arg-type]
+        keys = eight_bit(0, per, per)  # type: ignore[arg-type]
+        problem = replace(FEW, head_dim=d, head_dim_v=dv, lengths=lengths, keys=keys)  # type: ignore[arg-type]
         if max(d, dv) > WIDEST[rows > 16, per == "token"]:
             with pytest.raises(fa4flex.UnsupportedError):
                 planned(problem, rows=rows)
@@ -121,10 +123,10 @@ def test_it_is_explained() -> None:
     sizes = {"q_len": 1, "kv_len": 600, "heads": 8, "kv_heads": 2}
     assert "over an 8-bit cache" in fa4flex.compile().source("plan", kv_dtype="float8_e4m3fn", **sizes)
     assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64), rows=64).explain()
-    paged = replace(FEW, lengths="used", page_rows=32, k_scales="page", v_scales="")
+    paged = replace(FEW, lengths="used", keys=eight_bit(32, "page"))
     text = planned(paged).explain()
     assert "brought in 4 x 32 keys" in text and "k scaled by page" in text
-    assert "4 warps copy rows" in planned(replace(paged, page_rows=8)).explain()
+    assert "4 warps copy rows" in planned(replace(paged, keys=eight_bit(8, "page"))).explain()
 
 
 # --- the pipeline -------------------------------------------------------------------------------------

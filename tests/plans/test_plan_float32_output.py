@@ -14,6 +14,7 @@ from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100
 from fa4flex.kernels.mixed_sm90.plan import MIXED_SM90
 from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.keys import eight_bit, in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 
@@ -59,11 +60,11 @@ def test_no_backward_kernel_reads_it(target: Target) -> None:
 
 def test_kernels_that_do_not_write_it() -> None:
     """Mixed batches get the kernel for many rows; 8-bit caches are dequantised."""
-    mixed = Problem(128, 128, lengths="packed", page_rows=64)
+    mixed = Problem(128, 128, lengths="packed", keys=in_pages(64))
     assert dispatch.choose("forward", mixed, SM90A) is MIXED_SM90
     assert dispatch.choose("forward", replace(mixed, out_dtype="float32"), SM90A) is FWD_SM90
     assert dispatch.choose("forward", replace(mixed, out_dtype="float32"), SM100A) is FWD_SM100
-    cache = Problem(128, 128, kv_dtype="float8_e4m3fn")
+    cache = Problem(128, 128, keys=eight_bit(0))
     dispatch.choose("forward", cache, SM90A, sizes_of(16))
     with pytest.raises(UnsupportedError, match="dequantised first"):
         dispatch.choose("forward", replace(cache, out_dtype="float32"), SM90A, sizes_of(16))

@@ -103,6 +103,30 @@ def displaced(result: Result) -> Iterator[Mutant]:
                 yield _mutant(result.program, index, change, changed)
 
 
+def lacking(result: Result, opcode: str) -> Iterator[Mutant]:
+    """All that lack one instruction, whose opcode begins so, which a run executed."""
+    for index in sorted(executed(result)):
+        instruction = result.program.kernel.body[index]
+        if instruction.opcode.startswith(opcode):
+            yield _mutant(result.program, index, "lacks", _nothing(instruction))
+
+
+COMES_TOGETHER = ("elect.sync", "match.any.sync", "bar.sync", "tcgen05.ld.sync", "tcgen05.wait")
+"""What a warp's lanes come together for after a bar.warp.sync."""
+MEETS = ("ld.shared", "st.shared", "mbarrier.arrive", "cp.async.bulk", "cp.reduce.async.bulk")
+"""Instructions by which lanes may meet, or speak for one another."""
+
+
+def implied(mutant: Mutant) -> bool:
+    """True if all lanes have to come for another instruction that is .sync before any meets another one."""
+    for instruction in mutant.program.kernel.body[mutant.index + 1 :]:
+        if instruction.opcode.startswith(COMES_TOGETHER):
+            return True
+        if instruction.opcode.startswith(MEETS):
+            return False
+    return True
+
+
 def can_matter(mutant: Mutant, result: Result) -> bool:
     """True if the instruction did anything in a run: fences always may; a wait, an arrival or a commit does
     if some warp learned by it that something is over. First waits for fresh buffers, last signals that nobody

@@ -19,6 +19,7 @@ LOOK:
     bra END;
 WRITE:
     st.shared.b32 [%r4], %r1;
+    bar.warp.sync -1;
     RELEASE
     @%p1 SET [%r3+512], 7;
 END:

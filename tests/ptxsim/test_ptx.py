@@ -199,7 +199,7 @@ comment */ .target sm_100a, debug
   .param .align 64 .b8 map[128], .param .u64 .ptr .global .align 16 p, .param .v2 .f32 v
 )
 .reqntid 64, 2
-.minnctapersm 1 .maxnreg 128
+.minnctapersm 3 .maxnreg 128
 .maxntid 128, 1, 1 .pragma "x"; .explicitcluster .blocksareclusters .maxclusterrank 4
 .reqnctapercluster 2
 { .reg .b32 %r<2>; L: mov.u32 %r0, g; .pragma "nounroll"; bra L; }
@@ -210,6 +210,7 @@ comment */ .target sm_100a, debug
     first, second = module.kernels.values()
     assert first == Kernel("first", (), (), {}, (Instruction("ret", (), 9),))
     assert (second.threads, second.cluster) == ((64, 2, 1), (2, 1, 1))
+    assert (first.resident, second.resident) == (1, 3)
     assert second.parameters == (
         Variable("map", "param", 64, 128),
         Variable("p", "param", 8, 8),

@@ -19,6 +19,7 @@ from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler.compile import digest, kernel_key
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.arguments import SCHEMAS
+from fa4flex.kernels.plan.keys import PAGE_TABLE, PAGES, Keys, in_pages
 from fa4flex.kernels.plan.problem import Problem
 
 KEY = "k" * 64
@@ -138,8 +139,11 @@ PROBLEMS: dict[str, Any] = {
     "in_range": False, "positive_scale": False, "operands": (("int32", 1),), "sloped": True,
     "met_alike": True, "long_scores": True, "pair_reads": True, "long_masks": True,
     "many_reads": True, "gradients": ((0, "sum"),),
-    "deterministic": True, "page_rows": 16, "grouped": True, "row_ends": 1,
-    "kv_dtype": "float8_e4m3fn", "k_scales": "head", "v_scales": "token",
+    "deterministic": True, "keys": in_pages(16), "grouped": True, "row_ends": 1,
+}  # fmt: skip
+KEYS: dict[str, Any] = {
+    "loader": PAGES, "together": 32, "rows": (PAGE_TABLE,), "dtype": "float8_e4m3fn", "k_scales": "head",
+    "v_scales": "token",
 }  # fmt: skip
 SIGNATURES: dict[str, Any] = {
     "heads_first": False, "scalars": ("int",), "unit_strides": (True,), "even_rows": (True,),
@@ -158,6 +162,10 @@ def test_every_field_is_part_of_the_key() -> None:
     keys = [kernel_key("source", problem, signature, "sm_90a")]
     for name, value in PROBLEMS.items():
         keys.append(kernel_key("source", replace(problem, **{name: value}), signature, "sm_90a"))
+    assert KEYS.keys() == {field.name for field in fields(Keys)}
+    for name, value in KEYS.items():
+        source = replace(in_pages(1), **{name: value}) if name != "loader" else Keys(PAGES, 1)
+        keys.append(kernel_key("source", replace(problem, keys=source), signature, "sm_90a"))
     for name, value in SIGNATURES.items():
         keys.append(kernel_key("source", problem, replace(signature, **{name: value}), "sm_90a"))
     optional = {row.name for schema in SCHEMAS.values() for row in schema.rows if row.when is None}

@@ -21,6 +21,7 @@ from fa4flex.codegen.blame import dress
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, TRUE, Expr, const, load, reduce, scalar, sym, to_float, to_int
 from fa4flex.errors import Fa4flexError, InputError, Origin, TraceError, UnsupportedError
+from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import cpu
 
 SHAPE = Shape(2, 1, 70, 70)
@@ -261,7 +262,7 @@ def test_ragged_batches() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(30, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     cu = torch.tensor([0, 7, 30], dtype=torch.int32)
-    sequences = cpu.packed(cu, cu)
+    sequences = cpu.Sequences.of(Varlen(cu, cu), q, k)
 
     def run(mask: Expr, captured: Captured) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, facts = cpu.Inputs(q.detach(), k.detach(), v.detach(), captured), Facts(SCORE, mask)

@@ -9,26 +9,14 @@ import pytest
 import torch
 
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.heads import Heads, ratio
+from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 
 
-def test_heads_group_as_repeat_interleave_does() -> None:
-    heads = Heads(6, 2)
-    assert heads.ratio == ratio(6, 2) == 3
-    q, k = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 7, 4)
-    packed = heads.pack(q)
-    assert packed.shape == (2, 2, 3, 5, 4) and packed.data_ptr() == q.data_ptr()
-    assert heads.unpack(packed).data_ptr() == q.data_ptr() and torch.equal(heads.unpack(packed), q)
-    grouped = heads.unpack(packed @ k.unsqueeze(2).transpose(-1, -2))
-    torch.testing.assert_close(grouped, q @ k.repeat_interleave(3, 1).transpose(-1, -2))
-    for h in range(6):
-        torch.testing.assert_close(grouped[:, h], q[:, h] @ k[:, heads.kv_head(h)].transpose(-1, -2))
-    strided = torch.randn(2, 5, 6, 4).transpose(1, 2)
-    assert heads.pack(strided).data_ptr() == strided.data_ptr()
-    assert eval(repr(heads)) == heads
+def test_query_heads_share_kv_heads() -> None:
+    assert ratio(6, 2) == 3 and ratio(4, 4, enable_gqa=False) == 1
 
 
 def test_precision_resolves() -> None:
@@ -63,13 +51,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ratio(2, 4), InputError, "2 query heads with 4 .*\n.*\n.*not swapped"),
     (lambda: ratio(0, 4), InputError, "0 query heads"),
     (lambda: ratio(4, 2, enable_gqa=False), InputError, "enable_gqa=False\n.*\n.*pass enable_gqa=True"),
-    (lambda: Heads(5, 2), InputError, "5 query heads"),
-    (
-        lambda: Heads(4, 2).pack(torch.zeros(1, 2, 3, 4)),
-        InputError,
-        r"a tensor \[1, 2, 3, 4\]\n  expected: \[B, 4, ...\]",
-    ),
-    (lambda: Heads(4, 2).unpack(torch.zeros(1, 4, 3, 4)), InputError, r"expected: \[B, 2, 2, ...\]"),
+    (lambda: ratio(5, 2), InputError, "5 query heads"),
     (lambda: Sinks(torch.zeros(2, 2)), InputError, r"sinks of shape \[2, 2\]"),
     (lambda: Sinks(torch.zeros(2).int()), InputError, "sinks of torch.int32\n  expected: a floating tensor"),
     (lambda: Sinks([0.0]), InputError, "sinks of list"),

@@ -76,7 +76,7 @@ def test_a_closure_number_is_a_run_time_scalar() -> None:
     second, b = traced_with(window(7, 3), "mask")
     assert first.root is second.root
     assert (a.scalars, b.scalars) == ((100, 2), (7, 3))
-    assert a.scalar_names == ("size", "dilation")
+    assert [x.name for x in a.numbers] == ["size", "dilation"]
     assert first.pinned == ()
 
 

@@ -140,12 +140,14 @@ class Choices:
     programs: int = 0
     as_gpu: bool = False
     seed: int = 0
+    mods_seed: int = 0
+    """Seed of those compositions: runs beside each other that share it compile fewer kernels in all."""
     left_out: tuple[str, ...] = ()
     """Arguments that calls never bring: blocks, sinks, scale, return_lse, padded, packed, paged."""
 
     def mods(self, rng: random.Random) -> tuple[Mod | None, Mod | None]:
         """Texts of a score mod and of a mask."""
-        source = random.Random(self.seed * 1000 + rng.randrange(self.programs)) if self.programs else rng
+        source = random.Random(self.mods_seed * 1000 + rng.randrange(self.programs)) if self.programs else rng
         score = source.choice(SCORES) if source.random() < 0.7 else None
         return score, source.choice(MASKS) if source.random() < 0.6 else None
 

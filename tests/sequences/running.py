@@ -33,6 +33,7 @@ class Setting:
     device: str = "cpu"
     seed: int = 0
     programs: int = 0
+    mods_seed: int | None = None
     as_gpu: bool = False
     doors: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -43,6 +44,7 @@ class Setting:
 
     def world(self) -> World:
         choices = Choices(doors=self.doors, programs=self.programs, as_gpu=self.as_gpu, seed=self.seed)
+        choices.mods_seed = self.seed if self.mods_seed is None else self.mods_seed
         choices.left_out = self.left_out
         sizes = Sizes()
         if self.on_gpu:
@@ -264,6 +266,7 @@ def describe(setting: Setting, steps: list[Step], outcome: Outcome) -> str:
     lines += [f"    {name} {seed}: {words[:230]}" for (name, seed), words in outcome.ran]
     given = " ".join(f"{name}:{seed}" for name, seed in steps)
     options = f"--device {setting.device} --seed {setting.seed} --programs {setting.programs}"
+    options += f" --mods-seed {setting.mods_seed}" * (setting.mods_seed is not None)
     options += " --as-gpu" * setting.as_gpu
     options += f" --doors {','.join(setting.doors)}" * bool(setting.doors)
     options += f" --leave-out {','.join(setting.left_out)}" * bool(setting.left_out)
@@ -335,6 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--as-gpu", action="store_true", help="what a GPU would be given, on a CPU")
     parser.add_argument("--programs", type=int, default=None, help="compositions of mods, 0 for any")
+    parser.add_argument("--mods-seed", type=int, help="seed of the compositions (default: --seed)")
     parser.add_argument("--doors", default="", help="names of doors, separated by commas")
     parser.add_argument("--leave-out", default="", help="what calls never bring: blocks, sinks, paged, ...")
     parser.add_argument("--stop-at-first", action="store_true")
@@ -348,7 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
     on_gpu = given.device == "cuda" or given.as_gpu
     programs = given.programs if given.programs is not None else 12 if on_gpu else 0
     doors, left_out = (tuple(x for x in y.split(",") if x) for y in (given.doors, given.leave_out))
-    setting = Setting(given.device, seed, programs, given.as_gpu, doors, left_out)
+    setting = Setting(given.device, seed, programs, given.mods_seed, given.as_gpu, doors, left_out)
     if given.replay:
         steps = [(name, int(n)) for name, n in (x.split(":") for x in given.replay.split())]
         if given.smaller:

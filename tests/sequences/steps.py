@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -48,7 +48,6 @@ class Asked:
     found: tuple[Tensor, Tensor | None] | None = None
     error: BaseException | None = None
     with_lse: bool = False
-    _plain: Exact | None = field(default=None)
 
     def run(self) -> None:
         try:
@@ -62,11 +61,9 @@ class Asked:
 
     def plain(self) -> Exact:
         """The same maths in the dtypes of the call."""
-        if self._plain is None:
-            self._plain = solve(
-                self.given.problem, False, self.exact.cotangents, bool(self.exact.gradients), self.with_lse
-            )
-        return self._plain
+        return solve(
+            self.given.problem, False, self.exact.cotangents, bool(self.exact.gradients), self.with_lse
+        )
 
     @property
     def where(self) -> str:

@@ -14,13 +14,13 @@ from append_cases import drawn as tokens_of
 from helpers import cumulative
 from mutants import Mutant
 from own_calls import Own
+from test_block_lists import FAULTS, Sizes, assert_classes, assert_told, lists_of, with_fault
 from test_block_tables import SHAPE, classes_of, expected, made, masks
 from test_sequences import assert_right, call_of, causal_keys, kernel_of
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
 import ptxsim
-from fa4flex.codegen.analyze.extents import extents_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
 from fa4flex.variants import causal
@@ -33,8 +33,7 @@ def tables(name: str) -> Own:
     made_by, asked, make, arch = [], [], DeviceTables.__call__, random.choice(ARCHS)
 
     def noted(self: DeviceTables, call: Any, lengths: Any) -> Any:
-        layout = self.layouts.get(extents_of(call.extents())) or self.layout(call.extents())
-        asked.append((self, call, layout, lengths))
+        asked.append((self, call, lengths))
         return make(self, call, lengths)
 
     with patch.object(DeviceTables, "__call__", noted):
@@ -82,6 +81,22 @@ def append(name: str) -> Own:
     return Own(random.choice(ARCHS), "append", call)
 
 
+def block_lists() -> Own:
+    """Valid lists, and lists with faults, which are told."""
+    sizes = Sizes(heads=3, full=True, wide=random.random() < 0.5)
+    valid, wrong = lists_of(sizes), {name: with_fault(lists_of(sizes), name) for name in FAULTS}
+
+    def call() -> bool:
+        right = holds(lambda: assert_classes(valid, sizes))
+        told = [
+            holds(lambda name=name: assert_told(wrong[name], sizes, FAULTS[name]))  # type: ignore[misc]
+            for name in FAULTS
+        ]
+        return right and all(told)
+
+    return Own(random.choice(ARCHS), "block_lists", call)
+
+
 def combine() -> Own:
     """A query over keys in parts."""
     q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (1, 450, 450))
@@ -114,6 +129,7 @@ too, and where bounds leave every tile open, it does not matter what they are ma
 
 MADE: dict[str, Callable[[], Own]] = {
     "append": lambda: append(random.choice(list(HOWS))),
+    "block lists": block_lists,
     "combine": combine,
     "sequences": sequences,
     **{f"tables of {name}": lambda name=name: tables(name) for name in TABLES},  # type: ignore[misc]

@@ -20,12 +20,10 @@ from torch import Tensor
 from fa4flex.codegen.analyze.linear import Linear, linear
 from fa4flex.codegen.analyze.rules import SIGN_TESTS, Bounds, Value, real, rounded, rule_for
 from fa4flex.codegen.analyze.tables import Tables
-from fa4flex.codegen.expr import Expr
-from fa4flex.codegen.ops import COMPARISONS
+from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.ops import COMPARISONS, FOLDS
 
 __all__ = ["Bounds", "bounds"]
-
-_FOLDS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or_", "all": "and_"}
 
 _SUMS = frozenset(("add", "sub", "neg", "mul", "shl", "bitnot"))
 _WORD = 1 << 63
@@ -59,20 +57,13 @@ def _difference(node: Expr) -> Linear | None:
 @lru_cache(maxsize=512)
 def _program(roots: tuple[Expr, ...]) -> tuple[tuple[Expr, Linear | None], ...]:
     """Nodes to bound, arguments first: sums need their atoms only, and loops bring their own bodies."""
-    order: list[tuple[Expr, Linear | None]] = []
-    seen: set[Expr] = set()
-    stack = [(root, False) for root in reversed(roots)]
-    while stack:
-        node, expanded = stack.pop()
-        form = _difference(node)
-        if expanded:
-            order.append((node, form))
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            needed = [atom for atom, _ in form.terms] if form else () if node.op == "reduce" else node.args
-            stack.extend((x, False) for x in needed)
-    return tuple(order)
+    forms: dict[Expr, Linear | None] = {}
+
+    def needed(node: Expr) -> Sequence[Expr]:
+        form = forms[node] = _difference(node)
+        return [atom for atom, _ in form.terms] if form else () if node.op == "reduce" else node.args
+
+    return tuple([(node, forms[node]) for node in walk(*roots, into=needed)])
 
 
 def _fill(
@@ -125,7 +116,7 @@ def _reduce(node: Expr, memo: Mapping[Expr, Bounds], symbols: Mapping[str, Bound
     """Fold over the axis, one exact index after another; what is free of the axis is bounded once."""
     how, axis, extent = node.value
     body = node.args[0]
-    fold = rule_for(_FOLDS[how], body.kind)
+    fold = rule_for(FOLDS[how], body.kind)
     shared = dict(memo)
     total: Bounds | None = None
     for i in range(extent):

@@ -8,10 +8,8 @@ from functools import lru_cache
 from fa4flex import contents
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import Expr, const, substitute, sym, walk
+from fa4flex.codegen.expr import READS, Expr, const, slot_of, substitute, sym, walk
 from fa4flex.exact import exactly
-
-READS = ("load", "search")
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,3 @@ def on_host(captured: Captured, *roots: Expr) -> Captured:
 def slots_read(*roots: Expr) -> frozenset[int]:
     """The slots of the captured tensors that are read under `roots`."""
     return frozenset(slot_of(node) for node in walk(*roots) if node.op in READS)
-
-
-def slot_of(read: Expr) -> int:
-    """The slot that a load or a search reads."""
-    slot: int = read.value if read.op == "load" else read.value[0]
-    return slot

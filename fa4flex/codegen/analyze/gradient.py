@@ -11,11 +11,25 @@ does not vary along the axis, the adjoint is summed over it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from fa4flex.codegen.expr import Expr, apply, const, rebuild, reduce, substitute, sym, to_float, walk
+from fa4flex.codegen.analyze.linear import linear
+from fa4flex.codegen.expr import (
+    READS,
+    Expr,
+    apply,
+    const,
+    loops,
+    rebuild,
+    reduce,
+    substitute,
+    sym,
+    to_float,
+    walk,
+)
+from fa4flex.codegen.formula import Formula, expr_of
 from fa4flex.codegen.ops import OPS
 
 Pattern = Literal["constant in q and kv", "constant in kv", "constant in q", "diagonal", "general"]
@@ -36,6 +50,11 @@ class CapturedGradient:
     value: Expr
     axes: tuple[tuple[str, int], ...]
     pattern: Pattern
+
+    def points(self) -> Iterator[dict[str, int]]:
+        """Every combination of values of `axes`."""
+        for point in itertools.product(*(range(extent) for _, extent in self.axes)):
+            yield {axis: value for (axis, _), value in zip(self.axes, point, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -88,58 +107,6 @@ def _times(a: Expr, b: Expr) -> Expr:
 Partials = tuple[Expr | None, ...]
 
 
-class Formula:
-    """An expression to do arithmetic with: what the `slopes` of a row of ops.py are written in."""
-
-    __slots__ = ("expr",)
-
-    def __init__(self, expr: Expr) -> None:
-        self.expr = expr
-
-    def __getattr__(self, op: str) -> Callable[..., Formula]:
-        if op not in OPS:
-            raise AttributeError(op)
-        return lambda *others: _formula(op, self, *others)
-
-    def __add__(self, other: Any) -> Formula:
-        return _formula("add", self, other)
-
-    def __radd__(self, other: Any) -> Formula:
-        return _formula("add", other, self)
-
-    def __sub__(self, other: Any) -> Formula:
-        return _formula("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Formula:
-        return _formula("sub", other, self)
-
-    def __mul__(self, other: Any) -> Formula:
-        return _formula("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Formula:
-        return _formula("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Formula:
-        return _formula("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Formula:
-        return _formula("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Formula:
-        return _formula("floordiv", self, other)
-
-    def __neg__(self) -> Formula:
-        return _formula("neg", self)
-
-
-def _formula(op: str, *args: Formula | float) -> Formula:
-    return Formula(apply(op, *map(_expr, args)))
-
-
-def _expr(x: Formula | float) -> Expr:
-    return x.expr if isinstance(x, Formula) else const(float(x))
-
-
 def _power(node: Expr, a: Expr, b: Expr) -> Partials:
     """Derivatives of a ** b; that of a square by a is a product."""
     y, base, exponent = map(Formula, (node, a, b))
@@ -177,15 +144,10 @@ def _partials(node: Expr) -> Partials:
         return _power(node, *node.args)
     slopes = OPS[node.op].slopes
     assert slopes is not None, f"no derivative of {node.op}"
-    return tuple(None if x is None else _expr(x) for x in slopes(*map(Formula, (node, *node.args))))
+    return tuple(None if x is None else expr_of(x) for x in slopes(*map(Formula, (node, *node.args))))
 
 
 # --- the reverse pass -----------------------------------------------------------------------------------
-
-
-def _axes(x: Expr) -> set[str]:
-    """Names of the loops in `x`."""
-    return {node.value[1] for node in walk(x) if node.op == "reduce"}
 
 
 def _with_own_axes(x: Expr, owned: frozenset[Expr] = frozenset(), taken: Iterable[str] = ()) -> Expr:
@@ -209,7 +171,7 @@ def _with_own_axes(x: Expr, owned: frozenset[Expr] = frozenset(), taken: Iterabl
             return sym(names.get(node.value, node.value))
         if node.op != "reduce":
             return rebuild(node, tuple(visit(a, names) for a in node.args))
-        if node in owned and not names and not _axes(node) & x.free:
+        if node in owned and not names and not loops(node).keys() & x.free:
             return node
         how, axis, extent = node.value
         candidates = itertools.chain([axis], (f"{axis}.{i}" for i in itertools.count(1)))
@@ -243,8 +205,7 @@ def _sum_over(axes: Iterable[str], extents: dict[str, int], x: Expr) -> Expr:
 def score_gradient(score: Expr) -> ScoreGradient:
     """Differentiate a score expression by sym("score") and by each floating load in it."""
     root = _with_own_axes(to_float(score))
-    order = list(walk(root))
-    extents: dict[str, int] = {n.value[1]: n.value[2] for n in order if n.op == "reduce"}
+    order, extents = list(walk(root)), loops(root)
     varying, owned = _varying(order), frozenset(order)
     adjoint: dict[Expr, Expr] = {root: ONE}
     captured: list[CapturedGradient] = []
@@ -254,11 +215,11 @@ def score_gradient(score: Expr) -> ScoreGradient:
         if node.op == "load":
             captured.append(_captured(node, _with_own_axes(adjoint[node], owned, extents), extents))
             continue
-        loops = node.free & extents.keys() | ({node.value[1]} if node.op == "reduce" else set())
+        around = node.free & extents.keys() | ({node.value[1]} if node.op == "reduce" else set())
         for argument, partial in zip(node.args, _partials(node) if node.args else (), strict=True):
             if partial is None or argument not in varying:
                 continue
-            term = _sum_over(loops - argument.free, extents, _times(adjoint[node], partial))
+            term = _sum_over(around - argument.free, extents, _times(adjoint[node], partial))
             adjoint[argument] = apply("add", adjoint[argument], term) if argument in adjoint else term
     captured.reverse()
     by_score = _with_own_axes(adjoint.get(sym("score"), ZERO), owned, extents)
@@ -317,27 +278,10 @@ def _by_difference(x: Expr) -> bool:
     """True if q and kv enter `x` only through q - kv, and arithmetic alone."""
     if not x.free & {"q", "kv"}:
         return True
-    if x.op in ("load", "search"):
+    if x.op in READS:
         return False
-    slopes = _slopes(x)
-    if slopes is not None:
-        return slopes[0] == -slopes[1]
-    return bool(x.args) and all(map(_by_difference, x.args))
-
-
-def _slopes(x: Expr) -> tuple[int, int] | None:
-    """(coefficient of q, coefficient of kv) where `x` is affine in both with constant ones, else None."""
-    if not x.free & {"q", "kv"}:
-        return 0, 0
-    if x.op == "sym":
-        return int(x.value == "q"), int(x.value == "kv")
-    parts = [_slopes(a) for a in x.args] if x.op in ("add", "sub", "neg", "mul") else []
-    if not parts or any(p is None for p in parts):
-        return None
-    (q0, k0), (q1, k1) = (parts * 2)[:2]  # type: ignore[misc]
-    if x.op == "mul":
-        factor, moving = (x.args[0], parts[1]) if x.args[0].op == "const" else (x.args[1], parts[0])
-        return (
-            (moving[0] * factor.value, moving[1] * factor.value) if factor.op == "const" and moving else None
-        )
-    return {"add": (q0 + q1, k0 + k1), "sub": (q0 - q1, k0 - k1), "neg": (-q0, -k0)}[x.op]
+    coefficients = dict(linear(x).terms)
+    across, along = coefficients.pop(sym("q"), 0), coefficients.pop(sym("kv"), 0)
+    if x in coefficients:  # no sum
+        return bool(x.args) and all(map(_by_difference, x.args))
+    return across == -along and all(map(_by_difference, coefficients))

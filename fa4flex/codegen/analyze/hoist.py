@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fa4flex.codegen.expr import Expr, brief, walk
+from fa4flex.codegen.expr import Expr, brief, loops, walk
 
 Frequency = Literal["uniform", "row", "column", "element"]
 
@@ -60,7 +60,7 @@ def hoist(*roots: Expr) -> Hoisting:
     for node in nodes:
         for argument in node.args:
             users[argument].append(node)
-    bound = {node.value[1] for node in nodes if node.op == "reduce"}
+    bound = loops(*roots).keys()
     results: dict[str, list[Expr]] = {"uniform": [], "row": [], "column": []}
     for node in nodes:
         mine = frequency(node)

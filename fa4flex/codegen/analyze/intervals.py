@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from fa4flex.codegen.analyze.linear import Linear, linear
+from fa4flex.codegen.analyze.linear import Linear, linear, nonnegative
 from fa4flex.codegen.expr import FALSE, TRUE, Expr, apply, const, load, nodes, search, substitute, sym
 
 MOST_INTERVALS = 8
@@ -281,7 +281,7 @@ class _Solver:
         """t[i] < u  <=>  i < how many elements are below u, in a sorted table and for i >= 0."""
         *lead, index = load.args
         self.sorted_operands.add(load.value)
-        if not _never_negative(index):  # a negative index would wrap round to the end of the table
+        if not nonnegative(index):  # a negative index would wrap round to the end of the table
             self._assume(index)
         if bound.constant == 1:
             position = search(load.value, "right", (bound - _ONE).expr(), lead)
@@ -314,18 +314,3 @@ def _complement(spans: Spans) -> Spans:
         right: Spans = () if hi is None else ((hi, None),)
         outside = _intersect(outside, _unite(left, right))
     return outside
-
-
-def _never_negative(x: Expr) -> bool:
-    """True if x >= 0 for reasons visible in its form alone."""
-    if x.op == "const":
-        return bool(x.value >= 0)
-    if x.op == "sym":
-        return True  # indices, lengths and reduction axes count from 0
-    if x.op in ("add", "mul", "floordiv", "minimum", "shr"):
-        return all(map(_never_negative, x.args))
-    if x.op == "maximum":
-        return any(map(_never_negative, x.args))
-    if x.op == "mod":
-        return x.args[1].op == "const" and bool(x.args[1].value > 0)
-    return x.op == "abs"

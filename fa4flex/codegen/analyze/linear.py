@@ -87,3 +87,26 @@ def linear(x: Expr) -> Linear:
             form = linear(x.args[0]) * (1 << x.args[1].value)
     # A coefficient that int64 cannot hold stays inside its atom, where its range is found too wide.
     return form if _small(form) else atom
+
+
+def nonnegative(x: Expr) -> bool:
+    """True if an integer is >= 0 for reasons visible in its form alone."""
+    args = x.args
+    match x.op:
+        case "const":
+            return bool(x.value >= 0)
+        case "sym" | "abs" | "search":
+            return True  # indices, lengths and reduction axes count from 0
+        case "to_int":
+            return args[0].kind == "bool"
+        case "add" | "mul" | "floordiv" | "minimum":
+            return all(map(nonnegative, args))
+        case "where":
+            return all(map(nonnegative, args[1:]))
+        case "maximum" | "bitand":
+            return any(map(nonnegative, args))
+        case "shr":
+            return nonnegative(args[0])
+        case "mod":
+            return args[1].op == "const" and bool(args[1].value > 0)
+    return False

@@ -18,11 +18,21 @@ import torch
 
 from fa4flex import contents
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Shape, numbers_read, on_host, slot_of, slots_read
-from fa4flex.codegen.analyze.rules import UNSURE, VAGUE, Bounds
+from fa4flex.codegen.analyze.domain import Shape, numbers_read, on_host, slots_read
+from fa4flex.codegen.analyze.rules import VAGUE, Bounds, any_float, of_captured, of_dtype
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.evaluate import Captured, DividedByZero
-from fa4flex.codegen.expr import CONTEXT, INDICES, Expr, const, nodes, rebuild, to_float
+from fa4flex.codegen.expr import (
+    CONTEXT,
+    INDICES,
+    READS,
+    Expr,
+    const,
+    loops,
+    nodes,
+    rebuild,
+    to_float,
+)
 from fa4flex.codegen.ops import COMPARISONS, DIVISIONS
 from fa4flex.errors import UnsupportedError
 from fa4flex.exact import exactly
@@ -114,18 +124,13 @@ def _ranges(
 ) -> dict[Expr, Bounds]:
     """Bounds of every node under those `wanted`, which are under `roots`, and perhaps in their loops."""
     every = nodes(*wanted)
-    symbols = {**symbols, "score": _any_float()}
-    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
+    symbols = {**symbols, "score": any_float()}
+    axes = {axis: Bounds(0, extent - 1) for axis, extent in loops(*roots).items()}
     # A loop bounds its body step by step. What is inside is bounded apart, over all steps at once.
     outside = [node for node in every if not node.free & axes.keys()]
     inside = [node for node in every if node.free & axes.keys()]
     result = dict(zip(outside, bounds(outside, symbols, tables, known)))
     return result | dict(zip(inside, bounds(inside, {**symbols, **axes}, tables, known)))
-
-
-def _any_float() -> Bounds:
-    infinity = torch.tensor(torch.inf, dtype=torch.float64)
-    return Bounds(-infinity, infinity, True)
 
 
 # --- what is proved once for all modest problems ----------------------------------------------------------
@@ -185,17 +190,10 @@ def _proved(roots: tuple[Expr, ...], wanted: tuple[Expr, ...], dtypes: Dtypes, n
     known: dict[Expr, Bounds] = {}
     for node in nodes(*wanted):
         if node.op == "scalar" or node.op in READS:
-            if node.kind == "float":
-                known[node] = _any_float()
-            elif node.kind == "bool":
-                known[node] = UNSURE
-            elif node.op == "search":
-                known[node] = Bounds(0, MODEST_LENGTH)
-            elif node.op == "scalar" or slot_of(node) in narrow:
-                known[node] = Bounds(-MODEST_NUMBER, MODEST_NUMBER)
-            else:
-                limits = torch.iinfo(dtypes[node.value])
-                known[node] = Bounds(limits.min, limits.max)
+            integers = Bounds(-MODEST_NUMBER, MODEST_NUMBER)
+            if node.kind == "int" and node.op == "load" and node.value not in narrow:
+                integers = of_dtype(dtypes[node.value])
+            known[node] = of_captured(node, integers, MODEST_LENGTH)
     lengths = dict.fromkeys((*INDICES, *CONTEXT), Bounds(0, MODEST_LENGTH))
     symbols = lengths | dict.fromkeys(("b", "h", "num_heads"), Bounds(0, MODEST_COUNT))
     result = _ranges(roots, wanted, symbols, Tables(Captured()), known)

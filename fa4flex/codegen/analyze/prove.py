@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, slot_of, slots_read
+from fa4flex.codegen.analyze.domain import Ragged, Shape, numbers_read, slots_read
 from fa4flex.codegen.analyze.facts import Facts, MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals, searched
 from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
-from fa4flex.codegen.analyze.rules import Bounds
+from fa4flex.codegen.analyze.rules import Bounds, any_float
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import unmet
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
-from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, nodes
+from fa4flex.codegen.expr import FALSE, INDICES, READS, TRUE, Expr, index_of, loops, nodes, slot_of
 from fa4flex.exact import exactly
 
 
@@ -168,17 +168,14 @@ def _in_range(
 ) -> bool:
     """True if every index is proved to lie within its captured tensor, without counting from the end."""
     reads = [node for node in nodes(*roots) if node.op in READS]
-    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
-    symbols = shape.ranges() | axes | {"score": _ANY_SCORE}
+    axes = {axis: Bounds(0, extent - 1) for axis, extent in loops(*roots).items()}
+    symbols = shape.ranges() | axes | {"score": any_float()}
     proved = True
     for node in reads:
         table = tables.captured.operands[slot_of(node)]
-        index = node.args if node.op == "load" else node.args[1:]
+        index = index_of(node)
         for i, result, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
             if i.op == "sym" and i.value in never_past.get(node, ()) and result.hi >= size:
                 raise PastTheEnd(table, f"{i} goes up to {result.hi} in a dimension of {size}", node)
             proved = proved and bool(result.lo >= 0 and result.hi < size)
     return proved
-
-
-_ANY_SCORE = Bounds(-float("inf"), float("inf"), True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
-from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, slot_of
+from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, each, extents_of
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved
-from fa4flex.codegen.expr import nodes
+from fa4flex.codegen.expr import READS, index_of, nodes, slot_of
 
 Sizes = tuple[tuple[int, ...], ...]
 """Shapes of captured tensors."""
@@ -97,7 +97,7 @@ def _directly_read(facts: Facts) -> Mapping[str, tuple[tuple[int, int], ...]]:
     results: dict[str, tuple[tuple[int, int], ...]] = {}
     for node in nodes(facts.score, facts.mask):
         if node.op in READS:
-            for dim, index in enumerate(node.args if node.op == "load" else node.args[1:]):
+            for dim, index in enumerate(index_of(node)):
                 if index.op == "sym":
                     results[index.value] = (*results.get(index.value, ()), (slot_of(node), dim))
     return results

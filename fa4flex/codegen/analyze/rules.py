@@ -1,7 +1,8 @@
 """The range of each operation, given the ranges of its arguments.
 
-Ends are Python numbers, or tensors that broadcast over the boxes. With Python ends, integers are exact at
-any size; with tensors they are int64. Float ends are float64 tensors, and enclose the results of
+Ends are Python numbers, or tensors that broadcast over the boxes; those of integers and bools may be formulas
+as well, from which a device computes them. With Python ends, integers are exact at any size; with tensors
+they are int64. Float ends are float64 tensors, and enclose the results of
 computation at float32 and at float64 alike: add, sub, mul, div are correctly rounded, hence monotone, so
 rounding the ends to both precisions is exact; other functions are widened by their error.
 """
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import floordiv, or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.expr import Expr
+from fa4flex.codegen.formula import Formula
 from fa4flex.codegen.ops import OPS
 
-Value = Any  # a Python number, or a tensor over boxes
+Value = Any  # a Python number, a tensor over boxes, or a formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +42,56 @@ UNSURE = Bounds(False, True)
 _INF = float("inf")
 _WIDEST_LEFT, _WIDEST_RIGHT = 128, 1 << 32
 """Shifts are exact up to here. Shifted further left, any number but 0 is VAGUE or more."""
-# --- arithmetic on ends: Python numbers or tensors --------------------------------------------------------
+
+
+def any_float() -> Bounds:
+    """A float of which nothing is known."""
+    infinity = torch.tensor(_INF, dtype=torch.float64)
+    return Bounds(-infinity, infinity, True)
+
+
+def of_dtype(dtype: torch.dtype) -> Bounds:
+    """Integers of a dtype."""
+    limits = torch.iinfo(dtype)
+    return Bounds(limits.min, limits.max)
+
+
+def of_captured(node: Expr, integers: Bounds, longest: int) -> Bounds:
+    """A captured number, an element, or a position in a vector of at most `longest`, whatever is captured."""
+    if node.kind == "float":
+        return any_float()
+    if node.kind == "bool":
+        return UNSURE
+    return Bounds(0, longest) if node.op == "search" else integers
+
+
+# --- arithmetic on ends: Python numbers, tensors or formulas ----------------------------------------------
 
 
 def least(a: Value, b: Value) -> Value:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.minimum(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        x, number = (a, b) if isinstance(a, Tensor) else (b, a)
-        return x.clamp(max=number)
-    return min(a, b)
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    if isinstance(b, Tensor):
+        return b.clamp(max=a)
+    return a.minimum(b) if isinstance(a, Formula) else min(a, b)
 
 
 def greatest(a: Value, b: Value) -> Value:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.maximum(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        x, number = (a, b) if isinstance(a, Tensor) else (b, a)
-        return x.clamp(min=number)
-    return max(a, b)
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    if isinstance(b, Tensor):
+        return b.clamp(min=a)
+    return a.maximum(b) if isinstance(a, Formula) else max(a, b)
 
 
 def choose(c: Value, a: Value, b: Value) -> Value:
+    if isinstance(c, Formula):
+        return c.where(a, b)
     return torch.where(c, a, b) if isinstance(c, Tensor) else a if c else b
 
 
 def negate(c: Value) -> Value:
-    return ~c if isinstance(c, Tensor) else not c
+    return ~c if isinstance(c, (Tensor, Formula)) else not c
 
 
 def real(x: Value) -> Tensor:
@@ -89,11 +116,10 @@ def _hull(*values: Value) -> tuple[Value, Value]:
 
 
 def _monotone(function: Callable[..., Value]) -> Callable[..., Bounds]:
-    return lambda *xs: Bounds(function(*(x.lo for x in xs)), function(*(x.hi for x in xs)))
-
-
-def _int_add(a: Bounds, b: Bounds) -> Bounds:
-    return Bounds(a.lo + b.lo, a.hi + b.hi)
+    """For functions that rise in all arguments and round nothing."""
+    return lambda *xs: Bounds(
+        function(*(x.lo for x in xs)), function(*(x.hi for x in xs)), reduce(or_, (x.nan for x in xs))
+    )
 
 
 def _int_mul(a: Bounds, b: Bounds) -> Bounds:
@@ -105,14 +131,6 @@ def _int_mul(a: Bounds, b: Bounds) -> Bounds:
 
 def _int_abs(a: Bounds) -> Bounds:
     return Bounds(greatest(greatest(a.lo, -a.hi), 0), greatest(-a.lo, a.hi))
-
-
-def _int_sign(x: Value) -> Value:
-    return torch.sign(x) if isinstance(x, Tensor) else (x > 0) - (x < 0)
-
-
-def _floor_ratio(a: Value, b: Value) -> Value:
-    return a // b
 
 
 def _trunc_ratio(a: Value, b: Value) -> Value:
@@ -219,14 +237,6 @@ def _unbounded(*xs: Bounds) -> Value:
     return nan
 
 
-def _float_add(a: Bounds, b: Bounds) -> Bounds:
-    return rounded(a.lo + b.lo, a.hi + b.hi, _unbounded(a, b))
-
-
-def _float_sub(a: Bounds, b: Bounds) -> Bounds:
-    return rounded(a.lo - b.hi, a.hi - b.lo, _unbounded(a, b))
-
-
 def _corners(function: Callable[[Value, Value], Value], a: Bounds, b: Bounds) -> tuple[Value, Value]:
     return _hull(*(function(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)))
 
@@ -258,11 +268,6 @@ def _remainder_lost(ratio: Bounds) -> Tensor:
     return torch.where(lost, torch.nan, 0.0)
 
 
-def _float_truncdiv(a: Bounds, b: Bounds) -> Bounds:
-    ratio = _float_div(a, b)
-    return Bounds(ratio.lo.trunc(), ratio.hi.trunc(), ratio.nan)
-
-
 def _float_mod(a: Bounds, b: Bounds) -> Bounds:
     ratio = _float_div(a, b)
     nowhere = _remainder_lost(ratio)
@@ -282,11 +287,6 @@ def _float_abs(a: Bounds) -> Bounds:
 def _float_sign(a: Bounds) -> Bounds:
     lo, hi = torch.sign(a.lo), torch.sign(a.hi)
     return Bounds(choose(a.nan, lo.clamp(max=0.0), lo), choose(a.nan, hi.clamp(min=0.0), hi), a.nan)
-
-
-def _exact_float(function: Callable[[Value, Value], Value]) -> Callable[[Bounds, Bounds], Bounds]:
-    """For minimum and maximum, which rise in both arguments and round nothing."""
-    return lambda a, b: Bounds(function(a.lo, b.lo), function(a.hi, b.hi), a.nan | b.nan)
 
 
 def _from_row(op: str) -> Callable[..., Bounds]:
@@ -319,14 +319,6 @@ def _xor(a: Bounds, b: Bounds) -> Bounds:
     known = (a.lo == a.hi) & (b.lo == b.hi)
     value = a.lo ^ b.lo
     return Bounds(known & value, negate(known) | value)
-
-
-def _lt(a: Bounds, b: Bounds) -> Bounds:
-    return Bounds((a.hi < b.lo) & negate(a.nan | b.nan), a.lo < b.hi)
-
-
-def _le(a: Bounds, b: Bounds) -> Bounds:
-    return Bounds((a.hi <= b.lo) & negate(a.nan | b.nan), a.lo <= b.hi)
 
 
 def _eq(a: Bounds, b: Bounds) -> Bounds:
@@ -364,10 +356,6 @@ def _single(x: Value) -> Tensor:
     return x.float().double() if isinstance(x, Tensor) else real(x)
 
 
-def _bool_to_int(a: Bounds) -> Bounds:
-    return Bounds(*(x.to(torch.int64) if isinstance(x, Tensor) else int(x) for x in (a.lo, a.hi)))
-
-
 def _float_to_int(a: Bounds) -> Bounds:
     wild = (a.lo < -(2.0**62)) | (a.hi > 2.0**62) | a.nan
     if wild.ndim == 0:
@@ -382,20 +370,16 @@ def _number_to_bool(a: Bounds) -> Bounds:
     return Bounds((a.lo > 0) | (a.hi < 0), negate(zero))
 
 
-def _same(a: Bounds, *ignored: Bounds) -> Bounds:
-    return a
-
-
 INT_RULES: dict[str, Callable[..., Bounds]] = {
-    "add": _int_add,
+    "add": lambda a, b: Bounds(a.lo + b.lo, a.hi + b.hi),
     "sub": lambda a, b: Bounds(a.lo - b.hi, a.hi - b.lo),
     "mul": _int_mul,
     "neg": lambda a: Bounds(-a.hi, -a.lo),
     "abs": _int_abs,
     "minimum": _monotone(least),
     "maximum": _monotone(greatest),
-    "sign": _monotone(_int_sign),
-    "floordiv": _int_division(_floor_ratio),
+    "sign": _monotone(lambda x: torch.sign(x) if isinstance(x, Tensor) else (x > 0) - (x < 0)),
+    "floordiv": _int_division(floordiv),
     "truncdiv": _int_division(_trunc_ratio),
     "mod": _int_mod,
     **{op: _bitwise(op) for op in ("bitand", "bitor", "bitxor")},
@@ -406,37 +390,37 @@ INT_RULES: dict[str, Callable[..., Bounds]] = {
     "to_bool": _number_to_bool,
 }
 FLOAT_RULES: dict[str, Callable[..., Bounds]] = {
-    "add": _float_add,
-    "sub": _float_sub,
+    "add": lambda a, b: rounded(a.lo + b.lo, a.hi + b.hi, _unbounded(a, b)),
+    "sub": lambda a, b: rounded(a.lo - b.hi, a.hi - b.lo, _unbounded(a, b)),
     "mul": _float_mul,
     "div": _float_div,
     "pow": _float_pow,
     "floordiv": _float_floordiv,
-    "truncdiv": _float_truncdiv,
+    "truncdiv": lambda a, b: _monotone(torch.trunc)(_float_div(a, b)),
     "mod": _float_mod,
     "neg": lambda a: Bounds(-a.hi, -a.lo, a.nan),
     "abs": _float_abs,
     "sign": _float_sign,
-    "minimum": _exact_float(least),
-    "maximum": _exact_float(greatest),
+    "minimum": _monotone(least),
+    "maximum": _monotone(greatest),
     "isnan": lambda a: Bounds(False, a.nan),
     "isinf": lambda a: Bounds(False, a.lo.isinf() | a.hi.isinf()),
     "to_int": _float_to_int,
     "to_bool": _number_to_bool,
-    "detach": _same,
-    "with_grad": _same,
+    "detach": lambda a: a,
+    "with_grad": lambda a, x, slope: a,
 }
 BOOL_RULES: dict[str, Callable[..., Bounds]] = {
     "and_": lambda a, b: Bounds(a.lo & b.lo, a.hi & b.hi),
     "or_": lambda a, b: Bounds(a.lo | b.lo, a.hi | b.hi),
     "xor": _xor,
     "not_": _not,
-    "to_int": _bool_to_int,
+    "to_int": _monotone(lambda x: x.to(torch.int64) if isinstance(x, Tensor) else int(x)),
     "to_float": _to_float,
 }
 ANY_KIND_RULES: dict[str, Callable[..., Bounds]] = {
-    "lt": _lt,
-    "le": _le,
+    "lt": lambda a, b: Bounds((a.hi < b.lo) & negate(a.nan | b.nan), a.lo < b.hi),
+    "le": lambda a, b: Bounds((a.hi <= b.lo) & negate(a.nan | b.nan), a.lo <= b.hi),
     "eq": _eq,
     "ne": lambda a, b: _not(_eq(a, b)),
     "where": _where,

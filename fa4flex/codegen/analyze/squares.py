@@ -1,4 +1,4 @@
-"""Tile classes by interval arithmetic on squares of tiles, split until decided; then by looking."""
+"""Tile classes by interval arithmetic on squares of tiles, split until decided; then by evaluation."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def classify_squares(
     dtype: torch.dtype,
 ) -> Squares:
     """Classes of all tiles of a mask whose lengths and captured numbers are bound to constants."""
-    return _Classifier(_Looker(mask, maps[1], shape, tables, known, dtype), maps, shape, tile).run()
+    return _Classifier(_Evaluator(mask, maps[1], shape, tables, known, dtype), maps, shape, tile).run()
 
 
-class _Looker:
-    """Asks the mask about boxes: what is certain, what is possible, what is."""
+class _Evaluator:
+    """Evaluates the mask on boxes: what is certain, what is possible, what is."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class _Looker:
 
 
 class _Classifier:
-    def __init__(self, look: _Looker, maps: tuple[int, int], shape: Shape, tile: tuple[int, int]) -> None:
-        self.look, self.shape, self.tile = look, shape, tile
+    def __init__(self, mask: _Evaluator, maps: tuple[int, int], shape: Shape, tile: tuple[int, int]) -> None:
+        self.mask, self.shape, self.tile = mask, shape, tile
         self.maps = maps[0] * maps[1]
         self.rows, self.columns = -(-shape.q_len // tile[0]), -(-shape.kv_len // tile[1])
 
@@ -144,7 +144,7 @@ class _Classifier:
             torch.arange(self.maps), torch.arange(padded[0] // side), torch.arange(padded[1] // side)
         ).reshape(-1, 3)
         while side and len(places):
-            full, empty = self.look.certain(self._boxes(places, side))
+            full, empty = self.mask.certain(self._boxes(places, side))
             m, r, c = places[full].T
             classes.view(self.maps, padded[0] // side, side, padded[1] // side, side)[m, r, :, c, :] = FULL
             places = places[~(full | empty)]
@@ -175,16 +175,16 @@ class _Classifier:
         return parts[(parts[:, 1] * side < self.rows) & (parts[:, 2] * side < self.columns)]
 
     def _settle(self, classes: Tensor, places: Tensor) -> tuple[int, int]:
-        """Decide single tiles by looking: how many by two witnesses, by evaluation; others by their parts."""
+        """Decide single tiles: how many by two witnesses, by evaluation; others by their parts."""
         tiles = self._boxes(places, 1)
-        true, false = self.look.points(
+        true, false = self.mask.points(
             tiles.m, _probes(tiles.q_lo, tiles.q_hi), _probes(tiles.kv_lo, tiles.kv_hi)
         )
         witnessed = int((true & false).sum())
         owner, parts = self._parts(tiles, (~(true & false)).nonzero().squeeze(1))
         evaluated = 0
         if len(parts):
-            full, empty = self.look.certain(parts)
+            full, empty = self.mask.certain(parts)
             true[owner[full]] = True
             false[owner[empty]] = True
             left = ~(full | empty) & ~(true & false)[owner]
@@ -194,7 +194,7 @@ class _Classifier:
         for first, stop in zip((0, *ROUNDS), ROUNDS):
             now = (place >= first) & (place < stop) & ~(true & false)[owner]
             if now.any():
-                some_true, some_false = self.look.elements(parts.select(now))
+                some_true, some_false = self.mask.elements(parts.select(now))
                 true[owner[now][some_true]] = True
                 false[owner[now][some_false]] = True
         result = torch.where(true & false, PARTIAL, torch.where(true, FULL, 0)).to(torch.uint8)

@@ -17,10 +17,25 @@ from itertools import product
 from math import isqrt, prod
 from typing import Literal
 
-from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.linear import linear
+from fa4flex.codegen.analyze.rules import Bounds, rule_for
 from fa4flex.codegen.evaluate import MODEST
-from fa4flex.codegen.expr import FALSE, SYMBOLS, TRUE, Expr, Kind, apply, const, load, reduce, sym, to_int
+from fa4flex.codegen.expr import (
+    FALSE,
+    READS,
+    SYMBOLS,
+    TRUE,
+    Expr,
+    Kind,
+    apply,
+    const,
+    folded,
+    load,
+    reduce,
+    sym,
+    to_int,
+)
+from fa4flex.codegen.formula import Formula
 
 MOST_READ = 16
 """Elements of a captured tensor that are read for one tile."""
@@ -230,10 +245,10 @@ class _Rules:
 def _if_known(known: Expr, elements: Sequence[Expr], kind: Kind) -> Ends:
     """The least and greatest of elements, if they are all; else any number below MODEST."""
     if kind == "bool":
-        some = apply("or_", apply("not_", known), _folded("or_", elements))
-        return apply("and_", known, _folded("and_", elements)), some
+        some = apply("or_", apply("not_", known), folded("or_", elements))
+        return apply("and_", known, folded("and_", elements)), some
     ends = ("minimum", 1 - MODEST), ("maximum", MODEST - 1)
-    lo, hi = (apply("where", known, _folded(op, elements), const(beyond)) for op, beyond in ends)
+    lo, hi = (apply("where", known, folded(op, elements), const(beyond)) for op, beyond in ends)
     return lo, hi
 
 
@@ -245,38 +260,27 @@ def _positive(x: Expr) -> bool:
     return x.op == "const" and x.kind == "int" and x.value > 0
 
 
-def _folded(op: str, values: Sequence[Expr]) -> Expr:
-    result = values[0]
-    for value in values[1:]:
-        result = apply(op, result, value)
-    return result
-
-
 # --- rules ------------------------------------------------------------------------------------------------
+
+
+def _of(op: str, kind: str) -> Callable[..., Ends]:
+    """The rule of rules.py, for ends that are expressions."""
+    rule = rule_for(op, kind)
+
+    def ends(*arguments: Ends) -> Ends:
+        result = rule(*(Bounds(*map(Formula, argument)) for argument in arguments))
+        return result.lo.expr, result.hi.expr
+
+    return ends
 
 
 def _rising(op: str) -> Callable[..., Ends]:
     return lambda *ends: (apply(op, *(lo for lo, _ in ends)), apply(op, *(hi for _, hi in ends)))
 
 
-def _sub(a: Ends, b: Ends) -> Ends:
-    return apply("sub", a[0], b[1]), apply("sub", a[1], b[0])
-
-
-def _neg(a: Ends) -> Ends:
-    return apply("neg", a[1]), apply("neg", a[0])
-
-
-def _abs(a: Ends) -> Ends:
-    below = apply("neg", a[1])
-    return apply("maximum", apply("maximum", a[0], below), const(0)), apply(
-        "maximum", apply("neg", a[0]), a[1]
-    )
-
-
 def _hull(values: Sequence[Expr]) -> Ends:
     values = list(dict.fromkeys(values))
-    return _folded("minimum", values), _folded("maximum", values)
+    return folded("minimum", values), folded("maximum", values)
 
 
 def _mul(a: Ends, b: Ends) -> Ends:
@@ -287,16 +291,11 @@ def _mul(a: Ends, b: Ends) -> Ends:
     return _hull([apply("mul", x, y) for x in a for y in b])
 
 
-def _by_constant(op: str, least: int) -> Callable[[Ends, Ends], Ends | None]:
-    """For what rises with its first argument, where the second is a constant of at least so much."""
-
-    def rule(a: Ends, b: Ends) -> Ends | None:
-        by = b[0]
-        if by is not b[1] or by.op != "const" or by.value < least:
-            return None
-        return apply(op, a[0], by), apply(op, a[1], by)
-
-    return rule
+def _shr(a: Ends, b: Ends) -> Ends | None:
+    by = b[0]
+    if by is not b[1] or by.op != "const" or by.value < 0:
+        return None
+    return apply("shr", a[0], by), apply("shr", a[1], by)
 
 
 def _floordiv(a: Ends, b: Ends) -> Ends | None:
@@ -318,65 +317,20 @@ def _mod(a: Ends, b: Ends) -> Ends | None:
     return apply("where", same, lo, const(0)), apply("where", same, hi, const(by.value - 1))
 
 
-def _not(a: Ends) -> Ends:
-    return apply("not_", a[1]), apply("not_", a[0])
-
-
-def _xor(a: Ends, b: Ends) -> Ends:
-    """Known where both are."""
-    known = _folded("and_", [apply("eq", *a), apply("eq", *b)])
-    value = apply("xor", a[0], b[0])
-    return apply("and_", known, value), apply("or_", apply("not_", known), value)
-
-
-def _lt(a: Ends, b: Ends) -> Ends:
-    return apply("lt", a[1], b[0]), apply("lt", a[0], b[1])
-
-
-def _le(a: Ends, b: Ends) -> Ends:
-    return apply("le", a[1], b[0]), apply("le", a[0], b[1])
-
-
-def _eq(a: Ends, b: Ends) -> Ends:
-    points = [apply("eq", *a), apply("eq", *b), apply("eq", a[0], b[0])]
-    return _folded("and_", points), apply("and_", apply("le", a[0], b[1]), apply("le", b[0], a[1]))
-
-
-def _where(c: Ends, a: Ends, b: Ends) -> Ends:
-    certain, possible = c
-    lo = apply("where", possible, apply("minimum", a[0], b[0]), b[0])
-    hi = apply("where", possible, apply("maximum", a[1], b[1]), b[1])
-    return apply("where", certain, a[0], lo), apply("where", certain, a[1], hi)
-
-
-def _to_bool(a: Ends) -> Ends:
-    return _not(_eq(a, (const(0), const(0))))
-
+_not, _xor, _differ = _of("not_", "bool"), _of("xor", "bool"), _of("ne", "int")
 
 _RULES: dict[tuple[str, str], Callable[..., Ends | None]] = {
-    ("add", "int"): _rising("add"),
-    ("sub", "int"): _sub,
-    ("neg", "int"): _neg,
-    ("abs", "int"): _abs,
+    **{(op, "int"): _of(op, "int") for op in ("add", "sub", "neg", "abs", "minimum", "maximum")},
+    **{(op, "bool"): _of(op, "bool") for op in ("not_", "and_", "or_", "xor", "where")},
+    **{(op, "any"): _of(op, "int") for op in ("lt", "le", "eq", "ne")},
     ("mul", "int"): _mul,
-    ("minimum", "int"): _rising("minimum"),
-    ("maximum", "int"): _rising("maximum"),
     ("floordiv", "int"): _floordiv,
-    ("shr", "int"): _by_constant("shr", 0),
+    ("shr", "int"): _shr,
     ("mod", "int"): _mod,
-    ("where", "bool"): _where,
     ("to_int", "bool"): _rising("to_int"),
     ("to_float", "int"): _rising("to_float"),
-    ("to_bool", "int"): _to_bool,
-    ("not_", "bool"): _not,
-    ("and_", "bool"): _rising("and_"),
-    ("or_", "bool"): _rising("or_"),
-    ("xor", "bool"): _xor,
+    ("to_bool", "int"): lambda a: _differ(a, (const(0), const(0))),
     ("eq", "bool"): lambda a, b: _not(_xor(a, b)),
     ("ne", "bool"): _xor,
-    ("lt", "any"): _lt,
-    ("le", "any"): _le,
-    ("eq", "any"): _eq,
-    ("ne", "any"): lambda a, b: _not(_eq(a, b)),
 }
 """Rules, by operation and kind of the first argument."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, bind, on_host, slots_read
+from fa4flex.codegen.analyze.domain import Ragged, Shape, bind, on_host, slots_read
 from fa4flex.codegen.analyze.intervals import Intervals, KeyIntervals, key_intervals
 from fa4flex.codegen.analyze.overflow import beyond_int64, fits, fitted
 from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
@@ -46,7 +46,7 @@ def tile_map(
     assume holds for the captured tables as they are now. `dtype` is that of float arithmetic in the mask.
     `contents` as a schedule has it.
     """
-    if _reads_tensors(mask):
+    if slots_read(mask):
         here = captured if contents == "counted" else on_host(captured, mask)
         read = [here.operands[slot] for slot in sorted(slots_read(mask))]
         key = mask, keys, shape, exactly(*captured.scalars), tile, dtype
@@ -59,11 +59,6 @@ def tile_map(
 
 _maps: Followed[TileMap] = Followed(32, 4)
 """Maps of masks that read captured tensors, by the tensors' contents."""
-
-
-@lru_cache(maxsize=1024)
-def _reads_tensors(mask: Expr) -> bool:
-    return any(node.op in READS for node in nodes(mask))
 
 
 def _classified(

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from fa4flex.codegen.analyze.gradient import Formula
-from fa4flex.codegen.analyze.linear import Linear, linear
+from fa4flex.codegen.analyze.linear import Linear, linear, nonnegative
 from fa4flex.codegen.emit.nodes import (
     KV,
     OFFSET,
@@ -23,9 +22,9 @@ from fa4flex.codegen.emit.nodes import (
     Q,
     Rate,
     axes,
+    credit,
     device,
     jumps,
-    nonnegative,
     power_of_two,
     rate,
 )
@@ -42,6 +41,7 @@ from fa4flex.codegen.emit.terms import (
     total,
 )
 from fa4flex.codegen.expr import Expr, apply, const, load, nodes, rebuild, search, to_float
+from fa4flex.codegen.formula import Formula
 from fa4flex.codegen.ops import COMPARISONS, OPS
 from fa4flex.errors import Origin
 
@@ -77,18 +77,9 @@ class Lowering:
                 self._bool(x) if x.kind == "bool" else self._int(x) if x.kind == "int" else self._float(x)
             )
             self._values[x] = lowered
-            self.credit(lowered)
+            credit(lowered, self._here, self.came)
             self._here = above
         return self._values[x]
-
-    def credit(self, lowered: Expr) -> None:
-        """New nodes under `lowered` come from the line that is being lowered."""
-        stack = [lowered]
-        while stack:
-            node = stack.pop()
-            if node not in self.came:
-                self.came[node] = self._here
-                stack.extend(node.args)
 
     def value_within(self, x: Expr, around: Expr) -> Expr:
         """`value` of an expression that analysis derived from `around`."""
@@ -102,7 +93,7 @@ class Lowering:
         self._here = self._origins.get(around)
         result = self._index(slot, index)
         for i in result:
-            self.credit(i)
+            credit(i, self._here, self.came)
         self._here = None
         return result
 
@@ -237,7 +228,7 @@ class Lowering:
             factor = self._factor(x)
             self._terms[x] = merged(self._sum_of(x) if factor is None else ((factor, ONE),))
             for _, atom in self._terms[x]:
-                self.credit(atom)
+                credit(atom, self._here, self.came)
             self._here = above
         return self._terms[x]
 

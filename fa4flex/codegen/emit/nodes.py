@@ -19,12 +19,12 @@ reduce with COLLECT   the values for every i of an axis, as a tuple; element_of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
 from fa4flex.codegen.expr import SYMBOLS, Expr, Kind, _node, apply, const, scalar, sym, walk
 from fa4flex.codegen.ops import COMPARISONS, OPS
+from fa4flex.errors import Origin
 
 Rate = Literal["uniform", "row", "column", "diagonal", "pair", "element"]
 RATES: tuple[Rate, ...] = ("uniform", "row", "column", "diagonal", "pair", "element")
@@ -53,15 +53,21 @@ def device(op: str, *args: Expr, value: object = None, kind: Kind = "float") -> 
     return _node(op, args, value, kind)
 
 
+def credit(root: Expr, origin: Origin | None, came: dict[Expr, Origin | None]) -> None:
+    """Enter in `came` that new nodes under `root` come from a line of the user's code."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node not in came:
+            came[node] = origin
+            stack.extend(node.args)
+
+
 def rate(x: Expr) -> Rate:
     """Rate at which x changes while a tile is computed."""
     if "score" in x.free:
         return "element"
     return _MOVING.get(frozenset(_BASE_OF.get(name, name) for name in x.free) & _MOVES, "pair")
-
-
-def cheapest(rates: Iterable[Rate]) -> Rate:
-    return min(rates, key=RATES.index)
 
 
 def is_leaf(x: Expr) -> bool:
@@ -93,29 +99,6 @@ def jumps(x: Expr) -> bool:
 _JUMPS = COMPARISONS | {
     "floor", "ceil", "round", "trunc", "to_int", "exact_ratio", "floor_quotient", "remainder",
 }  # fmt: skip
-
-
-def nonnegative(x: Expr) -> bool:
-    """True if an integer of a traced mod is >= 0 for reasons visible in its form alone."""
-    args = x.args
-    match x.op:
-        case "const":
-            return bool(x.value >= 0)
-        case "sym" | "abs" | "search":
-            return True  # indices, lengths and reduction axes count from 0
-        case "to_int":
-            return args[0].kind == "bool"
-        case "add" | "mul" | "floordiv" | "minimum":
-            return all(map(nonnegative, args))
-        case "where":
-            return all(map(nonnegative, args[1:]))
-        case "maximum" | "bitand":
-            return any(map(nonnegative, args))
-        case "shr":
-            return nonnegative(args[0])
-        case "mod":
-            return args[1].op == "const" and bool(args[1].value > 0)
-    return False
 
 
 def axes(x: Expr) -> frozenset[str]:

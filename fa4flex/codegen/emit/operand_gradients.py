@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,9 +91,8 @@ def _loops(term: CapturedGradient, most: int) -> bool:
 
 def _along_axes(term: CapturedGradient) -> Iterator[CapturedGradient]:
     """One for every value of the axes of reductions around the read."""
-    names = [sym(axis) for axis, _ in term.axes]
-    for point in itertools.product(*(range(extent) for _, extent in term.axes)):
-        values = dict(zip(names, map(const, point), strict=True))
+    for point in term.points():
+        values = {sym(axis): const(value) for axis, value in point.items()}
         index = tuple(substitute(i, values) for i in term.index)
         yield replace(term, index=index, value=substitute(term.value, values), axes=())
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fa4flex.codegen.emit.nodes import COLLECT, DEVICE_SYMBOLS, KV, LOADS, OFFSET, RATES, SCALE, Q, rate
-from fa4flex.codegen.expr import SYMBOLS, Expr, walk
+from fa4flex.codegen.expr import READS, SYMBOLS, Expr, slot_of, walk
 from fa4flex.codegen.ops import INFIX, OPS, PREFIX
 
 DEVICE_FUNCTIONS = {
@@ -84,8 +84,8 @@ class Names:
         for node in walk(*roots):
             if node.op == "scalar":
                 self.number(node.value)
-            elif node.op in ("load", "search"):
-                self.tensor(node.value if node.op == "load" else node.value[0])
+            elif node.op in READS:
+                self.tensor(slot_of(node))
 
     def tensor(self, slot: int) -> str:
         return self._slot("t", slot, self.tensors)
@@ -233,8 +233,7 @@ class Printer:
     def base_name(self, node: Expr) -> str:
         """Base name for the value of a node."""
         if node.op in LOADS:
-            slot = node.value if node.op == "load" else node.value[0]
-            return f"{self.names.tensor(slot)}_at"
+            return f"{self.names.tensor(slot_of(node))}_at"
         if node.op == "reduce":
             if node.value[0] == COLLECT:
                 return self.base_name(node.args[0])

@@ -9,32 +9,25 @@ otherwise.
 from __future__ import annotations
 
 from fa4flex.codegen.analyze.linear import Linear, linear
-from fa4flex.codegen.emit.nodes import BASES, KV, ONE, device, jumps, rate
-from fa4flex.codegen.expr import Expr, apply, const, substitute, walk
+from fa4flex.codegen.emit.nodes import BASES, KV, ONE, credit, device, jumps, rate
+from fa4flex.codegen.expr import Expr, apply, const, rewritten, substitute, walk
 from fa4flex.errors import Origin
 
 
 def with_steps(root: Expr, came: dict[Expr, Origin | None], pairs: bool = True) -> Expr:
     """`root` with what is linear in an index written by steps, from the same lines (`came`). `pairs`: a
     thread's keys begin at an even one, so that neighbours may be loaded at once."""
-    memo: dict[Expr, Expr] = {}
     exact = set(walk(*(a for x in walk(root) if jumps(x) for a in x.args if "score" not in a.free)))
-    for node in walk(root):
-        args = tuple(memo[a] for a in node.args)
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         result = _linear(node.op, args) if node.kind == "float" and node not in exact else None
         if result is None and node.op == "load":
             result = _near(node, args, pairs)
-        memo[node] = result or device(node.op, *args, value=node.value, kind=node.kind)
-        _credit(memo[node], came, came.get(node))
-    return memo[root]
+        made = result or device(node.op, *args, value=node.value, kind=node.kind)
+        credit(made, came.get(node), came)
+        return made
 
-
-def _credit(node: Expr, came: dict[Expr, Origin | None], origin: Origin | None) -> None:
-    """New nodes under `node` come from the same line."""
-    if node not in came:
-        came[node] = origin
-        for arg in node.args:
-            _credit(arg, came, origin)
+    return rewritten(root, change)
 
 
 # --- multiply-adds --------------------------------------------------------------------------------------

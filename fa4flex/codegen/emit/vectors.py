@@ -6,20 +6,21 @@ A dot product of a query's vector with a key's loads each vector once, not once 
 from __future__ import annotations
 
 from fa4flex.codegen.emit.nodes import COLLECT, RATES, axes, device, is_leaf, rate, repeats
-from fa4flex.codegen.expr import Expr, sym, walk
+from fa4flex.codegen.expr import Expr, rewritten, sym
 from fa4flex.errors import Origin
 
 
 def with_vectors(root: Expr, came: dict[Expr, Origin | None]) -> Expr:
     """`root` with the slower parts of its loops collected before them, from the same lines (`came`)."""
-    memo: dict[Expr, Expr] = {}
-    for node in walk(root):
-        args = tuple(memo[a] for a in node.args)
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
         if node.op == "reduce" and not repeats(node):  # what is written out may stay in registers
             args = (_collected(args[0], node, came),)
-        memo[node] = device(node.op, *args, value=node.value, kind=node.kind)
-        came.setdefault(memo[node], came.get(node))
-    return memo[root]
+        made = device(node.op, *args, value=node.value, kind=node.kind)
+        came.setdefault(made, came.get(node))
+        return made
+
+    return rewritten(root, change)
 
 
 def _collected(body: Expr, loop: Expr, came: dict[Expr, Origin | None]) -> Expr:

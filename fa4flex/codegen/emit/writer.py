@@ -10,7 +10,7 @@ from typing import Literal
 
 from fa4flex.codegen.emit.nodes import COLLECT, LOADS, RATES, SCALE, Rate, axes, is_leaf, keeps, rate, repeats
 from fa4flex.codegen.emit.printer import REDUCTIONS, Printer
-from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.expr import Expr, slot_of, walk
 from fa4flex.errors import Origin
 
 COMMENT_COLUMN, LEAST_CODE, WIDTH = 48, 16, 118
@@ -79,18 +79,11 @@ class Writer:
 
     def _inside(self, roots: Iterable[Expr]) -> list[Expr]:
         """The nodes computed here, arguments first."""
-        order: list[Expr] = []
-        seen: set[Expr] = set()
-        stack = [(root, False) for root in reversed(list(roots))]
-        while stack:
-            node, expanded = stack.pop()
-            if expanded:
-                order.append(node)
-            elif node not in seen and node not in self.given and not is_leaf(node):
-                seen.add(node)
-                stack.append((node, True))
-                stack.extend((arg, False) for arg in reversed(node.args))
-        return order
+
+        def needed(xs: Iterable[Expr]) -> list[Expr]:
+            return [x for x in xs if x not in self.given and not is_leaf(x)]
+
+        return list(walk(*needed(roots), into=lambda node: needed(node.args)))
 
     def _compute(
         self, roots: Iterable[Expr], named: Mapping[Expr, str], indent: str, bound: frozenset[str]
@@ -141,7 +134,7 @@ class Writer:
         if node.op == "scalar" and node is not SCALE:
             self.slots[names.number(node.value)] = f"at.scalars[{node.value}]"
         elif node.op in (*LOADS, "search", "wrapped", "confined"):
-            slot = node.value if node.op == "load" else node.value[0]
+            slot = slot_of(node)
             self.slots[names.tensor(slot)] = f"at.operands[{slot}]"
         elif node.op == "sym" and node.value in self.loop:
             self.slots[names.axis(node.value)] = f"at.loop[{self.loop.index(node.value)}]"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.expr import READS, Expr, slot_of, walk
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
@@ -169,12 +169,12 @@ _LIMITS = {int: "int64", float: "finite"}
 """Beyond these, a number is part of the program rather than one that varies."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Sizes of a Captures at some moment, so that an abandoned trace can be undone."""
+class CapturedNumber(NamedTuple):
+    """A run-time number, with what the user would call it, and where it is read."""
 
-    operands: int
-    scalars: int
+    name: str
+    value: int | float
+    path: Path
 
 
 @dataclass
@@ -182,9 +182,7 @@ class Captures:
     """Tensors and run-time numbers by slot; shared between the traces of a score mod and of a mask."""
 
     operands: tuple[Operand, ...] = ()
-    scalars: tuple[int | float, ...] = ()
-    scalar_names: tuple[str, ...] = ()
-    scalar_paths: tuple[Path, ...] = ()
+    numbers: tuple[CapturedNumber, ...] = ()
     paths: dict[int, Path] = field(default_factory=dict)
     """Path to each captured tensor that the traces read, by id."""
     guards: tuple[Guard, ...] = ()
@@ -205,10 +203,8 @@ class Captures:
 
     def scalar_slot(self, name: str, value: int | float, path: Path) -> int:
         """A new slot for a run-time number, which was found at `path`."""
-        self.scalars += (value,)
-        self.scalar_names += (name,)
-        self.scalar_paths += (path,)
-        return len(self.scalars) - 1
+        self.numbers += (CapturedNumber(name, value, path),)
+        return len(self.numbers) - 1
 
     def depend(
         self,
@@ -234,16 +230,18 @@ class Captures:
             results |= {id(x): x for x in (*own, *of_recipe) if id(x) in self.paths or own}
         return tuple(results.values())
 
-    def mark(self) -> Mark:
-        return Mark(len(self.operands), len(self.scalars))
+    @property
+    def scalars(self) -> tuple[int | float, ...]:
+        return tuple([number.value for number in self.numbers])
 
-    def rewind(self, mark: Mark) -> None:
+    def mark(self) -> tuple[int, int]:
+        """Numbers of operands and of numbers, to `rewind` an abandoned trace to."""
+        return len(self.operands), len(self.numbers)
+
+    def rewind(self, mark: tuple[int, int]) -> None:
         """Forget everything captured since `mark`."""
-        self.operands = self.operands[: mark.operands]
-        del self._keys[mark.operands :]
-        self.scalars = self.scalars[: mark.scalars]
-        self.scalar_names = self.scalar_names[: mark.scalars]
-        self.scalar_paths = self.scalar_paths[: mark.scalars]
+        self.operands, self.numbers = self.operands[: mark[0]], self.numbers[: mark[1]]
+        del self._keys[mark[0] :]
 
     def finish(self, *traced: Traced) -> tuple[Traced, ...]:
         """The traces with slots numbered by first use in their roots, and unused slots dropped.
@@ -254,14 +252,12 @@ class Captures:
         tensor_slots, scalar_slots = _used_slots([t.root for t in traced])
         self.operands = tuple(self.operands[slot] for slot in tensor_slots)
         self._keys = [self._keys[slot] for slot in tensor_slots]
+        self.numbers = tuple(self.numbers[slot] for slot in scalar_slots)
         self.guards += tuple(
-            Guard(_LIMITS[type(self.scalars[slot])], self.scalar_paths[slot])
-            for slot in scalar_slots
-            if type(self.scalars[slot]) in _LIMITS and self.scalar_paths[slot].kind != "extent"
+            Guard(_LIMITS[type(x.value)], x.path)
+            for x in self.numbers
+            if type(x.value) in _LIMITS and x.path.kind != "extent"
         )
-        self.scalars = tuple(self.scalars[slot] for slot in scalar_slots)
-        self.scalar_names = tuple(self.scalar_names[slot] for slot in scalar_slots)
-        self.scalar_paths = tuple(self.scalar_paths[slot] for slot in scalar_slots)
         return tuple(t.renumbered(tensor_slots, scalar_slots) for t in traced)
 
 
@@ -286,10 +282,8 @@ def _used_slots(roots: Sequence[Expr]) -> tuple[dict[int, int], dict[int, int]]:
     tensors: dict[int, int] = {}
     scalars: dict[int, int] = {}
     for node in walk(*roots):
-        if node.op == "load":
-            tensors.setdefault(node.value, len(tensors))
-        elif node.op == "search":
-            tensors.setdefault(node.value[0], len(tensors))
+        if node.op in READS:
+            tensors.setdefault(slot_of(node), len(tensors))
         elif node.op == "scalar":
             scalars.setdefault(node.value, len(scalars))
     return tensors, scalars

@@ -176,7 +176,7 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if traced or _numbers_stay(function, args, kwargs, flat):
         with without_functions():
             return _build(function, args, kwargs)
-    return _run_real(_real_function(function), args, kwargs)
+    return _run_real(getattr(torch, function) if isinstance(function, str) else function, args, kwargs)
 
 
 def _numbers_stay(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any]) -> bool:
@@ -192,16 +192,13 @@ def _numbers_stay(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return scalars_only or makes_value(name, args, kwargs)
 
 
-def _real_function(function: Any) -> Callable[..., Any]:
-    return getattr(torch, function) if isinstance(function, str) else function
-
-
 def _build(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function is Tensor.where:
         function = ".where"
     name = name_of(function)
     method, name = name.startswith("."), name.removeprefix(".")
-    _refuse_mutation(name, kwargs)
+    if _is_mutation(name, kwargs):
+        raise _mutation(name)
     if canonical(name) in _RANDOM:
         raise _random(name)
     builder = METHODS.get(name) if method else None
@@ -259,11 +256,6 @@ def _is_mutation(name: str, kwargs: Mapping[str, Any]) -> bool:
 _IN_PLACE = frozenset(
     ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 )
-
-
-def _refuse_mutation(name: str, kwargs: Mapping[str, Any]) -> None:
-    if _is_mutation(name, kwargs):
-        raise _mutation(name)
 
 
 def _mutation(name: str) -> TraceError:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen import expr
-from fa4flex.codegen.trace.build import coerce, elementwise, kind_of, made, static_int
+from fa4flex.codegen.trace.build import DEFAULT_DTYPE, coerce, elementwise, kind_of, made, static_int
 from fa4flex.codegen.trace.elementwise import Builder
 from fa4flex.codegen.trace.narrow import WRAPPING, narrowed
 from fa4flex.codegen.trace.paths import Guard, Path
@@ -103,15 +103,11 @@ def _filled(value: Any, size: Any, dtype: torch.dtype | None) -> Value:
     dims = tuple(Dim(None, 1) if n == 1 else Dim(current().fresh_axis(), n) for n in extents)
     x = coerce(value)
     result = x if dtype is None else cast(x, dtype)
-    return Value(result.expr, dims, dtype or result.dtype_or_none or _default(result))
-
-
-def _default(x: Value) -> torch.dtype:
-    return {"bool": torch.bool, "int": torch.int64, "float": torch.float32}[x.expr.kind]
+    return Value(result.expr, dims, dtype or _dtype(result))
 
 
 def _dtype(x: Value) -> torch.dtype:
-    return x.dtype_or_none or _default(x)
+    return x.dtype_or_none or DEFAULT_DTYPE[x.expr.kind]
 
 
 def _new_filled(value: int) -> Builder:
@@ -132,14 +128,6 @@ def new_tensor(input: Any, data: Any, *, dtype: torch.dtype | None = None, **lay
     if isinstance(data, (list, tuple)):
         raise current().error("new_tensor of a list", "a single number", "build the tensor outside the mod")
     return _filled(data, (), dtype or _dtype(coerce(input)))
-
-
-def _like(value: int) -> Builder:
-    def build(input: Any, *, dtype: torch.dtype | None = None, **layout: Any) -> Value:
-        x = coerce(input)
-        return full_like(x, value, dtype=dtype)
-
-    return build
 
 
 def full_like(input: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **layout: Any) -> Value:
@@ -177,11 +165,11 @@ def _representative(x: Value, name: str) -> Tensor:
 _OF_GRADIENTS = ("requires_grad", "grad")
 
 
-def _told(name: str) -> Builder:
+def _property(name: str) -> Builder:
     return lambda x: getattr(_representative(x, name), name)
 
 
-def _answered(name: str) -> Builder:
+def _method(name: str) -> Builder:
     return lambda input, *args, **kwargs: getattr(_representative(coerce(input), name), name)(*args, **kwargs)
 
 
@@ -190,11 +178,11 @@ def _on(*types: str) -> Builder:
 
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "xla", "mtia", "maia", "vulkan", "meta")
-_TOLD = (
+_PROPERTIES = (
     "requires_grad", "grad", "itemsize", "nbytes", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn",
     "is_nested",
 )  # fmt: skip
-_ANSWERED = (
+_METHODS = (
     "element_size", "is_signed", "is_contiguous", "stride", "storage_offset", "is_conj", "is_neg",
     "is_inference", "is_distributed",
 )  # fmt: skip
@@ -206,7 +194,7 @@ ATTRIBUTES: dict[str, Builder] = {
     "ndim": lambda x: len(x.dims),
     "T": reverse_dims, "mT": reverse_dims,
     "layout": lambda x: torch.strided, **{f"is_{device}": _on(device) for device in _DEVICES},
-    **{name: _told(name) for name in _TOLD},
+    **{name: _property(name) for name in _PROPERTIES},
     "data": lambda x: elementwise("detach", x) if x.expr.kind == "float" else x,
     "real": lambda x: x,
 }  # fmt: skip
@@ -249,7 +237,9 @@ DTYPES: dict[str, Builder] = {
     "bool": _cast_to(torch.bool), "short": _cast_to(torch.int16), "char": _cast_to(torch.int8),
     "byte": _cast_to(torch.uint8), "_to_copy": to,
     "new_zeros": _new_filled(0), "new_ones": _new_filled(1), "new_full": new_full, "new_tensor": new_tensor,
-    "zeros_like": _like(0), "ones_like": _like(1), "full_like": full_like,
+    "zeros_like": lambda input, *, dtype=None, **layout: full_like(input, 0, dtype=dtype),
+    "ones_like": lambda input, *, dtype=None, **layout: full_like(input, 1, dtype=dtype),
+    "full_like": full_like,
     "tensor": tensor, "as_tensor": tensor, "asarray": tensor,
     "scalar_tensor": lambda s, **k: tensor(s, dtype=k.get("dtype")),
     "full": lambda size, fill_value, *, dtype=None, **layout: _filled(fill_value, size, dtype),
@@ -257,7 +247,7 @@ DTYPES: dict[str, Builder] = {
     "ndimension": lambda input: len(coerce(input).dims),
     "numel": numel, "nelement": numel,
     "is_floating_point": lambda input: coerce(input).expr.kind == "float", "is_complex": lambda input: False,
-    **{name: _answered(name) for name in _ANSWERED},
+    **{name: _method(name) for name in _METHODS},
     **{name: _reads(name) for name in ("item", "tolist", "numpy", "data_ptr", "nonzero", "is_nonzero")},
 }  # fmt: skip
 _FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor", "full"))

@@ -126,7 +126,7 @@ def _constant_power(base: Value, power: float) -> Value | None:
     if power == 0.5:
         return elementwise("sqrt", base)
     if power == -0.5:
-        return rsqrt(base)
+        return reciprocal(elementwise("sqrt", base))
     return reciprocal(base) if power == -1 and base.expr.kind == "float" else None
 
 
@@ -136,10 +136,6 @@ def square(input: Any) -> Value:
 
 def reciprocal(input: Any) -> Value:
     return elementwise("div", 1.0, input)
-
-
-def rsqrt(input: Any) -> Value:
-    return reciprocal(elementwise("sqrt", input))
 
 
 def where(condition: Any, input: Any = None, other: Any = None) -> Value:
@@ -153,14 +149,6 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Value:
 def clamp(input: Any, min: Any = None, max: Any = None) -> Value:
     result = input if min is None else _maximum(input, min)
     return coerce(result if max is None else _minimum(result, max))
-
-
-def masked_fill(input: Any, mask: Any, value: Any) -> Value:
-    return where(mask, value, input)
-
-
-def isfinite(input: Any) -> Value:
-    return elementwise("not_", elementwise("or_", isnan(input), isinf(input)))
 
 
 def _never_for_ints(op: str) -> Builder:
@@ -191,26 +179,20 @@ def _whole(op: str) -> Builder:
 trunc = _whole("trunc")
 
 
-def _erf_gelu(x: Any) -> Value:
-    return mul(mul(x, 0.5), add(1.0, elementwise("erf", mul(x, math.sqrt(0.5)))))
-
-
 def gelu(input: Any, *, approximate: str = "none") -> Value:
     """Hendrycks & Gimpel, arXiv:1606.08415: x Phi(x), or its tanh approximation."""
     if approximate == "none":
-        return _erf_gelu(input)
-    inner = mul(math.sqrt(2 / math.pi), add(input, mul(0.044715, mul(square(input), input))))
-    return mul(mul(input, 0.5), add(1.0, elementwise("tanh", inner)))
+        inner = elementwise("erf", mul(input, math.sqrt(0.5)))
+    else:
+        cubed = mul(0.044715, mul(square(input), input))
+        inner = elementwise("tanh", mul(math.sqrt(2 / math.pi), add(input, cubed)))
+    return mul(mul(input, 0.5), add(1.0, inner))
 
 
 def relu(input: Any, inplace: bool = False) -> Value:
     # `x <= 0`, not `x > 0`: a NaN then stays a NaN, and the derivative at 0 is torch's 0.
     x = coerce(input)
     return where(elementwise("le", x, 0), mul(x, 0) if x.expr.kind != "float" else 0.0, x)
-
-
-def silu(input: Any, inplace: bool = False) -> Value:
-    return mul(input, elementwise("sigmoid", input))
 
 
 def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Value:
@@ -223,10 +205,6 @@ def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Value:
     )
 
 
-def leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Value:
-    return where(elementwise("gt", input, 0), input, mul(input, negative_slope))
-
-
 def elu(
     input: Any, alpha: Any = 1.0, scale: Any = 1.0, input_scale: Any = 1.0, inplace: bool = False
 ) -> Value:
@@ -234,54 +212,13 @@ def elu(
     return mul(scale, where(elementwise("gt", input, 0), input, below))
 
 
-def selu(input: Any, inplace: bool = False) -> Value:
-    """Klambauer et al., arXiv:1706.02515."""
-    return elu(input, alpha=1.6732632423543772, scale=1.0507009873554805)
-
-
-def hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
-    return clamp(input, min_val, max_val)
-
-
-def hardsigmoid(input: Any, inplace: bool = False) -> Value:
+def _hardsigmoid(input: Any) -> Value:
     return div(clamp(add(input, 3.0), 0.0, 6.0), 6.0)
-
-
-def hardswish(input: Any, inplace: bool = False) -> Value:
-    return mul(input, hardsigmoid(input))
-
-
-def logsigmoid(input: Any) -> Value:
-    return elementwise("neg", softplus(elementwise("neg", input)))
-
-
-def mish(input: Any, inplace: bool = False) -> Value:
-    return mul(input, elementwise("tanh", softplus(input)))
-
-
-def softsign(input: Any) -> Value:
-    return div(input, add(1.0, elementwise("abs", input)))
-
-
-def tanhshrink(input: Any) -> Value:
-    return sub(input, elementwise("tanh", input))
 
 
 def logit(input: Any, eps: Any = None) -> Value:
     x = coerce(input) if eps is None else clamp(input, eps, sub(1.0, eps))
     return elementwise("log", div(x, sub(1.0, x)))
-
-
-def lerp(input: Any, end: Any, weight: Any) -> Value:
-    return add(input, mul(weight, sub(end, input)))
-
-
-def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
-    return add(input, mul(value, mul(tensor1, tensor2)))
-
-
-def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
-    return add(input, mul(value, div(tensor1, tensor2)))
 
 
 def logaddexp(input: Any, other: Any) -> Value:
@@ -331,10 +268,13 @@ _COMPOSED: dict[str, Builder] = {
     "rmod": lambda input, other: elementwise("mod", other, input), "fmod": fmod,
     # fmin and fmax ignore a NaN, minimum and maximum return it.
     "fmin": _without_nan(_minimum), "fmax": _without_nan(_maximum),
-    "clamp": clamp, "clip": clamp, "masked_fill": masked_fill,
+    **dict.fromkeys(("clamp", "clip"), clamp),
     "clamp_min": lambda input, min: clamp(input, min=min),
     "clamp_max": lambda input, max: clamp(input, max=max),
-    "square": square, "reciprocal": reciprocal, "rsqrt": rsqrt, "isfinite": isfinite,
+    "masked_fill": lambda input, mask, value: where(mask, value, input),
+    "square": square, "reciprocal": reciprocal,
+    "rsqrt": lambda input: reciprocal(elementwise("sqrt", input)),
+    "isfinite": lambda input: elementwise("not_", elementwise("or_", isnan(input), isinf(input))),
     "isposinf": lambda input: elementwise("eq", input, math.inf),
     "isneginf": lambda input: elementwise("eq", input, -math.inf),
     "nan_to_num": nan_to_num, "frac": lambda input: sub(input, trunc(input)),
@@ -342,13 +282,28 @@ _COMPOSED: dict[str, Builder] = {
     "log10": lambda input: mul(elementwise("log", input), 1 / math.log(10.0)),
     "deg2rad": lambda input: mul(input, math.pi / 180), "rad2deg": lambda input: mul(input, 180 / math.pi),
     "hypot": lambda input, other: elementwise("sqrt", add(square(input), square(other))),
-    "lerp": lerp, "addcmul": addcmul, "addcdiv": addcdiv, "logaddexp": logaddexp, "logit": logit,
-    "relu": relu, "relu6": lambda input, inplace=False: clamp(input, 0.0, 6.0), "silu": silu, "gelu": gelu,
-    "softplus": softplus, "leaky_relu": leaky_relu, "elu": elu, "selu": selu, "hardtanh": hardtanh,
-    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "logsigmoid": logsigmoid,
-    "log_sigmoid": logsigmoid, "mish": mish,
-    "softsign": softsign, "tanhshrink": tanhshrink, "dropout": dropout,
+    "lerp": lambda input, end, weight: add(input, mul(weight, sub(end, input))),
+    "addcmul": lambda input, tensor1, tensor2, *, value=1: add(input, mul(value, mul(tensor1, tensor2))),
+    "addcdiv": lambda input, tensor1, tensor2, *, value=1: add(input, mul(value, div(tensor1, tensor2))),
+    "logaddexp": logaddexp, "logit": logit, "gelu": gelu, "softplus": softplus, "elu": elu, "relu": relu,
+    "relu6": lambda input, inplace=False: clamp(input, 0.0, 6.0),
+    "leaky_relu": lambda input, negative_slope=0.01, inplace=False: where(
+        elementwise("gt", input, 0), input, mul(input, negative_slope)),
+    # Klambauer et al., arXiv:1706.02515.
+    "selu": lambda input, inplace=False: elu(input, alpha=1.6732632423543772, scale=1.0507009873554805),
+    "silu": lambda input, inplace=False: mul(input, elementwise("sigmoid", input)),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: clamp(input, min_val, max_val),
+    "hardsigmoid": lambda input, inplace=False: _hardsigmoid(input),
+    "hardswish": lambda input, inplace=False: mul(input, _hardsigmoid(input)),
+    **dict.fromkeys(
+        ("logsigmoid", "log_sigmoid"),
+        lambda input: elementwise("neg", softplus(elementwise("neg", input)))),
+    "mish": lambda input, inplace=False: mul(input, elementwise("tanh", softplus(input))),
+    "softsign": lambda input: div(input, add(1.0, elementwise("abs", input))),
+    "tanhshrink": lambda input: sub(input, elementwise("tanh", input)),
+    "dropout": dropout,
 }  # fmt: skip
+"""Functions by formulas of others, those of the torch documentation."""
 
 
 ELEMENTWISE: dict[str, Builder] = {

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from fa4flex.codegen.analyze.bounds import Bounds, bounds
-from fa4flex.codegen.analyze.rules import ANY_INT, UNSURE
+from fa4flex.codegen.analyze.rules import ANY_INT, any_float, of_captured, of_dtype
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import Expr, apply, const, walk
+from fa4flex.codegen.expr import READS, Expr, apply, const, walk
 from fa4flex.codegen.trace.state import current
 
 NARROW = frozenset((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32))
@@ -38,26 +38,16 @@ def narrowed(x: Expr, dtype: torch.dtype) -> Expr:
 def _within(x: Expr, low: int, high: int) -> bool:
     if x.op == "const":
         return bool(low <= x.value <= high)
-    known = {node: result for node in walk(x) if (result := _read(node)) is not None}
+    known = {node: _read(node) for node in walk(x) if node.op == "scalar" or node.op in READS}
     symbols = {name: Bounds(0, _MOST if name in ("b", "h", "num_heads") else _LONGEST) for name in x.free}
-    infinity = torch.tensor(torch.inf, dtype=torch.float64)
-    symbols["score"] = Bounds(-infinity, infinity, True)
+    symbols["score"] = any_float()
     (result,) = bounds([x], symbols, Tables(Captured()), known)
     return bool(result.lo >= low) and bool(result.hi <= high)
 
 
-def _read(node: Expr) -> Bounds | None:
-    """Range of what is captured, whatever its value; None for other nodes."""
-    if node.op not in ("scalar", "load", "search"):
-        return None
-    if node.kind == "float":
-        infinity = torch.tensor(torch.inf, dtype=torch.float64)
-        return Bounds(-infinity, infinity, True)
-    if node.kind == "bool":
-        return UNSURE
-    if node.op == "search":
-        return Bounds(0, _LONGEST)
-    if node.op == "scalar":
-        return ANY_INT
-    limits = torch.iinfo(current().captures.operands[node.value].dtype)
-    return Bounds(limits.min, limits.max)
+def _read(node: Expr) -> Bounds:
+    """Range of what is captured, whatever its value."""
+    integers = ANY_INT
+    if node.kind == "int" and node.op == "load":
+        integers = of_dtype(current().captures.operands[node.value].dtype)
+    return of_captured(node, integers, _LONGEST)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from fa4flex.codegen.expr import Expr, load, rebuild, scalar, search, walk
+from fa4flex.codegen.expr import Expr, make, rewritten
 from fa4flex.errors import Origin
 
 ModKind = Literal["score", "mask"]
@@ -44,17 +44,13 @@ def renumber(
     node: Expr, tensors: Mapping[int, int], scalars: Mapping[int, int], memo: dict[Expr, Expr]
 ) -> Expr:
     """`node` with its slots renumbered; `memo` carries what earlier calls rewrote."""
-    for inner in walk(node):
-        if inner in memo:
-            continue
-        args = tuple(memo[arg] for arg in inner.args)
-        if inner.op == "load":
-            memo[inner] = load(tensors[inner.value], args, inner.kind)
-        elif inner.op == "search":
-            slot, side = inner.value
-            memo[inner] = search(tensors[slot], side, args[0], args[1:])
-        elif inner.op == "scalar":
-            memo[inner] = scalar(scalars[inner.value], inner.kind)
-        else:
-            memo[inner] = rebuild(inner, args)
-    return memo[node]
+
+    def renumbered(inner: Expr, args: tuple[Expr, ...]) -> Expr:
+        value = inner.value
+        if inner.op == "search":
+            value = tensors[value[0]], value[1]
+        elif inner.op in ("load", "scalar"):
+            value = (tensors if inner.op == "load" else scalars)[value]
+        return make(inner.op, args, value, inner.kind)
+
+    return rewritten(node, renumbered, memo)

@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number, is_real
 from fa4flex.errors import Fa4flexError, Origin, TraceError
-from fa4flex.primitives.base import bound_keywords, out_of_order
+from fa4flex.primitives.base import accepted_context, out_of_order
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.score import ModScore, ScoreMod
 
@@ -35,6 +35,18 @@ SIGNATURES: dict[ModKind, tuple[str, ...]] = {
     "mask": ("b", "h", "q_idx", "kv_idx"),
 }
 _SYMBOLS = {"score": "score", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "kv"}
+
+
+@dataclass(frozen=True)
+class _Mod:
+    """A mod that is traced, names of lengths that it asks for, and what all attempts share: `called` are the
+    modules that it calls, by id."""
+
+    fn: Callable[..., Any]
+    kind: ModKind
+    captures: Captures
+    context: tuple[str, ...]
+    called: set[int]
 
 
 class _Restart(Exception):
@@ -58,10 +70,10 @@ def trace(fn: Callable[..., Any], kind: ModKind, captures: Captures) -> Traced:
         _check_signature(part, kind)
     context = _check_signature(fn, kind)
     mark, before = captures.mark(), _random_state()
-    traced = _trace(fn, kind, captures, context)
+    traced = _trace(_Mod(fn, kind, captures, context, {id(fn)}))
     if _random_state() != before:  # another thread may have drawn, too: only a different result tells
         captures.rewind(mark)
-        again = _trace(fn, kind, captures, context)
+        again = _trace(_Mod(fn, kind, captures, context, {id(fn)}))
         if again.root is not traced.root:
             raise _random(fn)
     return traced
@@ -89,65 +101,50 @@ def _random(fn: Callable[..., Any]) -> TraceError:
     )
 
 
-def _trace(fn: Callable[..., Any], kind: ModKind, captures: Captures, context: tuple[str, ...]) -> Traced:
+def _trace(mod: _Mod) -> Traced:
     constants: dict[str, Pinned] = {}
-    called = {id(fn)}
-    mark = captures.mark()
+    mark = mod.captures.mark()
     while True:
         try:
-            return _attempt(fn, kind, captures, context, constants, called)
+            return _attempt(mod, constants)
         except _Restart as restart:
-            captures.rewind(mark)
+            mod.captures.rewind(mark)
             constants.update((n, Pinned(n, value, line)) for n, (value, line) in restart.looked_at.items())
         except BaseException as error:
-            captures.rewind(mark)
-            return _retry_with_constants(fn, kind, captures, context, called, error)
+            mod.captures.rewind(mark)
+            if not isinstance(error, Exception):
+                raise
+            return _retry_with_constants(mod)
 
 
-def _retry_with_constants(
-    fn: Callable[..., Any],
-    kind: ModKind,
-    captures: Captures,
-    context: tuple[str, ...],
-    called: set[int],
-    first: BaseException,
-) -> Traced:
+def _retry_with_constants(mod: _Mod) -> Traced:
     """The mod may fail on proxies for its numbers only (a C extension wants a real int): now none is one."""
-    if not isinstance(first, Exception):
-        raise first
-    mark = captures.mark()
+    mark = mod.captures.mark()
     try:
-        return _attempt(fn, kind, captures, context, {}, called, freeze=True)
+        return _attempt(mod, {}, freeze=True)
     except Fa4flexError as error:
-        captures.rewind(mark)
+        mod.captures.rewind(mark)
         raise error.with_traceback(None) from error.__cause__
     except Exception as error:
-        captures.rewind(mark)
+        mod.captures.rewind(mark)
         raise TraceError(
-            given=f"{_name(fn)} raised {type(error).__name__}: {error}",
-            expected=f"a {kind}_mod that runs on traced values",
+            given=f"{_name(mod.fn)} raised {type(error).__name__}: {error}",
+            expected=f"a {mod.kind}_mod that runs on traced values",
             fix="see the exception above; the mod is called once, on stand-ins for 0-d tensors",
-            where=raising_line(error) or _defined(fn),
+            where=raising_line(error) or _defined(mod.fn),
         ) from error
 
 
-def _attempt(
-    fn: Callable[..., Any],
-    kind: ModKind,
-    captures: Captures,
-    context: tuple[str, ...],
-    constants: dict[str, Pinned],
-    called: set[int],
-    freeze: bool = False,
-) -> Traced:  # fmt: skip
+def _attempt(mod: _Mod, constants: dict[str, Pinned], freeze: bool = False) -> Traced:
+    fn, kind, called = mod.fn, mod.kind, mod.called
     known = len(called)
-    lifter, lifted = _lifted(fn, kind, set(constants), freeze, called)
+    lifter, lifted = _lifted(mod, set(constants), freeze)
     device = lifter.device or torch.device("cpu")
-    state = State(captures, _call.__code__, device, lifter.tensors, lifter.numbers)
+    state = State(mod.captures, _call.__code__, device, lifter.tensors, lifter.numbers)
     state.constant, state.freeze = constants, freeze
     with running(state):
         with asking_types(lifter.asking):
-            result = _call(lifted, kind, context, state, lifter.grad_mode)
+            result = _call(lifted, mod, state, lifter.grad_mode)
         _restart_if_looked(state, constants)
         if len(called) > known:
             state.opaque = state.opaque or "a call of a module"
@@ -159,7 +156,7 @@ def _attempt(
     pinned = tuple(constants.values())
     if freeze:
         pinned = tuple(Pinned(n, value, _defined(fn)) for n, (value, _) in lifter.numbers.items())
-    captures.depend(lifter.guards, lifter.tensors, state.seen, lifter.opaque or state.opaque)
+    mod.captures.depend(lifter.guards, lifter.tensors, state.seen, lifter.opaque or state.opaque)
     return Traced(_name(fn), kind, root, MappingProxyType(state.origins), pinned)
 
 
@@ -168,17 +165,15 @@ def _restart_if_looked(state: State, constants: dict[str, Pinned]) -> None:
         raise _Restart(state.looked_at)
 
 
-def _lifted(
-    fn: Callable[..., Any], kind: ModKind, constant: set[str], freeze: bool, called: set[int]
-) -> tuple[Lifter | GraphLifting, Callable[..., Any]]:
+def _lifted(mod: _Mod, constant: set[str], freeze: bool) -> tuple[Lifter | GraphLifting, Callable[..., Any]]:
     """The lifted function, which knows all names that its code mentions."""
-    if isinstance(fn, GraphFunction):
-        graph = fn.lift(constant, freeze)
+    if isinstance(mod.fn, GraphFunction):
+        graph = mod.fn.lift(constant, freeze)
         return graph, graph.run
     names: frozenset[str] = frozenset()
     while True:
-        lifter = Lifter(constant, freeze, names, called)
-        lifted = _callable(lifter, fn, root(kind))
+        lifter = Lifter(constant, freeze, names, mod.called)
+        lifted = _callable(lifter, mod.fn, root(mod.kind))
         if lifter.mentioned <= names:
             return lifter, lifted
         names |= lifter.mentioned
@@ -193,13 +188,11 @@ def _callable(lifter: Lifter, fn: Callable[..., Any], path: Path) -> Callable[..
     return lifted
 
 
-def _call(
-    lifted: Callable[..., Any], kind: ModKind, context: tuple[str, ...], state: State, grad_mode: bool
-) -> Any:
+def _call(lifted: Callable[..., Any], mod: _Mod, state: State, grad_mode: bool) -> Any:
     """The user's code runs below this frame: with gradients, unless it asks whether there are."""
     dtypes = {"score": torch.float32}
-    args = [_symbol(_SYMBOLS[p], dtypes.get(p, torch.int64)) for p in SIGNATURES[kind]]
-    extra = {name: _symbol(name, torch.int64) for name in context}
+    args = [_symbol(_SYMBOLS[p], dtypes.get(p, torch.int64)) for p in SIGNATURES[mod.kind]]
+    extra = {name: _symbol(name, torch.int64) for name in mod.context}
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or not grad_mode), intercepting(), Tracing():
             result = lifted(*args, **extra)
@@ -244,15 +237,10 @@ def _defined(fn: Any) -> Origin | None:
 
 def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
     """Names of the context (q_len, kv_len, num_heads) that `fn` asks for; raises if it takes no indices."""
-    declared = getattr(fn, "context", None)
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature: calling it will tell
         return ()
-    bound = bound_keywords(fn)
-    context = tuple(p.name for p in parameters if p.name in CONTEXT and p.name not in bound)
-    if isinstance(declared, tuple) and all(name in CONTEXT for name in declared):
-        context = declared
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     indices = [
         p for p in parameters if p.kind in positional and p.default is p.empty and p.name not in CONTEXT
@@ -268,7 +256,7 @@ def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
     arity = len(names) > needed or (len(names) < needed and not takes_any)
     if stuck or arity or out_of_order(names, SIGNATURES[kind]):
         raise _wrong_arity(fn, kind, names, stuck)
-    return context
+    return accepted_context(fn)
 
 
 def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck: list[str]) -> TraceError:

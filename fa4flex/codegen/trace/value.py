@@ -75,6 +75,12 @@ class Proxy:
     def __pos__(self) -> Any:
         return self
 
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
     @classmethod
     def __torch_function__(cls, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call[0](func, args, kwargs or {})
@@ -87,16 +93,11 @@ class Proxy:
         )
 
 
-def _forward(name: str) -> Call:
+def _operator(name: str, reflected: bool = False) -> Call:
     def method(self: Proxy, other: Any) -> Any:
-        return NotImplemented if other is None or isinstance(other, str) else call(name, self, other)
-
-    return method
-
-
-def _reflected(name: str) -> Call:
-    def method(self: Proxy, other: Any) -> Any:
-        return NotImplemented if other is None or isinstance(other, str) else call(name, other, self)
+        if other is None or isinstance(other, str):
+            return NotImplemented
+        return call(name, *((other, self) if reflected else (self, other)))
 
     return method
 
@@ -155,12 +156,6 @@ class Value(Proxy):
         if not self.dims:
             raise self._needs_data("iterates over")
         return iter([self[i] for i in range(len(self))])
-
-    def __divmod__(self, other: Any) -> tuple[Any, Any]:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
-        return other // self, other % self
 
     def __matmul__(self, other: Any) -> Any:
         return call("matmul", self, other)
@@ -235,12 +230,6 @@ class Number(Proxy):
     def __hash__(self) -> int:
         return hash(self.look())
 
-    def __divmod__(self, other: Any) -> tuple[Any, Any]:
-        return self // other, self % other
-
-    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
-        return other // self, other % self
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -296,36 +285,22 @@ def scalar_of(x: Any) -> Any:
     return x.look() if is_number(x) else x
 
 
-def _looking(function: Call) -> Call:
-    return lambda self, *args: function(self.look(), *args)
-
-
 def _install_operators() -> None:
     for name, entry in BINARY.items():
-        setattr(Value, f"__{name}__", _forward(entry))
-        setattr(Value, f"__r{name}__", _reflected(entry))
-        setattr(Number, f"__{name}__", _number_operator(_PYTHON[name], entry, reflected=False))
+        setattr(Value, f"__r{name}__", _operator(entry, reflected=True))
         setattr(Number, f"__r{name}__", _number_operator(_PYTHON[name], entry, reflected=True))
-    for name in COMPARISONS:
-        setattr(Value, f"__{name}__", _forward(name))
-        setattr(Number, f"__{name}__", _number_operator(_PYTHON[name], name, reflected=False))
+    for name, entry in {**BINARY, **dict(zip(COMPARISONS, COMPARISONS, strict=True))}.items():
+        setattr(Value, f"__{name}__", _operator(entry))
+        setattr(Number, f"__{name}__", _number_operator(_PYTHON[name], entry, reflected=False))
     for name, entry in UNARY.items():
-        setattr(Value, f"__{name}__", _method(entry))
+        setattr(Value, f"__{name}__", lambda self, entry=entry: call(entry, self))
         setattr(Number, f"__{name}__", _number_unary(_PYTHON[name], name))
     for name, function in _LOOKING.items():
-        setattr(Number, f"__{name}__", _looking(function))
-
-
-def _method(entry: str) -> Call:
-    return lambda self: call(entry, self)
+        setattr(Number, f"__{name}__", lambda self, *args, of=function: of(self.look(), *args))
 
 
 _PYTHON: dict[str, Call] = {
-    **{
-        name: getattr(operator, name) for name in (*BINARY, *COMPARISONS, *UNARY) if name not in ("and", "or")
-    },
-    "and": operator.and_,
-    "or": operator.or_,
+    name: getattr(operator, f"__{name}__") for name in (*BINARY, *COMPARISONS, *UNARY)
 }
 _LOOKING: dict[str, Call] = {
     "bool": bool, "int": int, "float": float, "index": operator.index, "round": round, "str": str,

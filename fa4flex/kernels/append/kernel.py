@@ -242,7 +242,7 @@ class Append:
         most = Int64(arguments.page_table.shape[1]) * arguments.k_pool.shape[1]
         new = given + count
         if given < 0:
-            report(arguments.faults, "paged_keys negative", (given,))
+            report(arguments.faults, "used_keys negative", (given,))
             new = Int64(0)
         elif new > most:
             report(arguments.faults, "append beyond", (given, Int64(count), most))

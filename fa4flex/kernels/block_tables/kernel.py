@@ -24,8 +24,8 @@ from fa4flex.kernels.block_tables.digest import compare_part, stale
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.folds import folds_of
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.key_lengths import possible
 from fa4flex.kernels.common.keys import row_spans
-from fa4flex.kernels.common.paged_lengths import possible
 from fa4flex.kernels.common.pointwise import terms_of
 from fa4flex.kernels.plan.arguments import BLOCK_TABLES
 
@@ -44,7 +44,7 @@ _Arguments: Any = named("BlockTableArguments", BLOCK_TABLES.read_by("kernel"))
 class BlockTableArguments(_Arguments):
     """operands, scalars: what the mask captured. q_len, kv_len: Int32, the lengths of dense calls, and the
     most that a sequence may have of others, whose own are int32 vectors: cu_seqlens_q, cu_seqlens_k [N + 1],
-    seqused_q, seqused_k [N], corrected, and paged_keys [N] as it was given; None where absent.
+    seqused_q, seqused_k [N], corrected, and used_keys [N] as it was given; None where absent.
     ranges int32 [ranges, B, H, tiles] and pieces int32 [searched, B, H, pieces] are written first and then
     read. tables, turns: see Tables and Turns in kernels/common/arguments.py, one of them; a row's lists begin
     at as many elements as there are columns, times the number of rows before it. Rows of packed sequences
@@ -139,7 +139,7 @@ class BlockTables:
     def read(self, arguments: BlockTableArguments) -> tuple[cute.Tensor, ...]:
         """Tensors that tables are made of: captured ones, and lengths."""
         a = arguments
-        lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.paged_keys
+        lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.used_keys
         return *(a.operands[i] for i in self.config.read), *(x for x in lengths if x is not None)
 
     @cute.jit
@@ -437,9 +437,9 @@ def lengths(arguments: BlockTableArguments, b: Int32) -> tuple[Int32, Int32]:
     """Numbers of queries and keys of a batch entry, or of a sequence."""
     a = arguments
     q_len = _length(a.q_len, a.cu_seqlens_q, a.seqused_q, b)
-    if a.paged_keys is None:
+    if a.used_keys is None:
         return q_len, _length(a.kv_len, a.cu_seqlens_k, a.seqused_k, b)
-    return q_len, possible(Int64(a.paged_keys[b]), Int64(a.kv_len))
+    return q_len, possible(Int64(a.used_keys[b]), Int64(a.kv_len))
 
 
 def _length(most: Int32, cu: cute.Tensor | None, used: cute.Tensor | None, b: Int32) -> Int32:

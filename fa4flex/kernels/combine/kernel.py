@@ -35,7 +35,7 @@ _Arguments: Any = named("CombineArguments", FORWARD.read_by(MERGE))
 
 
 class CombineArguments(_Arguments):
-    """out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and paged_keys [B], sinks [H], or None;
+    """out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and used_keys [B], sinks [H], or None;
     workspace: see workspace.py."""
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fa4flex.kernels.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
+from fa4flex.kernels.plan.arguments import BACKWARD, TABLES, TURNS, forward_schema
+from fa4flex.kernels.plan.keys import Keys
+
+if TYPE_CHECKING:
+    from fa4flex.kernels.common.key_loader import KeyLoader
 
 
 def named(name: str, names: tuple[str, ...]) -> Any:
@@ -17,7 +23,6 @@ def named(name: str, names: tuple[str, ...]) -> Any:
 
 _Tables: Any = named("Tables", TABLES.names)
 _Turns: Any = named("Turns", TURNS.names)
-_Arguments: Any = named("Arguments", FORWARD.read_by("kernel"))
 _BackwardArguments: Any = named("BackwardArguments", BACKWARD.read_by("kernel"))
 
 
@@ -48,14 +53,40 @@ class Turns(_Turns):
     """
 
 
-class Arguments(_Arguments):
-    """q, k, v, out [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
+class Arguments(tuple[Any, ...]):
+    """Arguments of a forward kernel: named tuples, whose fields are rows of their source of keys as well.
+
+    q, k, v, out [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
     lse, max_scores float32 [B, H, S], or packed [H, T]; lengths are int32 vectors; None where absent.
     counters int32 [COUNTERS], zero: tiles taken, blocks done, and what a kernel counts besides. A launch
     leaves them zero, and may not share them with another that runs at the same time.
     order int32 [tiles, 2]: of a ragged batch, the sequence and the number in it of each tile of queries, as
     they are to be computed one after another; behind the last, the sequence is the number of sequences.
+
+    loader       finds keys: k and v are [pages, slots, Hkv, D] then, and used_keys [B] as it was given, any
+                 int; None where keys of a sequence follow each other
     """
+
+    loader: ClassVar[type[KeyLoader] | None] = None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+@lru_cache
+def arguments_of(keys: Keys) -> type[Arguments]:
+    """The class of the arguments of a forward kernel over keys of such a source."""
+    fields = named("Arguments", forward_schema(keys).read_by("kernel"))
+    return type("Arguments", (fields, Arguments), {"loader": _loader(keys)})
+
+
+def _loader(keys: Keys) -> type[KeyLoader] | None:
+    if not keys.loaded:
+        return None
+    module, _, name = keys.loader.partition(":")
+    found: type[KeyLoader] = getattr(import_module(module), name)
+    return found
 
 
 class BackwardArguments(_BackwardArguments):

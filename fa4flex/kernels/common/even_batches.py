@@ -22,7 +22,7 @@ TOLERANCE = 1 / 16
 def splits_of(arguments: Any) -> Int32:
     """Splits of each sequence. All warps of all kernels of a launch find the same; a warp calls this."""
     splits, even = Int32(arguments.splits), Int32(arguments.even_splits)
-    lengths = arguments.seqused_k if arguments.paged_keys is None else arguments.paged_keys
+    lengths = arguments.seqused_k if arguments.used_keys is None else arguments.used_keys
     if const_expr(lengths is not None):  # noqa: SIM102  one is decided when compiled, one when run
         if even < splits:  # noqa: SIM102  lengths are read only where it matters
             if is_even(lengths, Int32(arguments.out.shape[0])):

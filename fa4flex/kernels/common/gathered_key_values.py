@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, cute, pipeline, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.gathering_rings import FilledRing
-from fa4flex.kernels.common.page_lookup import LANES, Found, PageLookup
+from fa4flex.kernels.common.key_lookup import LANES, Found, KeyLookup
 
 CHUNK = 16
 """Bytes that a lane copies at once."""
@@ -75,7 +75,7 @@ class GatheredKeyValues:
     v_ring: FilledRing
     k: Rows
     v: Rows
-    lookup: PageLookup
+    lookup: KeyLookup
 
     def turn_to(self, number: Int32) -> None:
         """A warp's."""
@@ -89,7 +89,7 @@ class GatheredKeyValues:
 
     def _load(self, rows: Rows, ring: FilledRing, state: pipeline.PipelineState, found: Found) -> None:
         lookup, lane = self.lookup, cute.arch.lane_idx()
-        own = [rows.at(page, slot, lookup.table.pages) for page, slot in found.parts]
+        own = [rows.at(page, slot, lookup.loader.pages) for page, slot in found.parts]
         ring.producer_acquire(state)
         block = lookup.tile_n * rows.span
         stage = rows.address + state.index * (lookup.tile_n * rows.width)
@@ -118,7 +118,7 @@ Each = tuple[Any, Any]
 
 
 def gathered(
-    arguments: Arguments, kv_head: Int32, lookup: PageLookup, rings: Each, tiles: Each, rows: Each
+    arguments: Arguments, kv_head: Int32, lookup: KeyLookup, rings: Each, tiles: Each, rows: Each
 ) -> GatheredKeyValues:
     """Keys and values of a head, gathered from the cache to tiles. rows: width of a tile in elements, and
     bytes of a row in one block of its columns."""

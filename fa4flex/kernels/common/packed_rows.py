@@ -10,8 +10,8 @@ from cutlass import Boolean, Int32, const_expr, cute, select_
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.key_lengths import used_length
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_outside, row_spans, seen_by
-from fa4flex.kernels.common.paged_lengths import paged_length
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.plan.few_rows import MOST_ROWS
@@ -86,7 +86,7 @@ def tile_of(
     b, kv_head, split, splits = part
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
     if const_expr(config.paged):
-        kv_len = paged_length(arguments, b)
+        kv_len = used_length(arguments, b)
     if const_expr(arguments.seqused_q is not None):
         q_len = Int32(arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.kernels.common.page_lookup import LANES, Found, PageLookup
+from fa4flex.kernels.common.key_lookup import LANES, Found, KeyLookup
 from fa4flex.kernels.common.transfer import Ring, Transfers, Views
 
 SEVERAL = 5
@@ -39,7 +39,7 @@ class PagedKeyValues:
     v_ring: Ring
     k: Views
     v: Views
-    lookup: PageLookup
+    lookup: KeyLookup
     policy: int | None = None
     few: int = FEW
     alone: bool = False

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import cute, pipeline
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.key_lengths import check_length
+from fa4flex.kernels.common.key_loader import Wanted
+from fa4flex.kernels.common.key_lookup import KeyLookup, Order
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
-from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
 from fa4flex.kernels.common.paged_key_values import PagedKeyValues
-from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, Ring, Transfers, partition, reordered
 from fa4flex.kernels.plan.memory import block_bytes
 from fa4flex.kernels.plan.paging import Boxes
@@ -104,13 +105,14 @@ class Producer:
         k, v = ((width, self.span(width)) for width in (self.config.head_dim, self.config.head_dim_v))
         return gathered(arguments, tile.kv_head, self.lookup(arguments, tile), rings, tiles, (k, v))
 
-    def lookup(self, arguments: Arguments, tile: Tile) -> PageLookup:
+    def lookup(self, arguments: Arguments, tile: Tile) -> KeyLookup:
         """The pages of the tile's keys, or of those that this warp gathers."""
         check_length(arguments, tile.b)
         config, warps = self.config, max(self.config.gather_warps, 1)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) if warps > 1 else 0
-        table, order = page_table(arguments, tile.b, tile.kv_len), Order(tile.keys, tile.first)
+        wanted = Wanted(tile.b, tile.kv_head, Int32(0), tile.kv_len)
         rows = 1 if config.gathers else config.box_rows
-        lookup = PageLookup(table, order, rows, config.tile_n, warps=warps, warp=warp)
+        loader, order = arguments.loader.of(arguments, wanted), Order(tile.keys, tile.first)
+        lookup = KeyLookup(loader, tile.kv_len, order, rows, config.tile_n, warps=warps, warp=warp)
         lookup.begin()
         return lookup

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.paged_lengths import capacity, paged_length
+from fa4flex.kernels.common.key_lengths import capacity, used_length
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
 
 L2_BYTES = 32 << 20
@@ -75,7 +75,7 @@ def dense_grid(
     group = Int32(1)
     if const_expr(ordered):
         keys = Int64(arguments.k.shape[1])
-        if const_expr(arguments.page_table is not None):
+        if const_expr(arguments.loader is not None):
             keys = capacity(arguments)
         head_bytes = keys * 2 * (head_dim + arguments.v.shape[3])
         head_bytes = cutlass.max(head_bytes, Int64(1))
@@ -167,8 +167,8 @@ def dense_work(number: Int32, grid: Grid, arguments: Arguments, longest_first: c
 
 def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
-    if const_expr(arguments.page_table is not None):
-        kv_len = paged_length(arguments, b)
+    if const_expr(arguments.loader is not None):
+        kv_len = used_length(arguments, b)
     if const_expr(arguments.seqused_q is not None):
         q_len = Int32(arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):
@@ -180,7 +180,7 @@ def with_lengths(work: Work, arguments: Arguments) -> Work:
     """A tile that was handed over, with lengths that all tiles have in common as these are known: what is
     read instead takes registers."""
     alike = cute.rank(arguments.q) == 4 and not any(
-        x is not None for x in (arguments.page_table, arguments.seqused_q, arguments.seqused_k)
+        x is not None for x in (arguments.loader, arguments.seqused_q, arguments.seqused_k)
     )
     return _dense_tile(arguments, work.tile, work.h, work.b, work.valid) if alike else work
 
@@ -250,9 +250,9 @@ def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
 
 def packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
     cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
-    if arguments.page_table is not None:
+    if arguments.loader is not None:
         q_offset, kv_offset = cu_q[b], Int32(0)
-        q_len, kv_len = cu_q[b + 1] - q_offset, paged_length(arguments, b)
+        q_len, kv_len = cu_q[b + 1] - q_offset, used_length(arguments, b)
     else:
         q_offset, kv_offset = cu_q[b], cu_k[b]
         q_len, kv_len = cu_q[b + 1] - q_offset, cu_k[b + 1] - kv_offset

@@ -98,8 +98,8 @@ class Consumer(base.Consumer):
         number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         lane = cute.arch.lane_idx()
         first = number // config.key_warps * ROWS + lane // 4
-        k_scale = scale_of(arguments, arguments.k_scale, config.k_scales, tile, config.box_rows)
-        v_scale = scale_of(arguments, arguments.v_scale, config.v_scales, tile, config.box_rows)
+        k_scale = scale_of(arguments, "k", config.k_scales, tile, config.box_rows)
+        v_scale = scale_of(arguments, "v", config.v_scales, tile, config.box_rows)
         rows = tuple(self.row(arguments, tile, first + offset, lane) for offset in OFFSETS)
         words, lift = load_queries(arguments, tile, rows, config.head_dim, lane)
         shares = config.shares_queries

@@ -69,7 +69,9 @@ class DecodePlan(decode.DecodePlan):
         """Estimate of what a consumer thread keeps in registers: parts of two of a warp's ROWS rows."""
         work, by_key = self.work, ("page", "token")
         hooks = work.uniform + THREAD_ROWS * (work.row + work.row_ends + work.column)
-        scales = sum(KEYS // 4 for per in (self.problem.k_scales, self.problem.v_scales) if per in by_key)
+        scales = sum(
+            KEYS // 4 for per in (self.problem.keys.k_scales, self.problem.keys.v_scales) if per in by_key
+        )
         parts = (
             ("queries", 0 if self.config().shares_queries else self.widths[0] // 4),
             ("scores", KEYS // 2),
@@ -88,8 +90,8 @@ class DecodePlan(decode.DecodePlan):
         return Config(
             **vars(super().config()),
             row_warps=self.row_warps,
-            k_scales=self.problem.k_scales,
-            v_scales=self.problem.v_scales,
+            k_scales=self.problem.keys.k_scales,
+            v_scales=self.problem.keys.v_scales,
         )
 
     def check_threads(self) -> None:
@@ -172,7 +174,7 @@ def tile_keys(width: int) -> int:
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True if the kernel for 16-bit keys accepts it, up to a width."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
+    by_key = bool({"page", "token"} & {problem.keys.k_scales, problem.keys.v_scales})
     if not decode.accepts(problem, target, sizes):
         return False
     return max(widths) <= WIDEST[_row_warps(problem, sizes) > 1, by_key]

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.key_loader import KeyLoader, Wanted
 from fa4flex.kernels.common.packed_rows import Tile
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS
 from fa4flex.kernels.plan.lengths import Scaling
@@ -65,36 +66,33 @@ class Scale:
         head, given = self.tile.kv_head, self.given
         if self.pages is None:
             return lambda key: Float32(given[self.tile.b, head, key])
-        table, page_size, count, _ = self.pages
-        column = one // page_size
+        loader = self.pages.loader
+        entry, slot = loader.entry_of(one)
         # What is no page is read as the nearest: the producer tells of it.
-        page = Int32(cutlass.max(cutlass.min(Int64(table[column]), Int64(count) - 1), Int64(0)))
+        page = Int32(cutlass.max(cutlass.min(Int64(entry), Int64(loader.pages) - 1), Int64(0)))
         if self.per == "page":
             found = Float32(given[page, head])
             return lambda key: found
-        return lambda key: Float32(given[page, head, key - column * page_size])
+        return lambda key: Float32(given[page, head, slot + (key - one)])
 
 
 class Pages(NamedTuple):
-    """A sequence's row of the page table, slots of a page, pages of the pool, and keys that surely lie
-    together."""
+    """Loader of a sequence's keys, and keys that surely lie together."""
 
-    table: Any
-    page_size: Int32
-    count: Int32
+    loader: KeyLoader
     rows: int
 
 
-def scale_of(arguments: Arguments, given: Any, per: Scaling, tile: Tile, box_rows: int) -> Scale:
-    """The scales of keys or of values for a block's tile; `given` may be None. box_rows: keys that lie
-    together, where they are paged."""
+def scale_of(arguments: Arguments, of: Literal["k", "v"], per: Scaling, tile: Tile, box_rows: int) -> Scale:
+    """The scales of keys or of values for a block's tile. box_rows: keys that lie together, where a loader
+    finds them."""
+    given = getattr(arguments, f"{of}_scale")
     whole, coming, pages = Float32(1.0), None, None
     if per == "head":
         whole = Float32(given[tile.b, tile.kv_head])
     elif per:
         coming = cute.make_rmem_tensor((len(COLUMNS),), Float32)
-        if arguments.page_table is not None:
-            count, page_size = arguments.k.shape[:2]
-            row = arguments.page_table[tile.b, None]
-            pages = Pages(row, Int32(page_size), Int32(count), min(box_rows, KEYS))
+        if arguments.loader is not None:
+            wanted = Wanted(tile.b, tile.kv_head, Int32(0), tile.kv_len)
+            pages = Pages(arguments.loader.of(arguments, wanted), min(box_rows, KEYS))
     return Scale(whole, per, given, tile, pages, coming)

@@ -54,8 +54,9 @@ class Forward:
         self.mma = Mma(config, hooks)
         self.softmax = Softmax(config, hooks)
 
-    def merging(self, width: int) -> tuple[Combine, Any]:
-        """The kernel that merges splits, and the class of its arguments. width: of the output."""
+    def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
+        """The kernel that merges splits, and the class of its arguments, `arguments` being this one's. width:
+        of the output."""
         return Combine(width), CombineArguments
 
     @cute.jit

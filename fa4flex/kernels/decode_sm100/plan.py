@@ -105,7 +105,7 @@ class BlackwellDecodePlan(FewRowsPlan):
             lengths=self.problem.lengths,
             box_rows=self.tile_copies.box_rows,
             gather_warps=self.tile_copies.gather_warps,
-            paged=self.problem.page_rows > 0,
+            paged=self.problem.keys.loaded,
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,

@@ -83,7 +83,7 @@ class DecodePlan(FewRowsPlan):
             lengths=self.problem.lengths,
             box_rows=self.tile_copies.box_rows,
             gather_warps=self.tile_copies.gather_warps,
-            paged=self.problem.page_rows > 0,
+            paged=self.problem.keys.loaded,
             starts_ahead=0 < self.work.loads <= MOST_AHEAD,
             share=self.share,
             sinks=self.problem.sinks,

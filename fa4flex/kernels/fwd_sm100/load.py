@@ -10,11 +10,12 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.key_lengths import check_length
+from fa4flex.kernels.common.key_loader import Wanted
+from fa4flex.kernels.common.key_lookup import KeyLookup, Order
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
 from fa4flex.kernels.common.paged_key_values import FEW, PagedKeyValues
-from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, Views, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
@@ -122,8 +123,9 @@ class Load:
         assert shared.tiles is not None
         check_length(arguments, work.b)
         views = box_views(transfers, shared.tiles, arguments, kv_head, Boxes(config.box_rows))
-        table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
-        lookup = PageLookup(table, order, config.box_rows, config.tile_n)
+        wanted = Wanted(work.b, kv_head, work.tile, work.kv_len)
+        loader, order = arguments.loader.of(arguments, wanted), Order(keys, Int32(0))
+        lookup = KeyLookup(loader, work.kv_len, order, config.box_rows, config.tile_n)
         lookup.begin()
         return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, few=WRITTEN_OUT[config.lengths])
 

@@ -103,7 +103,7 @@ class BlackwellPlan(Checked):
     @property
     def box_rows(self) -> int:
         """Keys that one TMA copy brings, where they lie in pages; else 0."""
-        return box_rows(self.problem, self.tiles.tile_n) if self.problem.page_rows else 0
+        return box_rows(self.problem, self.tiles.tile_n) if self.problem.keys.loaded else 0
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
@@ -134,7 +134,7 @@ class BlackwellPlan(Checked):
             workers=self.target.multiprocessors,
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
-            paged=self.problem.page_rows > 0,
+            paged=self.problem.keys.loaded,
             box_rows=self.box_rows,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
@@ -186,7 +186,7 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
     # Masks by tables are asked pair by pair: ends of rows are not read.
     request = replace(request, problem=replace(request.problem, row_ends=0))
     problem = request.problem
-    if problem.page_rows and request.order == "by_work":
+    if problem.keys.loaded and request.order == "by_work":
         raise UnsupportedError(
             "keys in pages, with tiles of queries sorted by their keys",
             'a schedule without order="longest_first"',
@@ -214,7 +214,7 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True for all problems without pages, and for those with pages that can be read in place."""
     few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
-    return target.family == "sm100" and not few and (not problem.page_rows or _in_place(problem))
+    return target.family == "sm100" and not few and (not problem.keys.loaded or _in_place(problem))
 
 
 def _in_place(problem: Problem) -> bool:

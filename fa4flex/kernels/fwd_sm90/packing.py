@@ -33,7 +33,7 @@ def packed_heads(request: ForwardRequest) -> int:
     """Query heads whose rows share tiles; 1: each head has tiles of its own."""
     facts, problem, sizes = request.facts, request.problem, request.sizes
     # A copy has whole queries of a group, of tensors that lie as they were given.
-    copied = sizes.group in GROUPS and not problem.page_rows
+    copied = sizes.group in GROUPS and not problem.keys.loaded
     if not copied or problem.mask_form == "tables":
         return 1
     if problem.lengths == "packed":

@@ -98,7 +98,7 @@ class HopperPlan(Checked):
     @property
     def boxes(self) -> Boxes | None:
         """Keys and columns that one TMA copy brings; None where keys do not lie in pages."""
-        return boxes_of(self.problem, self.tiles.tile_n) if self.problem.page_rows else None
+        return boxes_of(self.problem, self.tiles.tile_n) if self.problem.keys.loaded else None
 
     @property
     def _shares(self) -> bool:
@@ -141,7 +141,7 @@ class HopperPlan(Checked):
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             row_ends=self.problem.row_ends,
-            divisors=self.tiles.narrow and not self.problem.page_rows,
+            divisors=self.tiles.narrow and not self.problem.keys.loaded,
             short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
             group=self.packed_heads,
         )
@@ -201,7 +201,7 @@ _PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers
 
 def plan_hopper(request: ForwardRequest) -> HopperPlan:
     problem, work = request.problem, request.work
-    if problem.page_rows and request.order == "by_work":
+    if problem.keys.loaded and request.order == "by_work":
         raise UnsupportedError(
             "keys in pages, with tiles of queries sorted by their keys",
             'a schedule without order="longest_first"',

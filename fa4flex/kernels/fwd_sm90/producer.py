@@ -12,11 +12,12 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
+from fa4flex.kernels.common.key_lengths import check_length
+from fa4flex.kernels.common.key_loader import Wanted
+from fa4flex.kernels.common.key_lookup import KeyLookup, Order
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
 from fa4flex.kernels.common.paged_key_values import PagedKeyValues
-from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition
 from fa4flex.kernels.common.work import Grid, Work
@@ -133,16 +134,16 @@ class Producer:
         boxes, config, (transfers, shared, pipes) = self.config.boxes, self.config, block
         assert boxes is not None
         self.check(arguments, work.b)
-        table = page_table(arguments, work.b, work.kv_len)
+        loader = arguments.loader.of(arguments, Wanted(work.b, kv_head, work.tile, work.kv_len))
         if config.gathers:
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-            lookup = PageLookup(table, order, 1, config.tile_n, behind, config.producers, warp)
+            lookup = KeyLookup(loader, work.kv_len, order, 1, config.tile_n, behind, config.producers, warp)
             lookup.begin()
             k, v = ((width, block_bytes(width)) for width in (config.head_dim, config.head_dim_v))
             tiles = shared.k, shared.v
             return gathered(arguments, kv_head, lookup, (pipes.k, pipes.v), tiles, (k, v))
         views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, boxes)
-        lookup = PageLookup(table, order, boxes.rows, config.tile_n, behind)
+        lookup = KeyLookup(loader, work.kv_len, order, boxes.rows, config.tile_n, behind)
         lookup.begin()
         alone = self.part is not None
         return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, policy, alone=alone)

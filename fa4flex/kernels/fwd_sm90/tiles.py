@@ -174,7 +174,7 @@ def candidates(problem: Problem, plain: bool, sizes: Sizes = UNKNOWN) -> tuple[P
     by rows."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else (LITTLE_CODE,) if problem.many_reads else row.hooked
-    if problem.page_rows:
+    if problem.keys.loaded:
         fitting = (pair for pair in pairs if _for_pages(problem, pair))
         return tuple(sorted(fitting, key=lambda pair: too_many_boxes(problem, pair[1])))
     if _differ_in_rows(problem, pairs) and sizes.q.at_most(FEW_QUERIES):
@@ -226,7 +226,7 @@ def choose(request: ForwardRequest, sizes: Sizes) -> Choice:
             return Choice(_with_queries_ahead(tiles, problem, stages, target), stages, tuple(reasons))
     if not over:
         raise UnsupportedError(
-            f"pages of {problem.page_rows} keys or a multiple, and heads of {problem.head_dim}",
+            f"pages of {problem.keys.together} keys or a multiple, and heads of {problem.head_dim}",
             "keys of a tile in copies that one warp starts",
             "nothing: pages are gathered instead",
         )
@@ -249,7 +249,7 @@ def _try(pair: Pair, problem: Problem, work: Work) -> tuple[Tiles, Need, int]:
 def producer_computes(problem: Problem, work: Work) -> bool:
     """True if the producer finds key tiles in block tables or from rows' spans, sequences in lengths, or keys
     in page tables."""
-    found = problem.mask_form == "tables" or problem.lengths == "packed" or problem.page_rows > 0
+    found = problem.mask_form == "tables" or problem.lengths == "packed" or problem.keys.loaded
     return found or work.row_ends > 0
 
 
@@ -259,7 +259,7 @@ def _with_queries_ahead(tiles: Tiles, problem: Problem, kv_stages: int, target: 
     widest = AHEAD if problem.uneven else NARROW
     more = replace(tiles, q_stages=2 if tiles.width <= widest else 1)
     fits = more.memory(problem, kv_stages, target).total <= target.shared_memory
-    dense = staged(problem) and not problem.page_rows
+    dense = staged(problem) and not problem.keys.loaded
     return more if dense and fits and not more.shares(problem, kv_stages, target) else tiles
 
 
@@ -271,9 +271,9 @@ def _stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:
 
 def _honour(problem: Problem, work: Work, target: Target, wanted: Pair) -> Choice:
     _require_legal(wanted, target)
-    if problem.page_rows and not _for_pages(problem, wanted):
+    if problem.keys.loaded and not _for_pages(problem, wanted):
         raise UnsupportedError(
-            f"tile={wanted} with pages of {problem.page_rows} keys or a multiple",
+            f"tile={wanted} with pages of {problem.keys.together} keys or a multiple",
             f"at most {MOST_PAGED} queries, and keys of a tile in copies that one warp starts",
             "nothing: pages are gathered instead",
         )

@@ -44,8 +44,8 @@ class Forward(forward.Forward):
         workers = self.config.workers
         return cutlass.min(cutlass.min(grid.total, workers) * cutlass.min(arguments.splits, workers), workers)
 
-    def merging(self, width: int) -> tuple[Combine, Any]:
-        return Combine(width, self.config), Arguments
+    def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
+        return Combine(width, self.config), arguments
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
         kept = cute.struct.MemRange[Float32, KEPT * ROWS]

@@ -123,7 +123,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     return (
         forward.accepts(problem, target, sizes)
-        and problem.page_rows > 0
+        and problem.keys.loaded
         and problem.lengths == "packed"
         and "max_scores" not in problem.statistics
         and widths[1] <= widths[0] <= WIDEST

@@ -10,10 +10,10 @@ from cutlass import Int32, const_expr, cute
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.key_lookup import Order
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile
-from fa4flex.kernels.common.page_lookup import Order
 from fa4flex.kernels.common.transfer import READ_ONCE, States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import producer as forward

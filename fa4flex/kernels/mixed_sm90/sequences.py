@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.paged_lengths import check_length, paged_length
+from fa4flex.kernels.common.key_lengths import check_length, used_length
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 
 WHOLE = 1 << 30
@@ -93,7 +93,7 @@ class Sequences:
 
     def key_tiles(self, b: Int32, arguments: Arguments) -> Int32:
         n = self.config.tile_n
-        length = paged_length(arguments, b)
+        length = used_length(arguments, b)
         return length // n + select_(length % n > 0, Int32(1), Int32(0))
 
     def few(self, b: Int32, arguments: Arguments) -> tuple[Boolean, Int32]:

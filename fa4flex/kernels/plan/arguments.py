@@ -10,114 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
+from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGE_TABLE, Keys
+from fa4flex.kernels.plan.looks import (
+    Array,
+    Blocks,
+    Captured,
+    Given,
+    Heads,
+    Look,
+    Number,
+    Parts,
+    Rows,
+)
 from fa4flex.kernels.plan.problem import Problem
-
-# --- what arguments look like -------------------------------------------------------------------------------
-
-Dimension = str | int
-"""Name of an extent, which is the same number wherever it is named; or a number."""
-
 
 TAKEN, COUNTERS = 2, 4096
 """Counters of a launch, int32, zero before and after it: those by which blocks take tiles, and all."""
 
-
-@dataclass(frozen=True)
-class Heads:
-    """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed [length,
-    heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and dtype are
-    attributes of Problem. Where keys are paged, those that are `cached` have pages for batch and slots for
-    length."""
-
-    length: str
-    heads: str
-    width: str
-    dtype: str = "dtype"
-    cached: bool = False
-
-
-@dataclass(frozen=True)
-class Array:
-    """Tensor of any strides, the last of which is 1 if `unit`. Packed calls leave "batch" out. Its address is
-    one of `together` elements."""
-
-    dtype: str
-    dims: tuple[Dimension, ...]
-    unit: bool = True
-    together: int = 1
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Tensor of any strides, in pieces of `together` elements of its config, or if not `pieces` in single
-    ones. dtype is a field of the config. Packed calls leave "batch" out."""
-
-    dims: tuple[str, ...]
-    dtype: str = "dtype"
-    pieces: bool = True
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """float32 [batch, q_heads, length], packed [q_heads, length], in whole blocks of rows."""
-
-    length: str
-
-
-@dataclass(frozen=True)
-class Given:
-    """Lengths or pages as a call brings them: int32, or int64 where a signature names it; any stride."""
-
-    name: str
-    dims: tuple[Dimension, ...]
-
-
-@dataclass(frozen=True)
-class Scales:
-    """float32 scales of a cache, of any strides; `per`: the field of Problem that says what there is one
-    of."""
-
-    per: str
-
-    def dims(self, problem: Problem) -> tuple[Dimension, ...]:
-        per = getattr(problem, self.per)
-        first = "pages" if per == "page" or (per == "token" and problem.page_rows) else "batch"
-        return (first, "kv_heads", "kv_len") if per == "token" else (first, "kv_heads")
-
-
-@dataclass(frozen=True)
-class Number:
-    """Number that is passed by value: "float" of 32 bits, "int" of 32, or an "address"."""
-
-    kind: Literal["float", "int", "address"] = "float"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Several arrays in one named tuple. when: whether a problem has those that it does not always have."""
-
-    arrays: tuple[tuple[str, Array], ...]
-    when: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.arrays)
-
-    def present(self, name: str, problem: Problem) -> bool:
-        return dict(self.when).get(name, lambda _: True)(problem)
-
-
-@dataclass(frozen=True)
-class Captured:
-    """Captured values, in a tuple that is None where there are none: "tensors" and the tables of intervals,
-    "numbers", or the "gradients" of tensors, as [copies, shape...]."""
-
-    what: Literal["tensors", "numbers", "gradients"]
-
-
-Look = Heads | Rows | Array | Given | Scales | Blocks | Number | Parts | Captured
 Source = Literal["call", "call.lengths", "call.kv", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -137,14 +49,19 @@ def always(one: Pass) -> bool:
     return True
 
 
+def _never(one: Pass) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Argument:
     """One argument of a launch.
 
-    name       of the parameter, of the field that kernels read, and of the field of `source`
+    name       of the parameter and of the field that kernels read, and unless `field` says another, of the
+               field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", "call.kv", which has rows of all sources of
-               keys, or "saved" by the forward pass; "launch": it is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.kv", the source of keys, or "saved" by
+               the forward pass; "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -156,6 +73,12 @@ class Argument:
     when: Callable[[Pass], bool] | None = always
     read_by: tuple[str, ...] = ("kernel",)
     computed: Callable[[Mapping[str, Any]], Any] | None = None
+    field: str = ""
+
+    @property
+    def path(self) -> str:
+        """Path from the owner of a source: "call.lengths.seqused_q"."""
+        return f"{self.source}.{self.field or self.name}"
 
     def present(self, one: Pass) -> bool:
         return self.name in one.given if self.when is None else self.when(one)
@@ -194,11 +117,12 @@ def _packed(one: Pass) -> bool:
 
 
 def _keys_packed(one: Pass) -> bool:
-    return _packed(one) and not _paged(one)
+    return _packed(one) and not _loaded(one)
 
 
-def _paged(one: Pass) -> bool:
-    return one.problem.page_rows > 0
+def _loaded(one: Pass) -> bool:
+    """True if a loader finds keys, whose numbers the source knows."""
+    return one.problem.keys.loaded
 
 
 def _grouped(one: Pass) -> bool:
@@ -260,11 +184,12 @@ OPERANDS = Argument("operands", Captured("tensors"))
 SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
-PAGES = (
-    Argument("page_table", Given("page_table", ("sequences", "columns")), "call.kv", when=_paged),
-    Argument("paged_keys", Given("paged_keys", ("sequences",)), "call.kv", when=_paged),
+USED_KEYS = Argument(
+    "used_keys", Given("used_keys", ("sequences",)), "call.kv", when=_loaded, field="seqused_k"
 )
-FAULTS = Argument("faults", Number("address"), "launch", when=_paged)
+"""Number of keys of each sequence, where a loader finds these."""
+
+FAULTS = Argument("faults", Number("address"), "launch", when=_loaded)
 
 
 def _splits(one: Pass) -> bool:
@@ -272,46 +197,48 @@ def _splits(one: Pass) -> bool:
 
 
 MERGE = "combine"
-FORWARD = Schema(
-    (
-        Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True), "call.kv"),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True), "call.kv"),
-        Argument(
-            "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
-        ),
-        Argument(
-            "lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics, read_by=("kernel", MERGE)
-        ),
-        Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
-        *LENGTHS[:2],
-        replace(LENGTHS[2], read_by=("kernel", MERGE)),
-        replace(LENGTHS[3], read_by=("kernel", MERGE)),
-        Argument("tables", TABLES, "launch", lambda one: one.problem.mask_form == "tables"),
-        Argument(
-            "sinks",
-            Array("float32", ("q_heads",)),
-            when=lambda one: one.problem.sinks,
-            read_by=("kernel", MERGE),
-        ),
-        OPERANDS,
-        SCALARS,
-        SCALE,
-        Argument("max_q_len", Number("int"), "launch"),
-        Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.dynamic),
-        Argument("order", Array("int32", ("tiles", 2)), "launch", None),
-        Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
-        Argument("even_splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
-        Argument(
-            "workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)
-        ),
-        PAGES[0],
-        replace(PAGES[1], read_by=("kernel", MERGE)),
-        FAULTS,
-        Argument("k_scale", Scales("k_scales"), "call.kv", lambda one: bool(one.problem.k_scales)),
-        Argument("v_scale", Scales("v_scales"), "call.kv", lambda one: bool(one.problem.v_scales)),
-    )
+_FORWARD = (
+    Argument("q", Heads("q_len", "q_heads", "head_dim")),
+    Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True), "call.kv"),
+    Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True), "call.kv"),
+    Argument(
+        "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
+    ),
+    Argument(
+        "lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics, read_by=("kernel", MERGE)
+    ),
+    Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
+    *LENGTHS[:2],
+    replace(LENGTHS[2], read_by=("kernel", MERGE)),
+    replace(LENGTHS[3], read_by=("kernel", MERGE)),
+    Argument("tables", TABLES, "launch", lambda one: one.problem.mask_form == "tables"),
+    Argument(
+        "sinks",
+        Array("float32", ("q_heads",)),
+        when=lambda one: one.problem.sinks,
+        read_by=("kernel", MERGE),
+    ),
+    OPERANDS,
+    SCALARS,
+    SCALE,
+    Argument("max_q_len", Number("int"), "launch"),
+    Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.dynamic),
+    Argument("order", Array("int32", ("tiles", 2)), "launch", None),
+    Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
+    Argument("even_splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
+    Argument("workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)),
 )
+_AFTER_KEYS = replace(USED_KEYS, read_by=("kernel", MERGE)), FAULTS
+
+
+@lru_cache
+def forward_schema(keys: Keys) -> Schema:
+    """Arguments of a forward pass over keys of such a source."""
+    rows = (Argument(row.name, row.look, "call.kv", always if row.held else _never) for row in keys.rows)
+    return Schema((*_FORWARD, *rows, *_AFTER_KEYS))
+
+
+FORWARD = forward_schema(CONTIGUOUS)
 
 BEFORE, MAIN, AFTER, SUMS = "preprocess", "kernel", "postprocess", "sum_parts"
 BACKWARD = Schema(
@@ -353,7 +280,7 @@ BLOCK_TABLES = Schema(
         OPERANDS,
         SCALARS,
         *LENGTHS,
-        PAGES[1],
+        USED_KEYS,
         Argument("q_len", Number("int"), "launch"),
         Argument("kv_len", Number("int"), "launch"),
         Argument("num_heads", Number("int"), "launch"),
@@ -375,7 +302,7 @@ def _sorts(one: Pass) -> bool:
     return bool(one.config.tile_m)
 
 
-_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[arg-type]
+_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)
 SEQUENCES = Schema(
     (
         *_GIVEN,
@@ -404,7 +331,8 @@ APPEND = Schema(
         Argument("v", Rows((*_OF_TOKENS, "kv_heads", "head_dim_v")), "launch"),
         Argument("k_pool", Rows((*_OF_POOL, "head_dim")), "launch"),
         Argument("v_pool", Rows((*_OF_POOL, "head_dim_v")), "launch"),
-        *(replace(row, source="launch", when=always) for row in PAGES),
+        Argument("page_table", PAGE_TABLE.look, "launch"),
+        Argument("paged_keys", Given("paged_keys", ("sequences",)), "launch"),
         _GIVEN[0],
         _GIVEN[2],
         Argument("cos", Rows(("positions", "half"), "angles", False), "launch", None),
@@ -417,10 +345,29 @@ APPEND = Schema(
 )
 """Arguments of the kernel that appends keys and values to pages."""
 
+_OF_MAP = "map batch", "map heads", "map rows"
+BLOCK_LISTS = Schema(
+    (
+        Argument("counts", Given("counts", _OF_MAP), "launch"),
+        Argument("indices", Given("indices", (*_OF_MAP, "entries")), "launch"),
+        Argument("full_counts", Given("full_counts", _OF_MAP), "launch", None),
+        Argument("full_indices", Given("full_indices", (*_OF_MAP, "full entries")), "launch", None),
+        Argument("classes", Array("uint8", (*_OF_MAP, "map columns")), "launch"),
+        replace(FAULTS, when=always),
+    )
+)
+"""Arguments of the kernel that makes classes of blocks from lists."""
+
 SCHEMAS: dict[str, Schema] = {
     "append": APPEND,
     "forward": FORWARD,
     "backward": BACKWARD,
+    "lists": BLOCK_LISTS,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
 }
+
+
+def schema_of(direction: str, keys: Keys) -> Schema:
+    """Arguments of a pass over keys of such a source."""
+    return forward_schema(keys) if direction == "forward" else SCHEMAS[direction]

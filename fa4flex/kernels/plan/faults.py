@@ -67,9 +67,9 @@ def _of_side(side: str) -> tuple[Kind, ...]:
 
 
 _OF_PAGES = (
-    Kind("paged_keys negative", "seqused_k of {0}", "lengths >= 0", "use 0 for an empty sequence"),
+    Kind("used_keys negative", "seqused_k of {0}", "lengths >= 0", "use 0 for an empty sequence"),
     Kind(
-        "paged_keys beyond",
+        "used_keys beyond",
         "seqused_k of {0} tokens",
         "at most max_pages * page_size = {1}",
         "give the page table more columns",
@@ -92,7 +92,28 @@ _OF_APPENDING = (
     Kind("rotary beyond", "position {0}", "one of the {1} rows of cos and sin", "make these tables longer"),
 )
 
-KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"), *_OF_PAGES, *_OF_APPENDING)
+_OF_LISTS = (
+    Kind(
+        "block count",
+        "{0} blocks in a row of a block map's lists",
+        "0 to {1}: as many as the row has entries",
+        "give indices room for the longest row",
+    ),
+    Kind(
+        "block beyond",
+        "key block {0} in a block map's lists",
+        "0 to {1}: kv_len has no other blocks",
+        "check block_size and kv_len; indices count blocks, not tokens",
+    ),
+    Kind(
+        "block repeated",
+        "a key block more than once in row {2} of a block map's lists (batch {0}, head {1})",
+        "each block once, partial or full",
+        "remove the duplicates, e.g. with torch.unique per row",
+    ),
+)
+
+KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"), *_OF_PAGES, *_OF_APPENDING, *_OF_LISTS)
 """All kinds, in the order in which they are told where there are several. Kernels know them by position."""
 
 ROWS = 1 + len(KINDS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.kernels.plan.lengths import Lengths, Scaling
+from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys
+from fa4flex.kernels.plan.lengths import Lengths
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,9 @@ class Inputs:
     kv_heads        heads of k and v
     head_dim, head_dim_v   widths of q and k, and of v
     dtype, out_dtype       of q, k and v, and of the output
-    kv_dtype        of k and v where it is another than that of q, else ""
-    k_scales, v_scales     what keys and values of a cache have one scale of
+    keys            source of keys and values
     lengths         "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     keys_used       the keys of a padded batch have lengths
-    page_rows       of paged keys and values, the class of their page size; else 0
     sinks           a learnable logit per head joins the denominator
     statistics      which of Problem's STATISTICS are written
     positive_scale  the softmax scale is positive
@@ -33,14 +32,11 @@ class Inputs:
     out_dtype: str = "bfloat16"
     lengths: Lengths = "dense"
     keys_used: bool = False
-    page_rows: int = 0
+    keys: Keys = CONTIGUOUS
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
     positive_scale: bool = True
     captured: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    kv_dtype: str = ""
-    k_scales: Scaling = ""
-    v_scales: Scaling = ""
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:

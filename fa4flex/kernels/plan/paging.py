@@ -113,12 +113,12 @@ def _in_rows(width: int, rows: int) -> bool:
 
 def box_rows(problem: Problem, tile_n: int) -> int:
     """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
-    return math.gcd(problem.page_rows, tile_n)
+    return math.gcd(problem.keys.together, tile_n)
 
 
 def producing(problem: Problem, tile_n: int) -> Producing:
     """The producers of a kernel for many rows, whose tiles have so many keys."""
-    if not problem.page_rows:
+    if not problem.keys.loaded:
         return "alone"
     many = tile_n // box_rows(problem, tile_n) > MOST_BOXES
     return "gathering" if many and tile_n % GATHERED == 0 else "apart"
@@ -139,7 +139,7 @@ def in_boxes(problem: Problem, tile_n: int) -> bool:
 def readable(problem: Problem, widths: tuple[int, int]) -> bool:
     """True if rows of pages, or as many of them as lie next to each other, are whole lines of shared memory,
     as addresses of TMA copies there have to be. widths: of the tiles of K and of V."""
-    return all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
+    return all(problem.keys.together * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
 
 
 def explain_pages(
@@ -147,7 +147,7 @@ def explain_pages(
 ) -> list[str]:
     """Lines about pages; none where keys have none. gather_warps: those that copy rows; 0: TMA brings
     boxes."""
-    if not problem.page_rows:
+    if not problem.keys.loaded:
         return []
     if gather_warps:
         return [f"pages: read in place; {gather_warps} warps copy rows, 16 bytes a lane"]

@@ -15,7 +15,7 @@ from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
-Direction = Literal["forward", "backward", "tables", "sequences", "append"]
+Direction = Literal["forward", "backward", "tables", "sequences", "append", "lists"]
 
 
 class Plan(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,11 +9,11 @@ from typing import Literal, get_args
 from fa4flex.codegen.analyze.facts import MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGES, TOGETHER, KeyDtype, Keys
 from fa4flex.kernels.plan.lengths import Lengths, Scaling
 
 Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
-KeyDtype = Literal["", "float8_e4m3fn"]
 Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
@@ -22,9 +21,6 @@ WIDEST = 256
 
 MMA_K = 16
 """Columns of 16 bits of its operands that one instruction of a product takes."""
-
-PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Classes of page sizes."""
 
 _FLAGS = (
     "sinks", "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "met_alike",
@@ -36,8 +32,7 @@ _FLAGS = (
 class Problem:
     """head_dim, head_dim_v   widths of q and k, and of v and the output, as the tensors have them
     dtype, out_dtype       of q, k and v, and of the output
-    kv_dtype               of k and v, where it is another than that of q; "": the same
-    k_scales, v_scales     what keys and values of an 8-bit cache have one scale of, besides heads
+    keys                   source of keys and values
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
                            per row; "queries": of backward passes, the query intervals of the facts hold, and
@@ -52,8 +47,6 @@ class Problem:
     in_range               every index into a captured tensor is proved to lie within it
     positive_scale         the softmax scale is positive
     operands               (dtype name, rank) of each captured tensor
-    page_rows              keys that lie next to each other in a page, the greatest of PAGE_ROWS that divides
-                           the page size; 0: keys and values are not paged
     deterministic          of backward passes: sums are the same to the last bit, run after run
     met_alike              of backward passes: keys next to each other meet nearly the same queries; either is
                            always right, and may be slower
@@ -83,7 +76,7 @@ class Problem:
     in_range: bool = True
     positive_scale: bool = True
     operands: tuple[tuple[str, int], ...] = ()
-    page_rows: int = 0
+    keys: Keys = CONTIGUOUS
     sloped: bool = False
     met_alike: bool = False
     long_scores: bool = False
@@ -94,16 +87,13 @@ class Problem:
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
     row_ends: int = 0
-    kv_dtype: KeyDtype = ""
-    k_scales: Scaling = ""
-    v_scales: Scaling = ""
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
         _require_dtype("out_dtype", self.out_dtype, get_args(OutDtype))
-        _require_one_of("kv_dtype", self.kv_dtype, get_args(KeyDtype))
+        _require_one_of("kv_dtype", self.keys.dtype, get_args(KeyDtype))
         for name in ("k_scales", "v_scales"):
-            _require_one_of(name, getattr(self, name), get_args(Scaling))
+            _require_one_of(name, getattr(self.keys, name), get_args(Scaling))
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
@@ -111,7 +101,7 @@ class Problem:
         _require_one_of("row_ends", self.row_ends, tuple(range(MOST_SPANS + 1)))
         for name in _FLAGS:
             _require_one_of(name, getattr(self, name), (True, False))
-        _require_one_of("page_rows", self.page_rows, (0, *PAGE_ROWS))
+        _require_one_of("together", self.keys.together, TOGETHER if self.keys.loaded else (0,))
         _require_statistics(self.statistics)
         _require_operands(self.operands)
         for _, adding in self.gradients:
@@ -141,12 +131,12 @@ class Problem:
     @property
     def kv_itemsize(self) -> int:
         """Bytes of one element of k and v."""
-        return 1 if self.kv_dtype else self.itemsize
+        return 1 if self.keys.dtype else self.itemsize
 
     @property
     def kv_element(self) -> str:
         """Dtype of k and v as kernels are handed them: e4m3 as bytes."""
-        return "uint8" if self.kv_dtype else self.dtype
+        return "uint8" if self.keys.dtype else self.dtype
 
     @property
     def uneven(self) -> bool:
@@ -165,18 +155,25 @@ class Problem:
         ] * self.sinks
         extras += ["float32 output"] * self.wide_output
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
-        extras += [f"pages of {self.page_rows} keys or a multiple"] * bool(self.page_rows)
+        extras += self._of_loader()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
 
     def _of_cache(self) -> list[str]:
-        if not self.kv_dtype:
+        if not self.keys.dtype:
             return []
-        scales = ((name, getattr(self, f"{name}_scales")) for name in ("k", "v"))
+        scales = ((name, getattr(self.keys, f"{name}_scales")) for name in ("k", "v"))
         told = [f"{name} scaled by {per}" for name, per in scales if per]
         return [f"e4m3 keys and values, {' and '.join(told) or 'not scaled'}"]
+
+    def _of_loader(self) -> list[str]:
+        if not self.keys.loaded:
+            return []
+        if self.keys.loader == PAGES:
+            return [f"pages of {self.keys.together} keys or a multiple"]
+        return [f"keys found by {self.keys.loader.partition(':')[2]}"]
 
 
 def _number(count: int, noun: str) -> str:
@@ -190,11 +187,6 @@ _MASKS = {
     "tables": "a mask by block tables",
     "pairs": "a mask that is asked of every pair",
 }
-
-
-def page_rows(page_size: int) -> int:
-    """The class of a page size, for Problem."""
-    return math.gcd(page_size, PAGE_ROWS[-1])
 
 
 def itemsize(dtype: str) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
-from fa4flex.codegen.expr import const, nodes
+from fa4flex.codegen.expr import READS, const, nodes
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
 
@@ -24,9 +23,6 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         head_dim_v=inputs.head_dim_v,
         dtype=inputs.dtype,  # type: ignore[arg-type]
         out_dtype=inputs.out_dtype,  # type: ignore[arg-type]
-        kv_dtype=inputs.kv_dtype,  # type: ignore[arg-type]
-        k_scales=inputs.k_scales,
-        v_scales=inputs.v_scales,
         lengths=inputs.lengths,
         mask_form=proved.mask_form,
         sinks=inputs.sinks,
@@ -35,7 +31,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         in_range=proved.in_range,
         positive_scale=inputs.positive_scale,
         operands=inputs.operands,
-        page_rows=inputs.page_rows,
+        keys=inputs.keys,
         many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
     )

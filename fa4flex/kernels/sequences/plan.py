@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.expr import TRUE, walk
-from fa4flex.kernels.plan.problem import PAGE_ROWS, Problem
+from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.sequences.config import Config
 
@@ -58,6 +58,6 @@ def plan_sequences(
         lengths=problem.lengths,
         mask_form="spans" if known else "none",
         wide_index=known and problem.wide_index,
-        page_rows=PAGE_ROWS[0] if problem.page_rows else 0,
+        keys=problem.keys.bare,
     )
     return SequencesPlan(Facts(mask=facts.mask) if known else Facts(), plain, target, tile)

@@ -2,8 +2,9 @@
 
 from fa4flex.runtime.cpu.backward import Gradients, backward
 from fa4flex.runtime.cpu.few import single_queries
-from fa4flex.runtime.cpu.forward import Forward, forward
-from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences, packed, padded
+from fa4flex.runtime.cpu.forward import forward
+from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences
+from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs
 
 __all__ = [
@@ -15,7 +16,5 @@ __all__ = [
     "backward_sequences",
     "forward",
     "forward_sequences",
-    "packed",
-    "padded",
     "single_queries",
 ]

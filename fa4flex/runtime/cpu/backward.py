@@ -21,9 +21,10 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
 from fa4flex.runtime.cpu.captured import SharedGradients
-from fa4flex.runtime.cpu.forward import INFINITY, Forward, raw_scores, scaled_queries, sink_logits
+from fa4flex.runtime.cpu.forward import raw_scores, scaled_queries, sink_logits
 from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.scattered_backward import gradients as scattered_gradients
+from fa4flex.runtime.cpu.softmax import INFINITY, Forward, normalised
 from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, Workspace, fitted_call, matmul
 
 
@@ -100,23 +101,16 @@ class _Rows:
         self.block, self.state, self.space = block, state, state.space
         heads, rows = block.heads, block.rows
         dout = heads.queries(state.dout, rows)
-        self.dout = self.space.take("dout", *dout.shape).copy_(dout).flatten(1, 2)
+        dout = self.space.take("dout", *dout.shape).copy_(dout)
         self.queries = scaled_queries(block, self.space)
         largest, total = (
             heads.queries(x, rows).unsqueeze(-1) for x in (state.saved.max_scores, state.saved.total)
         )
         self.sinks = sink_logits(state.inputs, heads)
-        largest = largest if self.sinks is None else torch.maximum(largest, self.sinks)
-        # A row that attends to nothing has total 0; against +inf its weights are exp(-inf) = 0, not NaN.
-        nothing = total == 0
-        self.largest = largest.masked_fill(nothing, INFINITY)  # [groups, ratio, rows, 1]
-        delta = (self.dout.view(dout.shape) * heads.queries(state.saved.out, rows)).sum(-1, keepdim=True)
-        if state.dlse is not None:
-            delta -= heads.queries(state.dlse, rows).unsqueeze(-1).to(delta.dtype)
-        # 1 / total multiplies every weight: applied to dO and D once per row, not to each score.
-        inverse = total.reciprocal().masked_fill_(nothing, 0)
-        self.delta = delta.mul_(inverse).masked_fill_(nothing, 0)
-        self.dout.mul_(inverse.flatten(1, 2))
+        dlse = None if state.dlse is None else heads.queries(state.dlse, rows)
+        out = heads.queries(state.saved.out, rows)
+        self.largest, self.delta = normalised(dout, out, dlse, largest, total, self.sinks)
+        self.dout = dout.flatten(1, 2)
 
     def run(self) -> None:
         heads = self.block.heads

@@ -7,7 +7,6 @@ on a CPU adds in order (`index_put_` with accumulation does not: it uses atomics
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 
 import torch
@@ -48,9 +47,8 @@ class SharedGradients:
     def add(self, block: Block, span: Span, scores: Tensor, dscores: Tensor) -> None:
         """Take in a tile [groups, ratio, rows, keys]: raw scores, and gradients of the modified scores."""
         for term in self._terms:
-            names = [axis for axis, _ in term.axes]
-            for point in itertools.product(*(range(extent) for _, extent in term.axes)):
-                axes: dict[str, Value] = dict(zip(names, point, strict=True))
+            for point in term.points():
+                axes: dict[str, Value] = {**point}
                 share = dscores
                 if term.value is not ONE:
                     (value,) = block.evaluate([term.value], span, {**axes, "score": scores})

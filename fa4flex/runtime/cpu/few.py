@@ -17,6 +17,7 @@ from fa4flex.codegen.evaluate import Captured, Number, Value, evaluate
 from fa4flex.codegen.expr import TRUE, Expr
 from fa4flex.errors import InputError
 from fa4flex.exact import exactly
+from fa4flex.runtime.cpu.softmax import INFINITY, Forward
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.torch_internals import single_query_kernel
@@ -25,7 +26,6 @@ FEW_QUERIES = 4
 FEW_PRODUCTS = 1 << 23
 """Multiplications that take about as long as a map of tiles does."""
 
-INFINITY = float("inf")
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of q, k and v whose scores are float32, unless a variant asks for more."""
 LIMITS = {
@@ -34,8 +34,8 @@ LIMITS = {
 """The lowest and the smallest positive number of each dtype of scores."""
 
 
-def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """(out, lse, max_scores, total) as in Forward, or None where the pairs are not few.
+def few_queries(facts: Facts, inputs: Inputs) -> Forward | None:
+    """Results, or None where the pairs are not few.
 
     None also where a mod cannot be evaluated at some pair: the mask may hide it, and tiles know that.
     """
@@ -70,7 +70,7 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     shape = batch, heads, q_len
     result = empty_output(inputs.q, v.shape[3], inputs.output or inputs.q.dtype)
     result.copy_(out.view(*shape, -1))
-    return result, lse.view(shape), maximum.view(shape), total.view(shape)
+    return Forward(result, lse.view(shape), maximum.view(shape), total.view(shape))
 
 
 def fit(q: Tensor, k: Tensor, v: Tensor) -> bool:

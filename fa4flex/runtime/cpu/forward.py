@@ -6,8 +6,6 @@ normalizer calculation for softmax" (2018), in the tiling of FlashAttention (Dao
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,27 +13,8 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.runtime.cpu.few import few_queries
 from fa4flex.runtime.cpu.scattered import attend as attend_scattered
 from fa4flex.runtime.cpu.scattered import scattered
+from fa4flex.runtime.cpu.softmax import INFINITY, Forward, finite, with_sinks
 from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
-from fa4flex.runtime.layouts import empty_output
-
-INFINITY = float("inf")
-
-
-@dataclass(frozen=True)
-class Forward:
-    """out [B, H, Sq, Dv] in q's dtype; lse and max_scores [B, H, Sq], fp32 or, for fp64 inputs, fp64.
-
-    lse is the natural logarithm, sink included; max_scores is the largest modified score of the row.
-    A row that attends to nothing has out 0, lse -inf (or its sink) and max_scores -inf.
-
-    `total` [B, H, Sq] is the softmax's denominator relative to the largest of max_scores and sink. The
-    backward pass needs it: an lse of -1e9 has no digits left for the logarithm of the number of keys.
-    """
-
-    out: Tensor
-    lse: Tensor
-    max_scores: Tensor
-    total: Tensor
 
 
 @torch.no_grad()
@@ -52,12 +31,9 @@ def attend(facts: Facts, inputs: Inputs) -> Forward:
     """`forward` of facts whose integers fit in 64 bits."""
     few = few_queries(facts, inputs)
     if few is not None:
-        return Forward(*few)
-    batch, heads, q_len, _ = inputs.q.shape
-    out = empty_output(inputs.q, inputs.v.shape[3], inputs.output or inputs.q.dtype).zero_()
-    lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
-    result = Forward(out, lse, lse.clone(), torch.zeros_like(lse))
-    if out.numel() == 0 and lse.numel() == 0:
+        return few
+    result = Forward.of_no_keys(inputs, inputs.q.shape[:3])
+    if result.out.numel() == 0 and result.lse.numel() == 0:
         return result
     call = scattered(facts, inputs)
     outcome = None if call is None else attend_scattered(call)
@@ -99,11 +75,6 @@ def sink_logits(inputs: Inputs, heads: Heads) -> Tensor | None:
         return None
     sinks = inputs.sinks[heads.start : heads.stop].to(inputs.precision)
     return sinks.view(heads.groups, heads.ratio, 1, 1)
-
-
-def finite(x: Tensor) -> Tensor:
-    """x with -inf replaced by 0: what may be subtracted from a score without making inf - inf."""
-    return x.masked_fill(x == -INFINITY, 0)
 
 
 class _Rows:
@@ -154,12 +125,8 @@ class _Rows:
         heads.queries(result.max_scores, rows).copy_(self.maximum.squeeze(-1))
         shift, total = finite(self.maximum), self.total
         if sinks is not None:
-            largest = torch.maximum(self.maximum, sinks)
-            rescale = (self.maximum - finite(largest)).exp_()
-            total = total * rescale + (sinks - finite(largest)).exp_()
-            # A row without keys has maximum -inf: its output is 0 / 1, and its lse is the sink.
+            shift, rescale, total = with_sinks(self.maximum, total, sinks)
             self.output.mul_(rescale.flatten(1, 2))
-            shift = finite(largest)
         heads.queries(result.total, rows).copy_(total.squeeze(-1))
         inverse = total.reciprocal().masked_fill_(total == 0, 0)
         out = self.output.mul_(inverse.flatten(1, 2))

@@ -20,6 +20,7 @@ from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr, loads
 from fa4flex.primitives.schedule import Contents
+from fa4flex.runtime.cpu.softmax import finite, with_sinks
 from fa4flex.runtime.cpu.tiles import SCORES, Inputs, exponential
 
 LARGEST, DENSEST = 64, 0.5
@@ -88,6 +89,14 @@ class Scattered:
         of_batch = b if self.tiles.map_batch > 1 else torch.zeros_like(b)
         of_head = torch.zeros_like(h) if self.shared else h
         return Items(b, h, row, (of_batch * self.tiles.map_heads + of_head) * rows + row)
+
+    @cached_property
+    def sinks(self) -> Tensor | None:
+        """Logits of the sinks, [items, height]."""
+        if self.inputs.sinks is None:
+            return None
+        of_heads = self.inputs.sinks.to(self.inputs.precision).view(-1, self.ratio)[self.items.h]
+        return of_heads.repeat_interleave(self.tiles.tile[0], 1)
 
     def batches(self) -> Iterator[tuple[Tensor, Items]]:
         """(numbers among all items, items) of batches: those with most tiles first."""
@@ -278,8 +287,7 @@ def _attend(call: Scattered) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scores = torch.bmm(queries[numbers], batch.gathered(keys).mT)
         hidden = _modify(call, batch, scores)
         maximum = scores.amax(-1, keepdim=True)
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        scores.sub_(shift)
+        scores.sub_(finite(maximum))
         weights = exponential(scores) if hidden or not call.plain else scores.exp_()
         sums = weights.sum(-1, keepdim=True)
         result = torch.bmm(weights, batch.gathered(values))
@@ -303,13 +311,9 @@ def _modify(call: Scattered, batch: Batch, scores: Tensor) -> bool:
 def _with_sinks(
     call: Scattered, out: Tensor, largest: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shift = largest.masked_fill(largest == -torch.inf, 0.0)
-    if call.inputs.sinks is not None:
-        sinks = call.inputs.sinks.to(out.dtype).view(-1, call.ratio)[call.items.h]
-        logits = sinks.repeat_interleave(call.tiles.tile[0], 1)
-        common = torch.maximum(largest, logits)
-        shift = common.masked_fill(common == -torch.inf, 0.0)
-        own = total * (largest - shift).exp()
-        total = own + (logits - shift).exp()
-        out.mul_((own / total.masked_fill(total == 0, 1.0)).unsqueeze(-1))
+    shift, sinks = finite(largest), call.sinks
+    if sinks is not None:
+        own = total
+        shift, rescale, total = with_sinks(largest, own, sinks)
+        out.mul_((own * rescale / total.masked_fill(total == 0, 1.0)).unsqueeze(-1))
     return out, total.log().add_(shift), largest, total

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import DividedByZero, PastTheEnd, Value
-from fa4flex.runtime.cpu.forward import Forward
 from fa4flex.runtime.cpu.scattered import Batch, Scattered
+from fa4flex.runtime.cpu.softmax import Forward, normalised
 from fa4flex.runtime.cpu.tiles import exponential
 
 Upstream = tuple[Tensor, Tensor | None]
@@ -54,23 +54,16 @@ class _State:
     def of(call: Scattered, saved: Forward, upstream: Upstream) -> _State:
         inputs, dtype = call.inputs, call.inputs.precision
         largest, total = (call.of_rows(x, dtype).unsqueeze(-1) for x in (saved.max_scores, saved.total))
-        logits = None
-        if inputs.sinks is not None:
-            of_heads = inputs.sinks.to(dtype).view(-1, call.ratio)[call.items.h]
-            logits = of_heads.repeat_interleave(call.tiles.tile[0], 1).unsqueeze(-1)
-            largest = torch.maximum(largest, logits)
-        nothing = total == 0
-        inverse = total.reciprocal().masked_fill_(nothing, 0)
-        dout = call.of_rows(upstream[0], dtype)
-        delta = (dout * call.of_rows(saved.out, dtype)).sum(-1, keepdim=True)
-        if upstream[1] is not None:
-            delta -= call.of_rows(upstream[1], dtype).unsqueeze(-1)
+        logits = None if call.sinks is None else call.sinks.unsqueeze(-1)
+        dlse = None if upstream[1] is None else call.of_rows(upstream[1], dtype)
+        dout, out = call.of_rows(upstream[0], dtype), call.of_rows(saved.out, dtype)
+        largest, delta = normalised(dout, out, dlse, largest, total, logits)
         return _State(
             call,
             call.of_rows(inputs.q, dtype).mul_(inputs.scale),
-            dout.mul_(inverse),
-            largest.masked_fill(nothing, torch.inf),
-            delta.mul_(inverse).masked_fill_(nothing, 0),
+            dout,
+            largest,
+            delta,
             logits,
             *(call.of_keys(x, dtype) for x in (inputs.k, inputs.v)),
         )

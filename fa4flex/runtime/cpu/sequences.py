@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,11 +14,12 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Ragged
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import InputError
+from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
-from fa4flex.runtime.cpu.forward import INFINITY, Forward, attend
+from fa4flex.runtime.cpu.forward import attend
+from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs, fitted_call
-from fa4flex.runtime.layouts import empty_output
 
 Range = tuple[int, int]
 
@@ -35,6 +35,17 @@ class Sequences:
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
     packed: bool
+
+    @staticmethod
+    def of(varlen: Varlen, q: Tensor, k: Tensor) -> Sequences:
+        """Sequences of these lengths in q and k. Raises InputError where lengths do not fit each other, or a
+        padded batch."""
+        if not varlen.checked:  # on a device
+            varlen.check_contents()
+        if not varlen.packed:
+            varlen.check_used(q.shape[2], k.shape[2])
+        bounds = varlen.bounds() if varlen.packed else varlen.bounds(q.shape[2], k.shape[2])
+        return Sequences(tuple(x[:2] for x in bounds), tuple(x[2:] for x in bounds), varlen.packed)
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -55,63 +66,6 @@ class Sequences:
     def _view(self, x: Tensor, n: int, rows: Range) -> Tensor:
         start, stop = rows
         return x[start:stop].transpose(0, 1)[None] if self.packed else x[n : n + 1, :, start:stop]
-
-
-def packed(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-) -> Sequences:
-    """Sequences at rows cu_seqlens[n] .. cu_seqlens[n+1] of packed tensors; the first seqused[n] rows count.
-
-    cu_seqlens [N+1] and seqused [N] are integers. Raises InputError where they do not fit each other.
-    """
-    queries = _ranges("q", cu_seqlens_q.tolist(), seqused_q)
-    keys = _ranges("k", cu_seqlens_k.tolist(), seqused_k)
-    if len(queries) != len(keys):
-        raise InputError(
-            f"cu_seqlens_q has {len(queries)} sequences and cu_seqlens_k has {len(keys)}",
-            "the same number of sequences",
-            "pass two vectors of N + 1 cumulative lengths; a sequence may be empty",
-        )
-    return Sequences(queries, keys, True)
-
-
-def padded(
-    q: Tensor, k: Tensor, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None
-) -> Sequences:
-    """The first seqused_q[n] queries and seqused_k[n] keys of padded q [B, H, Sq, D], k [B, Hkv, Skv, D]."""
-    batch = q.shape[0]
-    queries = _ranges("q", [q.shape[2] * n for n in range(batch + 1)], seqused_q)
-    keys = _ranges("k", [k.shape[2] * n for n in range(batch + 1)], seqused_k)
-    return Sequences(
-        tuple((0, stop - start) for start, stop in queries),
-        tuple((0, stop - start) for start, stop in keys),
-        False,
-    )
-
-
-def _ranges(name: str, bounds: list[int], used: Tensor | None) -> tuple[Range, ...]:
-    rows = list(pairwise(bounds))
-    if bounds[:1] != [0] or any(stop < start for start, stop in rows):
-        raise InputError(
-            f"cu_seqlens_{name} = {bounds}",
-            "0 first, then cumulative lengths that never fall",
-            "use a cumulative sum",
-        )
-    if used is None:
-        return tuple(rows)
-    lengths = used.tolist()
-    if len(lengths) != len(rows) or any(
-        not 0 <= n <= stop - start for n, (start, stop) in zip(lengths, rows, strict=True)
-    ):
-        raise InputError(
-            f"seqused_{name} = {lengths} for sequences of {[stop - start for start, stop in rows]} rows",
-            "one used length per sequence, at least 0 and at most its rows",
-            f"clamp seqused_{name} to the rows of each sequence",
-        )
-    return tuple((start, start + n) for n, (start, _) in zip(lengths, rows, strict=True))
 
 
 def _check(inputs: Inputs, sequences: Sequences) -> None:
@@ -145,14 +99,6 @@ def _each(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Inputs]]:
         yield n, replace(inputs, q=q, k=k, v=v, sequence=n)
 
 
-def _results(inputs: Inputs, packed: bool) -> Forward:
-    q = inputs.q
-    statistics = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
-    out = empty_output(q, inputs.v.shape[-1], inputs.output or q.dtype).zero_()
-    lse = torch.full(statistics, -INFINITY, dtype=inputs.precision)
-    return Forward(out, lse, lse.clone(), torch.zeros_like(lse))
-
-
 def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
     return result.lse, result.max_scores, result.total
 
@@ -162,7 +108,8 @@ def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> For
     """`forward` of every sequence; results are laid out as the inputs are."""
     _check(inputs, sequences)
     facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
-    result = _results(inputs, sequences.packed)
+    shape = inputs.q.shape
+    result = Forward.of_no_keys(inputs, (shape[1], shape[0]) if sequences.packed else shape[:3])
     for n, one in _each(inputs, sequences):
         part = attend(facts, one)
         sequences.of_queries(result.out, n).copy_(part.out)

@@ -36,12 +36,12 @@ from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
-from fa4flex.kernels.plan.arguments import FORWARD
+from fa4flex.kernels.plan.arguments import forward_schema
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results
-from fa4flex.runtime.cuda.calls.arguments import absent, conversions_of, launch_function
+from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING, Key, LaunchCache, key_of
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.calls.signatures import numbers_of, signature_of
@@ -324,15 +324,17 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature)
     output = engine.precision.output_dtype(call.q.dtype)
-    constants = {"scalars": prepared(captured.scalars or None), **absent(FORWARD, call.kv)}
-    conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))
-    absent_too = constants | dict.fromkeys(("tables", "order", "faults", *NO_LENGTHS._fields))
+    schema, constants = forward_schema(call.keys), {"scalars": prepared(captured.scalars or None)}
+    if call.kv.seqused_k is None:
+        constants["used_keys"] = None
+    conversions = conversions_of(schema, call=call._replace(lengths=NO_LENGTHS))
+    absent = constants | dict.fromkeys(("tables", "order", "faults", *NO_LENGTHS._fields))
 
     def repeated(extents: dict[str, Any]) -> Callable[..., None]:
-        return launch_function(FORWARD, kernel.launch, REPEATED, absent_too | extents, {})
+        return launch_function(schema, kernel.launch, REPEATED, absent | extents, {})
 
     return Ready(
-        launch_function(FORWARD, kernel.launch, PARAMETERS, constants, conversions),
+        launch_function(schema, kernel.launch, PARAMETERS, constants, conversions),
         repeated if type(call.kv) is Contiguous and not conversions else None,
         output,
         call.kv.v.shape[-1],

@@ -27,19 +27,6 @@ from fa4flex.torch_internals import flattened, saving_by_hooks, unflattened
 _LN2 = math.log(2.0)
 
 
-class Inputs(NamedTuple):
-    """q, k, v [B, H, S, D]; lists of blocks, None where there is no mask; buffers of the score mod and of the
-    mask mod, in the order of their functions; sinks [Hq] or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    blocks: Blocks | None
-    score: tuple[Tensor, ...]
-    mask: tuple[Tensor, ...]
-    sinks: Tensor | None
-
-
 class Wanted(NamedTuple):
     """Parts of a call that its module is made for. lse, max_scores: whether they are results."""
 

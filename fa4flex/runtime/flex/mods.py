@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from fa4flex.codegen.expr import Expr, apply, const, nodes, rebuild, substitute, sym
-from fa4flex.codegen.ops import OPS
+from fa4flex.codegen.expr import Expr, const, folded, nodes, rebuild, rewritten, substitute, sym
+from fa4flex.codegen.ops import FOLDS, OPS
 from fa4flex.errors import UnsupportedError
 
 MOST_TERMS = 256
@@ -100,20 +100,17 @@ def function(
 
 # --- reductions, term by term -----------------------------------------------------------------------------
 
-_FOLDED = {"sum": "add", "prod": "mul", "any": "or_", "all": "and_", "max": "maximum", "min": "minimum"}
-
 
 @lru_cache(maxsize=256)
 def unrolled(root: Expr) -> Expr:
     """The same without reductions. Raises UnsupportedError for those of more than MOST_TERMS terms."""
-    memo: dict[Expr, Expr] = {}
-    for node in nodes(root):
-        made = rebuild(node, tuple(memo[a] for a in node.args)) if node.args else node
-        memo[node] = _terms(made) if made.op == "reduce" else made
-    return memo[root]
+    return rewritten(root, _unrolled)
 
 
-def _terms(node: Expr) -> Expr:
+def _unrolled(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    node = rebuild(node, args)
+    if node.op != "reduce":
+        return node
     how, axis, extent = node.value
     if extent > MOST_TERMS:
         raise UnsupportedError(
@@ -121,11 +118,7 @@ def _terms(node: Expr) -> Expr:
             f"at most {MOST_TERMS}: its mods compute element by element",
             "compute the reduction outside, into a tensor that the mod captures",
         )
-    terms = [substitute(node.args[0], {sym(axis): const(i)}) for i in range(extent)]
-    result = terms[0]
-    for term in terms[1:]:
-        result = apply(_FOLDED[how], result, term)
-    return result
+    return folded(FOLDS[how], [substitute(node.args[0], {sym(axis): const(i)}) for i in range(extent)])
 
 
 # --- one function ----------------------------------------------------------------------------------------

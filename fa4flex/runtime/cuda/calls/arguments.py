@@ -11,17 +11,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from fa4flex.kernels.plan.arguments import (
-    Argument,
-    Array,
-    Captured,
-    Given,
-    Heads,
-    Number,
-    Scales,
-    Schema,
-    Source,
-)
+from fa4flex.kernels.plan.arguments import Argument, Schema, Source
+from fa4flex.kernels.plan.looks import Array, Captured, Heads, Number
 from fa4flex.runtime.cuda.calls.conversions import Conversion, conversion
 from fa4flex.runtime.cuda.calls.looks import array_look, heads_look, layout_key
 from fa4flex.runtime.key_sources import KeySource
@@ -37,26 +28,19 @@ def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, .
 
 
 @lru_cache
-def key_function_of(schema: Schema, kind: type[KeySource]) -> Callable[[Any], tuple[Any, ...]]:
-    """The same of a call whose keys are of such a source. Fields that are no rows are a part of the key."""
-    rows = {row.name: row for row in schema.found_in("call.kv")}
-    fields = [name for name in kind._fields if name not in rows or not isinstance(rows[name].look, Heads)]
-    keys = "".join(f"{_key(rows[name]) if name in rows else f'call.kv.{name}'}, " for name in fields)
+def key_function_of(kind: type[KeySource]) -> Callable[[Any], tuple[Any, ...]]:
+    """The same of a call whose keys are of such a source, besides k and v."""
+    fields = {name: f"call.kv.{name}" for name in kind._fields if name not in ("k", "v")}
+    keys = "".join(f"{x if name in kind.values else _any_strides(x)}, " for name, x in fields.items())
     return _printed(("call",), f"({keys})", {})
-
-
-def absent(schema: Schema, kv: KeySource) -> dict[str, None]:
-    """Arguments of other sources of keys, which a launch does without."""
-    return {row.name: None for row in schema.found_in("call.kv") if row.name not in kv._fields}
 
 
 def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
     """Conversions that arguments go through at every launch that looks like this one, by name; most arguments
     need none. owners: `call`, and in backward passes `saved`."""
     results = {}
-    without = absent(schema, owners["call"].kv)
     for row, owner, read in _readers(schema):
-        if owner in owners and row.name not in without:
+        if owner in owners:
             convert = conversion(row.look, read(owners[owner]))
             if convert is not None:
                 results[row.name] = convert
@@ -66,7 +50,7 @@ def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
 @lru_cache
 def _readers(schema: Schema) -> list[tuple[Argument, str, Callable[[Any], Any]]]:
     """Arguments with the owners that bring them, and what reads them there."""
-    return [(row, _owner(row), attrgetter(_path(row).partition(".")[2])) for row in schema.entry]
+    return [(row, _owner(row), attrgetter(row.path.partition(".")[2])) for row in schema.entry]
 
 
 def launch_function(
@@ -99,7 +83,7 @@ def _launch(
             return row.name
         if row.name in constants:
             return f"the_{row.name}"
-        result = f"convert_{row.name}({_path(row)})" if row.name in converted else _path(row)
+        result = f"convert_{row.name}({row.path})" if row.name in converted else row.path
         if row.look == Captured("tensors"):  # an empty tuple cannot be an argument
             return f"{result} or None"
         return result
@@ -111,20 +95,13 @@ def _owner(row: Argument) -> str:
     return row.source.partition(".")[0]
 
 
-def _path(row: Argument) -> str:
-    """Path to an argument: "call.lengths.seqused_q"."""
-    return f"{row.source}.{row.name}"
-
-
 def _key(row: Argument) -> str:
-    x = _path(row)
+    x = row.path
     match row.look:
         case Heads():
             return f"heads_look({x})"
         case Array(_, dims) if dims != ("q_heads",):
             return f"None if {x} is None else array_look({x})"
-        case Given() | Scales():
-            return f"None if {x} is None else ({x}.dtype, {x}.get_device())"
         case Captured("tensors"):
             return f"*[layout_key(x) for x in {x}]"
         case Captured("numbers"):
@@ -132,6 +109,10 @@ def _key(row: Argument) -> str:
         case Number():
             return f"{x} > 0"
     return f"None if {x} is None else layout_key({x})"
+
+
+def _any_strides(x: str) -> str:
+    return f"None if {x} is None else ({x}.dtype, {x}.get_device())"
 
 
 def _printed(parameters: Sequence[str], expression: str, space: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.kernels.plan.arguments import Array, Captured, Heads, Look
+from fa4flex.kernels.plan.looks import Array, Captured, Heads, Look
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.runtime.cuda.calls.looks import ALIGNMENT
 

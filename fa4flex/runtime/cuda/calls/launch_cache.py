@@ -37,9 +37,9 @@ def key_of(call: Call) -> tuple[Key, Extents] | None:
     have the dimensions that calls have."""
     lengths, kind, of_keys = call.lengths, type(call.kv), None
     if kind is not Contiguous:
-        of_keys = kind, *key_function_of(FORWARD, kind)(call)
+        of_keys = kind, *key_function_of(kind)(call)
     if of_keys is not None and call.kv.seqused_k is not None:
-        heads = _paged(call)
+        heads = _loaded(call)
     else:
         heads = _dense(call) if lengths.cu_seqlens_q is None else _packed(call)
     if heads is None:
@@ -91,22 +91,22 @@ def _packed(call: Call) -> tuple[Key, Extents] | None:
     return looks, (cu.shape[0] - 1, length, keys)
 
 
-def _paged(call: Call) -> tuple[Key, Extents] | None:
-    """Key of a call with pages, with their size: it is a part of what a kernel is compiled for."""
+def _loaded(call: Call) -> tuple[Key, Extents] | None:
+    """Key of a call whose source knows the numbers of keys, with the slots of a page: these are a part of
+    what a kernel is compiled for."""
     q, kv, cu = call.q, call.kv, call.lengths.cu_seqlens_q
-    k, v, table, used = kv.k, kv.v, kv.page_table, kv.seqused_k  # type: ignore[attr-defined]
-    if not k.dim() == v.dim() == 4 or q.dim() != (4 if cu is None else 3) or table is None or used is None:
+    k, v, used = kv.k, kv.v, kv.seqused_k
+    if not k.dim() == v.dim() == 4 or q.dim() != (4 if cu is None else 3) or used is None:
         return None
     heads, rows = (1, 2) if call.heads_first else (2, 1)
-    columns, size = table.shape[1], k.shape[rows]
     if cu is None:
         batch, q_heads, length, looks = q.shape[0], q.shape[heads], q.shape[rows], _looks(q, k, v)
     else:
         batch, q_heads, length = cu.shape[0] - 1, q.shape[1], q.shape[0]
         looks = heads_look(q), heads_look(k), heads_look(v)
-    agree = table.shape[0] == used.shape[0] == batch and k.shape[:3] == v.shape[:3]
-    sizes = q_heads, k.shape[heads], q.shape[-1], k.shape[3], v.shape[3], size
-    return (call.heads_first, agree, sizes, *looks), (batch, length, columns * size)
+    agree = kv.sequences == used.shape[0] == batch and k.shape[:3] == v.shape[:3]
+    sizes = q_heads, k.shape[heads], q.shape[-1], k.shape[3], v.shape[3], k.shape[rows]
+    return (call.heads_first, agree, sizes, *looks), (batch, length, kv.longest(rows))
 
 
 # --- launches ---------------------------------------------------------------------------------------------

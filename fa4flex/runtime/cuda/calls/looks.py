@@ -26,6 +26,11 @@ def array_look(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, x.get_device(), x.stride()[-1:] == (1,)
 
 
+def memory_key(x: Tensor | None) -> Any:
+    """Key of the memory that a tensor stands for, and of how it stands there."""
+    return None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+
 def layout_key(x: Tensor | None) -> Any:
     """Key of a tensor's layout: two tensors with the same one can take each other's place."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNMENT)

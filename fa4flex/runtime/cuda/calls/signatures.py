@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.compiler.signature import Signature
-from fa4flex.kernels.plan.arguments import LENGTHS, PAGES
+from fa4flex.kernels.plan.arguments import LENGTHS, forward_schema
+from fa4flex.kernels.plan.looks import Given
 from fa4flex.runtime.call import Call
 
 Kinds = Mapping[int, str]
@@ -21,9 +22,14 @@ def signature_of(kinds: Kinds, call: Call, more: tuple[str, ...] = ()) -> Signat
     units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in call.operands)
     heads_first = call.heads_first or call.packed
     even = tuple(map(_even_rows, call.operands))
-    tables = ((row.name, getattr(call.kv, row.name, None)) for row in PAGES)
-    wide = tuple(name for name, x in tables if x is not None and x.dtype == torch.int64)
-    return Signature(heads_first, kinds_of(kinds, call), units, even, used + more, wide)
+    return Signature(heads_first, kinds_of(kinds, call), units, even, used + more, _wide(call))
+
+
+def _wide(call: Call) -> tuple[str, ...]:
+    """Integers of the source of keys that are int64."""
+    rows = forward_schema(call.keys).found_in("call.kv")
+    read = ((row, getattr(call.kv, row.field or row.name)) for row in rows if isinstance(row.look, Given))
+    return tuple(row.name for row, x in read if x is not None and x.dtype == torch.int64)
 
 
 def kinds_of(kinds: Kinds, call: Call) -> tuple[str, ...]:

@@ -63,5 +63,7 @@ def _zeros(device: int) -> Tensor:
 
 
 def _capturing(device: int) -> bool:
+    if torch.cuda.current_device() == device:  # in a tenth of the time that the other way takes
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -11,11 +11,16 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.target import TARGETS, Target
 
 
+def target_like(capability: tuple[int, int]) -> Target | None:
+    """The chip of this compute capability; None where there is no kernel for it."""
+    return next((target for target in TARGETS if target.capability == capability), None)
+
+
 def target_of(device: torch.device) -> Target:
     """The chip that a GPU is, with as many multiprocessors as this one has; raises UnsupportedError where
     there is no kernel for it."""
     result = torch.cuda.get_device_capability(device)
-    target = next((target for target in TARGETS if target.capability == result), None)
+    target = target_like(result)
     if target is None:
         known = ", ".join(f"{'.'.join(map(str, t.capability))} ({t.chip})" for t in TARGETS)
         raise UnsupportedError(

@@ -23,6 +23,7 @@ from fa4flex.codegen.analyze.extents import Extents, extents_of
 from fa4flex.contents import Alike, Guards, VersionedCache, guards_of, hold
 from fa4flex.kernels.block_tables.config import PART
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.looks import memory_key
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing
@@ -202,23 +203,26 @@ class DeviceTables:
 
     def __call__(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Any:
         """The tables of a call, whose corrected lengths are given."""
-        shape = call.extents()
-        extents = extents_of(shape)
-        layout = self.layouts.get(extents) or self.layout(shape)
-        if not layout.fits:
-            return self.on_host(call)
-        place = capture_of(call.q)
+        place, kv, operands = capture_of(call.q), call.kv, call.operands
         if place is None or place[1]:
-            return self.make(call, layout, lengths)
-        captured = [call.operands[slot] for slot in self.plan.read]
-        read = captured + [x for x in (*lengths, call.kv.seqused_k) if x is not None]
-        key = place, extents, *[(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in read]
+            return self.make(call, lengths)
+        read = [operands[slot] for slot in self.plan.read]
+        if lengths is not NO_LENGTHS or kv.seqused_k is not None:
+            read += [x for x in (*lengths, kv.seqused_k) if x is not None]
+        # Extents follow from these; of pages, from the shape of their table besides.
+        shapes = call.q.shape, kv.k.shape if kv.seqused_k is None else call.extents()
+        key = place, shapes, *map(memory_key, read)
         known: Kept | None = self._kept.get(key, ())
+        if known is None and not self.layout(call.extents()).fits:
+            return self.on_host(call)
         if known is not None and not read:  # made of no contents: numbers are those of the launch
             return known.tables
-        kept, guards = known or self.room(call, layout, read), None
+        kept, guards = known or self.room(call, read), None
         if self.counted:
-            values = [*captured, *(x for x in (*call.lengths, call.kv.seqused_k) if x is not None)]
+            values = [
+                *read[: len(self.plan.read)],
+                *(x for x in (*call.lengths, kv.seqused_k) if x is not None),
+            ]
             if kept.guards is not None and hold(kept.guards, values):
                 return kept.tables
             guards = guards_of(values)
@@ -232,20 +236,27 @@ class DeviceTables:
 
     def layout(self, shape: Shape) -> Layout:
         """Layout of the tables of calls of this shape, which is kept."""
-        if len(self.layouts) == MOST_KEPT:
-            self.layouts.clear()
-        result = self.layouts[extents_of(shape)] = layout_of(self.plan, shape, self.pieces)
-        return result
+        extents = extents_of(shape)
+        known = self.layouts.get(extents)
+        if known is None:
+            if len(self.layouts) == MOST_KEPT:
+                self.layouts.clear()
+            known = self.layouts[extents] = layout_of(self.plan, shape, self.pieces)
+        return known
 
-    def make(self, call: Call, layout: Layout, lengths: SequenceLengths) -> Tables:
-        """The tables of a call, made now, in memory of their own."""
+    def make(self, call: Call, lengths: SequenceLengths) -> Tables:
+        """The tables of a call, made now, in memory of their own where there is room."""
+        layout = self.layout(call.extents())
+        if not layout.fits:
+            return self.on_host(call)
         tables, arguments = self._arguments(call, layout, 1)
         self.launch(call, *arguments, 0, *lengths)
         return tables
 
-    def room(self, call: Call, layout: Layout, read: Sequence[Tensor]) -> Kept:
-        """Memory for the tables of calls of this layout, which are made of `read`."""
-        tables, arguments = self._arguments(call, layout, 1 + 2 * sum(map(parts_of, read)))
+    def room(self, call: Call, read: Sequence[Tensor]) -> Kept:
+        """Memory for the tables of calls like this one, which are made of `read`."""
+        size = 1 + 2 * sum(map(parts_of, read))
+        tables, arguments = self._arguments(call, self.layout(call.extents()), size)
         arguments.state.zero_()
         if isinstance(tables, TurnTables) or simulating() or not call.q.is_cuda:
             return Kept(tables, arguments)  # turns are made a part of another tuple at each launch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fa4flex.contents import Guards, VersionedCache, capturing, guards_of, hold
 from fa4flex.kernels.plan.arguments import LENGTHS
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.looks import memory_key
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
@@ -38,16 +39,15 @@ class Corrected:
     """Memory that launches write anew where lengths differ from the last ones.
 
     lengths   safe to use, int32
-    starts, order   tiles in front of each sequence, and int32 [tiles, 2]: sequence and tile in the order in
-              which they are taken, those that do not exist last; None where they are not sorted
-    known     int64: what `lengths` were made of, see SequencesArguments
+    order     int32 [tiles, 2]: sequence and tile in the order in which they are taken, those that do not
+              exist last; None where they are not sorted
+    arguments all of a launch but the lengths given: see SEQUENCES
     guards    of the lengths given, where torch's count of changes decides
     """
 
     lengths: SequenceLengths
-    starts: Tensor | None
     order: Tensor | None
-    known: Tensor
+    arguments: tuple[Any, ...]
     guards: Guards | None = None
 
 
@@ -72,18 +72,19 @@ class LengthsKernel:
         place = capture_of(call.q)
         if place is None or place[1]:
             return self.compute(call)
-        arguments = [x for x in call.lengths if x is not None]
-        key = (
-            place, call.q.shape, call.kv.k.shape, call.heads_first, simulated.gpu(),
-            *[None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in call.lengths],
-        )  # fmt: skip
+        cu_q, cu_k, used_q, used_k = call.lengths
+        # The launch reads lengths of keys that are those of queries twice, and has corrected ones of both.
+        of_keys = cu_k is cu_q or memory_key(cu_k), used_k is used_q or memory_key(used_k)
+        sizes = call.q.shape, call.kv.k.shape, call.heads_first
+        key = place, sizes, memory_key(cu_q), memory_key(used_q), of_keys, simulated.gpu()
         known: Corrected | None = self._kept.get(key, ())
         kept, guards = known or self.room(call), None
         if self.counted:
+            arguments = [x for x in call.lengths if x is not None]
             if kept.guards is not None and hold(kept.guards, arguments):
                 return kept.lengths, kept.order
             guards = guards_of(arguments)
-        self._launch(call, kept, True)
+        self.launch(*call.lengths, *kept.arguments)
         kept.guards = guards  # after the launch: another thread takes what it finds for made
         if known is None:
             self._kept.keep(key, (), kept)
@@ -91,13 +92,13 @@ class LengthsKernel:
 
     def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
         """The same, in memory of its own. Raises InputError for lengths of another batch."""
-        made = self.room(call)
-        self._launch(call, made, False)
+        made = self.room(call, keeps=False)
+        self.launch(*call.lengths, *made.arguments)
         return made.lengths, made.order
 
-    def room(self, call: Call) -> Corrected:
-        """Memory for the results of calls with such lengths. Raises InputError for lengths of another
-        batch."""
+    def room(self, call: Call, keeps: bool = True) -> Corrected:
+        """Memory for the results of calls with such lengths; `keeps`: the kernel compares with the last ones.
+        Raises InputError for lengths of another batch."""
         shape, value = call.extents(), call.lengths
         sizes = [x.shape[0] for x in value if x is not None]
         expected = [shape.batch + (i < 2) for i, x in enumerate(value) if x is not None]
@@ -112,12 +113,8 @@ class LengthsKernel:
         parts = iter((memory,) if len(sizes) == 1 else memory.split_with_sizes(sizes))
         made = SequenceLengths(*[None if x is None else next(parts) for x in value])
         starts, order = (next(parts), next(parts).view(tiles, 2)) if self.tile_m else (None, None)
-        return Corrected(made, starts, order, known)
-
-    def _launch(self, call: Call, into: Corrected, keeps: bool) -> None:
-        q_len, kv_len, heads = (shape := call.extents()).q_len, shape.kv_len, shape.heads
-        rest = int(keeps), self.scalars, q_len, kv_len, heads, faults.table()
-        self.launch(*call.lengths, *into.lengths, into.starts, into.order, into.known, *rest)
+        rest = int(keeps), self.scalars, shape.q_len, shape.kv_len, shape.heads, faults.table()
+        return Corrected(made, order, (*made, starts, order, known, *rest))
 
 
 def lengths_of(

@@ -14,7 +14,7 @@ from fa4flex.contents import on_host
 from fa4flex.kernels.block_tables.config import PIECE
 from fa4flex.kernels.plan.arguments import BLOCK_TABLES
 from fa4flex.runtime.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.calls.arguments import absent, conversions_of, launch_function
+from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.signatures import Kinds, numbers_of, signature_of
 from fa4flex.runtime.cuda.tables.block_tables import PARAMETERS, DeviceTables, HostTables, Tables
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, ragged_maps, to_device, turns_to_device
@@ -40,7 +40,7 @@ def tables_of(
     result, signature = asked
     kernel, plan = result.compile(signature), result.plan
     on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), plan.read)
-    constants = {"scalars": numbers_of(kinds, call) or None, **absent(BLOCK_TABLES, call.kv)}
+    constants = {"scalars": numbers_of(kinds, call) or None}
     conversions = conversions_of(BLOCK_TABLES, call=call._replace(lengths=NO_LENGTHS))
     launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
     return DeviceTables(launch, plan, pieces_of(plan, call), on_host, counted)

@@ -1,4 +1,4 @@
-"""Lengths of sequences whose keys lie in pages, as kernels take them."""
+"""Lengths of sequences whose keys a loader finds, as kernels take them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fa4flex.kernels.common.faults import report
 
 
 def capacity(arguments: Arguments) -> Int64:
-    """Slots of a row of the page table."""
-    return Int64(arguments.page_table.shape[1]) * arguments.k.shape[1]
+    """Number of keys that a sequence can have at most."""
+    assert arguments.loader is not None
+    return arguments.loader.capacity(arguments)
 
 
 @cute.jit
-def paged_length(arguments: Arguments, b: Int32) -> Int32:
-    """Keys of a sequence: what was given, but no fewer than none, and no more than its row of the table has
-    slots for."""
-    return possible(Int64(arguments.paged_keys[b]), capacity(arguments))
+def used_length(arguments: Arguments, b: Int32) -> Int32:
+    """Keys of a sequence: what was given, but no fewer than none, and no more than it can have."""
+    return possible(Int64(arguments.used_keys[b]), capacity(arguments))
 
 
 def possible(given: Int64, most: Int64) -> Int32:
@@ -29,8 +29,8 @@ def possible(given: Int64, most: Int64) -> Int32:
 @cute.jit
 def check_length(arguments: Arguments, b: Int32) -> None:
     """Tell of a length that is not possible. Threads that tell of the same one say the same."""
-    given, most = Int64(arguments.paged_keys[b]), capacity(arguments)
+    given, most = Int64(arguments.used_keys[b]), capacity(arguments)
     if given < 0:
-        report(arguments.faults, "paged_keys negative", (given,))
+        report(arguments.faults, "used_keys negative", (given,))
     if given > most:
-        report(arguments.faults, "paged_keys beyond", (given, most))
+        report(arguments.faults, "used_keys beyond", (given, most))

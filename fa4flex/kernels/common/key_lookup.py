@@ -1,44 +1,25 @@
-"""Pages of a sequence's keys, which lanes of a warp look up in its row of the page table.
+"""Places of a sequence's keys, which lanes of a warp look up by its loader.
 
 Each lane looks up the page of one box of keys, or of a few, for as many tiles as there are lanes for. It asks
-one such batch before it looks: an entry of the table takes as long to come as the copy that waits for it.
+one such batch before it looks: what says where keys lie takes as long to come as the copy that waits for it.
 What lies past the end of a sequence, or in a page that does not exist, has the number past the last page.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, const_expr, cute, select_
+from cutlass import Int32, const_expr, cute, select_
 
-from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.faults import report
+from fa4flex.kernels.common.key_loader import KeyLoader
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 
 LANES = 32
 
 NOTHING = -1
 """Number of the box where there is no key."""
-
-
-class PageTable(NamedTuple):
-    """A sequence's row of the table, the pages of the pool, slots of a page, keys of the sequence, and where
-    faults are told."""
-
-    row: cute.Tensor
-    pages: Int32
-    page_size: Int32
-    length: Int32
-    faults: Int64
-
-
-def page_table(arguments: Arguments, b: Int32, length: Int32) -> PageTable:
-    """The pages of sequence b, which has `length` keys."""
-    pages, page_size = arguments.k.shape[:2]
-    row = arguments.page_table[b, None]
-    return PageTable(row, Int32(pages), Int32(page_size), length, arguments.faults)
 
 
 class Order(NamedTuple):
@@ -57,9 +38,11 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PageLookup:
+class KeyLookup:
     """Boxes of the tiles of a sequence, in the order in which these are asked for.
 
+    loader    of the sequence
+    length    keys of the sequence
     rows      keys of a box, which lie next to each other in a page
     tile_n    keys of a tile
     behind    1 where boxes of the tile before the one at hand are asked for, too
@@ -67,11 +50,12 @@ class PageLookup:
     warp      the number of this one among them
 
     `now` [box, 2] has a lane's pages, and numbers of boxes in these, for the tiles at hand, `passed` for the
-    ones before; `entries` and `asked` [box] are what the table says of the tiles after them, and numbers of
-    boxes in these pages. `turn` [1] is the number of the tile among those at hand.
+    ones before; `entries` and `asked` [box] are what was read for the tiles after them, and numbers of boxes
+    in their pages. `turn` [1] is the number of the tile among those at hand.
     """
 
-    table: PageTable
+    loader: KeyLoader
+    length: Int32
     order: Order
     rows: int
     tile_n: int
@@ -86,7 +70,7 @@ class PageLookup:
 
     def __post_init__(self) -> None:
         parts = -(-self.boxes // LANES)
-        entry = self.table.row.element_type
+        entry = self.loader.entry
         shapes = {"now": (parts, 2), "entries": (parts,), "asked": (parts,), "turn": (1,)}
         shapes |= {"passed": (parts, 2)} if self.behind else {}
         for name, shape in shapes.items():
@@ -133,7 +117,7 @@ class PageLookup:
 
 
 @cute.jit
-def _turn_to(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
+def _turn_to(lookup: cutlass.Constexpr[KeyLookup], number: Int32) -> None:
     turn = (number - lookup.order.first) % lookup.tiles
     lookup.turn[0] = turn
     now, passed = lookup.now, lookup.passed
@@ -149,10 +133,10 @@ def _turn_to(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
 
 
 @cute.jit
-def _ask(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
+def _ask(lookup: cutlass.Constexpr[KeyLookup], number: Int32) -> None:
     """Start to read the entries of a lane's boxes of the tiles from this one on. They are looked at when they
     are needed, so that nothing waits for them before."""
-    table, lane = lookup.table, cute.arch.lane_idx()
+    loader, lane = lookup.loader, cute.arch.lane_idx()
     place = number + lane // lookup.boxes
     keys = lookup.order.keys
     tile = tile_at(keys, cutlass.min(place, keys.count - 1))
@@ -160,27 +144,25 @@ def _ask(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
     first = tile * lookup.tile_n + lookup.warp * lookup.height
     for i in cutlass.range_constexpr(cute.size(asked)):
         key = first + (i * LANES + lane) % lookup.boxes * lookup.rows
-        page, box = entries.element_type(table.pages), Int32(NOTHING)
-        if place < keys.count and key < table.length:
-            column = key // table.page_size
-            page = table.row[column]
-            box = (key - column * table.page_size) // lookup.rows
-        entries[i] = page
+        entry, box = entries.element_type(loader.pages), Int32(NOTHING)
+        if place < keys.count and key < lookup.length:
+            entry, box = _entry_and_box(lookup, key)
+        entries[i] = entry
         asked[i] = box
 
 
+def _entry_and_box(lookup: KeyLookup, key: Int32) -> tuple[Any, Int32]:
+    entry, slot = lookup.loader.entry_of(key)
+    return entry, slot // lookup.rows
+
+
 @cute.jit
-def _look(lookup: cutlass.Constexpr[PageLookup]) -> None:
+def _look(lookup: cutlass.Constexpr[KeyLookup]) -> None:
     """Entries become pages: that past the last one where there is none."""
-    table, entries, asked = lookup.table, lookup.entries, lookup.asked
+    loader, entries, asked = lookup.loader, lookup.entries, lookup.asked
     for i in cutlass.range_constexpr(cute.size(asked)):
-        page, box = table.pages, Int32(0)
+        page, box = loader.pages, Int32(0)
         if asked[i] != NOTHING:
-            given = entries[i]
-            if given >= 0 and given < table.pages:
-                page = Int32(given)
-                box = asked[i]
-            else:
-                report(table.faults, "page missing", (Int64(given), Int64(table.pages)))
+            page, box = loader.place(entries[i], asked[i])
         entries[i] = entries.element_type(page)
         asked[i] = box

@@ -1,0 +1,103 @@
+"""Keys and values of a call, as far as kernels are specialised to the source that they come from. Data only.
+
+A source whose keys do not follow each other in memory has a loader, which is a class in a module that kernels
+import (kernels/common/key_loader.py), and rows: the tensors besides k and v that the loader reads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fa4flex.kernels.plan.lengths import Scaling
+from fa4flex.kernels.plan.looks import Dimension, Given, Look, Scales
+
+KeyDtype = Literal["", "float8_e4m3fn"]
+
+TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of keys that kernels know to lie next to each other in memory."""
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """A tensor of a source: its name, which is that of the argument and of the field of the source, and what
+    it looks like. held: whether such calls bring it."""
+
+    name: str
+    look: Look
+    held: bool = True
+
+    def when(self, held: object) -> KeyRow:
+        return KeyRow(self.name, self.look, bool(held))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """loader        class that finds keys on the device, as "package.module:Class"; "": keys of a sequence
+                     follow each other, and each sequence has as many, or lengths come with the call
+    together         with a loader, keys that surely lie next to each other: of those whose numbers begin at a
+                     multiple of it, one of TOGETHER
+    rows             tensors besides k and v
+    dtype            of k and v, where it is another than that of q; "": the same
+    k_scales, v_scales   granularity of the scales of an 8-bit cache, besides heads
+    """
+
+    loader: str = ""
+    together: int = 0
+    rows: tuple[KeyRow, ...] = ()
+    dtype: KeyDtype = ""
+    k_scales: Scaling = ""
+    v_scales: Scaling = ""
+
+    @property
+    def loaded(self) -> bool:
+        """True if a loader finds keys."""
+        return bool(self.loader)
+
+    @property
+    def plain(self) -> bool:
+        """True if kernels need not be told of the source: keys follow each other, in the dtype of q."""
+        return not (self.loader or self.dtype)
+
+    @property
+    def bare(self) -> Keys:
+        """The same as far as kernels that read no keys know of it."""
+        return Keys(self.loader and PAGES, int(self.loaded))
+
+
+CONTIGUOUS = Keys()
+
+# --- pages ------------------------------------------------------------------------------------------------
+
+PAGES = "fa4flex.kernels.common.pages:Pages"
+PAGE_TABLE = KeyRow("page_table", Given("page_table", ("sequences", "columns")))
+
+
+def in_pages(page_size: int) -> Keys:
+    """Keys in pages of so many."""
+    return Keys(PAGES, together(page_size), (PAGE_TABLE,))
+
+
+def together(page_size: int) -> int:
+    """Keys of a page that surely lie next to each other: the greatest of TOGETHER that divides its size."""
+    return math.gcd(page_size, TOGETHER[-1])
+
+
+# --- 8 bits -----------------------------------------------------------------------------------------------
+
+
+def eight_bit(page_size: int, k_scales: Scaling = "", v_scales: Scaling = "") -> Keys:
+    """Keys and values of e4m3 with such scales, in pages of so many, or 0 for contiguous ones."""
+    kept = in_pages(page_size) if page_size else CONTIGUOUS
+    rows = (
+        PAGE_TABLE.when(page_size),
+        KeyRow("k_scale", _scales(k_scales, kept.loaded), bool(k_scales)),
+        KeyRow("v_scale", _scales(v_scales, kept.loaded), bool(v_scales)),
+    )
+    return Keys(kept.loader, kept.together, rows, "float8_e4m3fn", k_scales, v_scales)
+
+
+def _scales(per: Scaling, paged: bool) -> Scales:
+    first: Dimension = "pages" if per == "page" or (per == "token" and paged) else "batch"
+    return Scales((first, "kv_heads", "kv_len") if per == "token" else (first, "kv_heads"))
