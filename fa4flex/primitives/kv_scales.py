@@ -14,6 +14,8 @@ from fa4flex.primitives.base import check_device, kind_of, show
 E4M3 = torch.float8_e4m3fn
 _OTHERS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
+_ALL = frozenset((E4M3, *_OTHERS))
+
 Per = Literal["", "head", "page", "token"]
 """Granularity of scales, besides heads; "": there are none."""
 
@@ -83,8 +85,7 @@ NO_SCALES = KVScales()
 
 def is_eight_bit(k: object, v: object) -> bool:
     """True if keys or values have an 8-bit dtype."""
-    dtypes = [x.dtype for x in (k, v) if isinstance(x, Tensor)]
-    return E4M3 in dtypes or any(dtype in _OTHERS for dtype in dtypes)
+    return (isinstance(k, Tensor) and k.dtype in _ALL) or (isinstance(v, Tensor) and v.dtype in _ALL)
 
 
 def check_kind(scales: object) -> KVScales | None:

@@ -223,6 +223,9 @@ class Paged(_Pages, KeySource):
     def placed(self, batch: int, heads_first: bool) -> Paged:
         return self.heads_first() if heads_first else self
 
+    def parts(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        return (type(self),), tuple(self)
+
     def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
         return [(0,), (0,), (0, 1), (0,)]
 

@@ -62,6 +62,7 @@ class KnownCall(Known):
     launch       computes the results of a call, its extents, and what follows from its sizes, if that is
                  known; None where it does not after all
     sized        what follows from shapes and strides, where all of them are compared
+    direct       the same launch as a function of what it reads, where a call does nothing else
     """
 
     scale: float
@@ -69,6 +70,7 @@ class KnownCall(Known):
     statistics: Statistics
     launch: Launch
     sized: Sized | None = None
+    direct: Callable[..., Results] | None = None
 
 
 Prepared = TypeVar("Prepared")
@@ -127,9 +129,11 @@ class Recent(Generic[Prepared]):
         form = statistics, grad, sinks is None, positive, self.engine.bits, beside
         for one in kept:
             if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
+                factor = one.scale if scale is None else scale
+                if one.direct is not None and variant.blocks is None and one.aligned(qkv, others):
+                    return one.direct(q, k, v, operands, sinks, factor)
                 first, asked = one.heads_first, one.statistics
                 source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], first)
-                factor = one.scale if scale is None else scale
                 call = _new(Call, (q, source, operands, sinks, lengths, numbers, factor, first, asked))
                 extents = one.serves(call, others)
                 if extents is None:
@@ -151,7 +155,9 @@ class Recent(Generic[Prepared]):
         guard = guard_of([*map(Row.of, tensors)])
         if guard is not None:
             sized = one.ready.sized_again(call, extents)
-            self.known.narrow(replace(one, guard=guard, valid=None, extents=extents, sized=sized, wide=one))
+            direct = one.ready.direct(sized) if one.launch == one.ready.__call__ else None
+            sizes = {"valid": None, "extents": extents, "sized": sized, "direct": direct}
+            self.known.narrow(replace(one, guard=guard, wide=one, **sizes))
 
     def remember(
         self, call: Call, kv: KeySource, ready: Ready, outline: Outline | None, statistics: Statistics

@@ -91,19 +91,26 @@ def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
 # --- launches whose sizes are known ------------------------------------------------------------------
 
 
-def repeated(attn: fa4flex.Attention, *given: Any, **options: Any) -> Callable[[], Any]:
-    """A launch of a call, with what follows from its sizes made before."""
+def repeated(attn: fa4flex.Attention, *given: Any, direct: bool, **options: Any) -> Callable[[], Any]:
+    """A launch of a call, with what follows from its sizes made before; `direct`: without a Call."""
     engine, call = call_of(attn, *given, **options)
     engine.run(call)
     ready, extents = engine.find(call), extents_of(call.extents())
     sized = ready.sized_again(call, extents)
-    return lambda: ready(call, extents, sized)
+    if not direct:
+        return lambda: ready(call, extents, sized)
+    launch, (k, v) = ready.direct(sized), call.kv
+    assert launch is not None
+    return lambda: launch(call.q, k, v, call.operands, call.sinks, call.scale)
 
 
+@pytest.mark.parametrize("direct", (False, True))
 @pytest.mark.parametrize("statistics", [(), ("lse",), ("lse", "max_scores")])
-def test_a_repeated_launch_has_the_same_arguments(recorder: Recorder, statistics: tuple[str, ...]) -> None:
+def test_a_repeated_launch_has_the_same_arguments(
+    recorder: Recorder, statistics: tuple[str, ...], direct: bool
+) -> None:
     attn = fa4flex.compile(mask=causal, sinks=torch.randn(4))
-    again = repeated(attn, statistics=statistics)
+    again = repeated(attn, statistics=statistics, direct=direct)
     first = recorder.launches[-1]
     out, lse, largest = again()
     second = recorder.launches[-1]
@@ -119,15 +126,16 @@ def test_a_repeated_launch_has_the_same_arguments(recorder: Recorder, statistics
     assert out is second[3] and out.data_ptr() != first[3].data_ptr()
 
 
+@pytest.mark.parametrize("direct", (False, True))
 @pytest.mark.parametrize(
     "mask, keys, splits", [(causal, 100, 1), (causal, 9000, 33), (causal & sliding_window(64), 9000, 1)]
 )
 def test_parts_of_few_queries_have_memory_at_each_call(
-    recorder: Recorder, mask: Any, keys: int, splits: int
+    recorder: Recorder, mask: Any, keys: int, splits: int, direct: bool
 ) -> None:
     """It is float32, one after the other, and none where nothing is split."""
     q, k, v = (torch.randn(2, h, n, 64).bfloat16() for h, n in ((4, 3), (2, keys), (2, keys)))
-    again = repeated(fa4flex.compile(mask=mask), (q, k, v))
+    again = repeated(fa4flex.compile(mask=mask), (q, k, v), direct=direct)
     again()
     again()
     launched = [dict(zip(FORWARD.names, given, strict=True)) for given in recorder.launches]
@@ -141,7 +149,7 @@ def test_parts_of_few_queries_have_memory_at_each_call(
 
 def test_a_repetition_makes_tables_of_changed_contents(recorder: Recorder) -> None:
     ids = torch.arange(300) // 50
-    again = repeated(fa4flex.compile(mask=document(ids)))
+    again = repeated(fa4flex.compile(mask=document(ids)), direct=False)
     before = len(recorder.tables)
     for made, change in ((1, lambda: None), (2, lambda: ids.add_(1)), (3, lambda: None)):
         change()

@@ -49,9 +49,10 @@ from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.known import Known, Shortlist
-from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready
+from fa4flex.runtime.cuda.launches.ready import PARAMETERS, REPEATED, Ready
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
+from fa4flex.runtime.key_sources import Contiguous
 
 if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
@@ -327,8 +328,14 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     if call.kv.seqused_k is None:
         constants["used_keys"] = None
     conversions = conversions_of(schema, call=call._replace(lengths=NO_LENGTHS))
+    absent = constants | dict.fromkeys(("tables", "order", "faults", *NO_LENGTHS._fields))
+
+    def repeated(extents: dict[str, Any]) -> Callable[..., None]:
+        return launch_function(schema, kernel.launch, REPEATED, absent | extents, {})
+
     return Ready(
         launch_function(schema, kernel.launch, PARAMETERS, constants, conversions),
+        repeated if type(call.kv) is Contiguous and not conversions else None,
         output,
         call.kv.v.shape[-1],
         call.kv_heads,

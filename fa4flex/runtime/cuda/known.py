@@ -71,20 +71,27 @@ class Known:
     ) -> Extents | None:
         """Extents of a call in place whose tensors the guard has found to be alike; None if it is not one of
         these. others: tensors that are none of heads; results: of the forward pass, of heads."""
-        q, kv = call.q, call.kv
-        k, v = kv.k, kv.v
-        places = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        for x in results:
-            places |= x.data_ptr()
-        if places % ALIGNMENT or (others and [x.data_ptr() % ALIGNMENT for x in others] != self.alignments):
+        kv = call.kv
+        heads = call.q, kv.k, kv.v, *results
+        if not self.aligned(heads, others):
             return None
         if self.valid is None:
             return self.extents
-        for x in (q, k, v, *results):
+        places = 0
+        for x in heads:
             steps = x.stride()
             places |= (steps[0] | steps[-3] | steps[-2]) * x.element_size()
         extents = None if places % ALIGNMENT else extents_now(call)
         return extents if extents is not None and self.valid.holds(extents) else None
+
+    def aligned(self, heads: tuple[Tensor, ...], others: Sequence[Tensor]) -> bool:
+        """True if tensors have the alignment of those that this was made for."""
+        places = 0
+        for x in heads:
+            places |= x.data_ptr()
+        if places % ALIGNMENT:
+            return False
+        return not others or [x.data_ptr() % ALIGNMENT for x in others] == self.alignments
 
     def has(self, numbers: Numbers) -> bool:
         """True if the launch has these captured numbers: of the same types and bits."""

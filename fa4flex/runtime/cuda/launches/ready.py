@@ -68,12 +68,19 @@ PARAMETERS = (
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
+REPEATED = (
+    "q", "k", "v", "operands", "sinks", "scale", "out", "lse", "max_scores", "counters", "workspace"
+)  # fmt: skip
+"""Parameters of that of plain calls of the same sizes."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ready:
     """A launch in which only pointers are missing.
 
     launch      a function of PARAMETERS
+    repeated    makes one of REPEATED, of the other arguments; None where tensors are converted, and for other
+                keys than contiguous ones
     dtype, width   of the output
     kv_heads    heads of k and v
     statistics  which of lse and max_scores are computed
@@ -92,6 +99,7 @@ class Ready:
     """
 
     launch: Callable[..., None]
+    repeated: Callable[[dict[str, Any]], Callable[..., None]] | None
     dtype: torch.dtype
     width: int
     kv_heads: int
@@ -165,6 +173,30 @@ class Ready:
             return result._replace(rows=rows)
         # What is like an empty tensor of stride 0 has that stride, too.
         return result._replace(rows=rows, parts=like.expand(result.floats) if result.floats else like[:0])
+
+    def direct(self, sized: Sized) -> Callable[..., Results] | None:
+        """Function of q, k, v, operands, sinks and scale of calls of these sizes, which are not gathered in a
+        Call; None where a call does more than launch."""
+        if self.repeated is None or self.more:
+            return None
+        layouts, splits, even, _, rows, parts = sized
+        extents = {"max_q_len": layouts.length, "splits": splits, "even_splits": even}
+        launch, like_q, counted = self.repeated(extents), layouts.like_q, self.counted
+
+        def launched(q: Tensor, k: Tensor, v: Tensor, operands: Any, sinks: Any, scale: float) -> Results:
+            lse = largest = None
+            if like_q:
+                out = torch.empty_like(q)
+            else:
+                out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
+            if self.statistics:
+                lse, largest = self._statistics(q, layouts, rows)
+            taken = counters(q.get_device()) if counted else None
+            memory = None if parts is None else torch.empty_like(parts)
+            launch(q, k, v, operands or None, sinks, scale, out, lse, largest, taken, memory)
+            return out, lse, largest
+
+        return launched
 
     def layouts(self, call: Call) -> Layouts:
         """Layouts of out, lse and max_scores."""
