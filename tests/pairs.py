@@ -52,13 +52,13 @@ def many_keys() -> Iterator[None]:
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Keeps what is made ready here from all others."""
-    look, this = engine.Engine.look, object()
+    key, this = engine.Engine.key, object()
 
     def of_this(self: engine.Engine, call: Any, *bits: Any) -> Any:
-        found = look(self, call, *bits)
+        found = key(self, call, *bits)
         return None if found is None else ((this, *found[0]), found[1])
 
-    with patch.object(engine.Engine, "look", of_this):
+    with patch.object(engine.Engine, "key", of_this):
         yield
 
 

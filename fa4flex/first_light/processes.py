@@ -90,8 +90,10 @@ def _run(task: Task, most: float) -> Done:
             output, _ = process.communicate(timeout=5)
         except subprocess.TimeoutExpired:
             output = ""
-        error = f"still running after {limit:.0f} s, and was ended"
-        return Done(task, time.monotonic() - start, {"error": error, "output": output[-2000:]})
+        said = {"error": f"still running after {limit:.0f} s, and was ended", "output": output[-2000:]}
+        return Done(
+            task, time.monotonic() - start, said if limit == task.seconds else {"skipped": "time limit"}
+        )
     return Done(task, time.monotonic() - start, _said(output, process.returncode))
 
 

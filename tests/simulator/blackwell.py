@@ -91,17 +91,21 @@ class Call:
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
     """Results that are not written are NaN."""
-    results = ready.Ready.results
+    run = ready.Ready.__call__
 
-    def poisoned(launch: ready.Ready, *given: Any) -> Any:
-        found = results(launch, *given)
-        if not launch.gaps:  # otherwise rows without keys are there already, and the kernel writes the others
-            for x in found:
-                if x is not None:
-                    x.fill_(math.nan)
-        return found
+    def poisoned(self: ready.Ready, *given: Any) -> Any:
+        def launch(call: Any, *arguments: Any) -> None:
+            if (
+                not self.gaps
+            ):  # otherwise rows without keys are there already, and the kernel writes the others
+                for x in arguments[:3]:
+                    if x is not None:
+                        x.fill_(math.nan)
+            self.launch(call, *arguments)
 
-    with patch.object(ready.Ready, "results", poisoned):
+        return run(replace(self, launch=launch), *given)
+
+    with patch.object(ready.Ready, "__call__", poisoned):
         yield
 
 
@@ -109,16 +113,16 @@ def _poisoned() -> Iterator[None]:
 def planned(workers: int, rescale: float = 8.0) -> Iterator[None]:
     """Plans kernels for so many SMs and this rescaling threshold; looks of ready launches contain both."""
     chip = replace(target.SM100A, multiprocessors=workers)
-    look = engine.Engine.look
+    key = engine.Engine.key
 
     def with_plan(self: engine.Engine, call: Any, *bits: Any) -> Any:
-        found = look(self, call, *bits)
+        found = key(self, call, *bits)
         return None if found is None else ((*found[0], workers, rescale), found[1])
 
     with (
         patch.object(engine, "target_of", lambda device: chip),
         patch.object(request, "RESCALE", rescale),
-        patch.object(engine.Engine, "look", with_plan),
+        patch.object(engine.Engine, "key", with_plan),
     ):
         yield
 

@@ -68,10 +68,10 @@ NAMES = tuple(masks())
 @contextmanager
 def tables_alone() -> Iterator[None]:
     """Within, kernels that make tables are launched, and none that reads them; nothing is kept for others."""
-    look, compile_kernel, this = Engine.look, Lowered.compile, object()
+    key, compile_kernel, this = Engine.key, Lowered.compile, object()
 
     def of_tables(self: Engine, call: Call, *bits: Any) -> Any:
-        found = look(self, call, *bits)
+        found = key(self, call, *bits)
         return None if found is None else ((this, *found[0]), found[1])
 
     def compiled(lowered: Lowered, signature: Any) -> Any:
@@ -79,7 +79,7 @@ def tables_alone() -> Iterator[None]:
             return SimpleNamespace(launch=lambda *given: None, key=lowered.source.key)
         return compile_kernel(lowered, signature)
 
-    with patch.object(Engine, "look", of_tables), patch.object(Lowered, "compile", compiled):
+    with patch.object(Engine, "key", of_tables), patch.object(Lowered, "compile", compiled):
         yield
 
 
