@@ -151,11 +151,6 @@ def check_device(name: str, tensor: torch.Tensor, other: str, device: torch.devi
         raise InputError(f"{name} on {tensor.device}, {other} on {device}", "one device", fix)
 
 
-def is_count(x: object, least: int = 1) -> bool:
-    """True for an int, which is no bool, of at least this."""
-    return isinstance(x, int) and not isinstance(x, bool) and x >= least
-
-
 # --- mods as objects ------------------------------------------------------------------------------------
 
 

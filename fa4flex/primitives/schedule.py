@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import is_count
+from fa4flex.exact import is_count
 
 Order = Literal["auto", "row_major", "longest_first"]
 NextTile = Literal["auto", "in_turn", "counter", "launch_control"]

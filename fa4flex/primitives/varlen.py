@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fa4flex.contents import Alike, checked_here, on_host
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import check_integers, is_count, show
+from fa4flex.exact import is_count
+from fa4flex.primitives.base import check_integers, show
 
 Bounds = tuple[int, int, int, int]
 

@@ -183,9 +183,9 @@ def call(world: World) -> str:
 
 @step(5)
 def call_again(world: World) -> str:
-    """Like `call`, three times over with nothing changed: what is kept for repeats begins there."""
+    """Like `call`, five times over with nothing changed; what is kept for repeats serves the fourth."""
     subject, seed = world.pick(), world.rng.random()
-    for _ in range(3):
+    for _ in range(5):
         world.rng.seed(seed)
         asked = ask(world, calls.draw_call(world, subject))
         asked.run()
@@ -195,9 +195,9 @@ def call_again(world: World) -> str:
 
 @step(12)
 def around_a_change(world: World) -> str:
-    """Calls alike, once to three times, a change of something that they read, and the same call again."""
+    """Calls alike, once to five times, a change of something that they read, and the same call again."""
     subject, seed = world.pick(), world.rng.random()
-    repeats, how = world.rng.choice((1, 2, 3)), world.rng.random()
+    repeats, how = world.rng.choice((1, 2, 3, 5)), world.rng.random()
     words: list[str] = []
     last: Asked | None = None
     for n in range(repeats + 1):

@@ -146,12 +146,12 @@ class Compute:
             first = self.first_key(work) + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
-            given = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
-            given.collector.begin()
+            head = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
+            head.collector.begin()
             queries = self.scheduler.queries(work, h, arguments)
             for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
-                self.step(given, place, (shared, pipes), (lse2, delta), which, True)
+                self.step(head, place, (shared, pipes), (lse2, delta), which, True)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
@@ -159,15 +159,15 @@ class Compute:
                 which = (query_tile_at(queries, i), phase)
                 if const_expr(ordered):
                     if needs_mask(queries.masked.at(i)):
-                        self.step(given, place, (shared, pipes), (lse2, delta), which, True)
+                        self.step(head, place, (shared, pipes), (lse2, delta), which, True)
                     else:
-                        self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                        self.step(head, place, (shared, pipes), (lse2, delta), which, False)
                 else:
-                    self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                    self.step(head, place, (shared, pipes), (lse2, delta), which, False)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
-            given.collector.finish()
+            head.collector.finish()
         some = self.scheduler.steps(work, arguments) > 0
         memory = config.memory
         dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
@@ -212,7 +212,7 @@ class Compute:
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[Head],
+        head: cutlass.Constexpr[Head],
         place: cutlass.Constexpr[Place],
         handed: cutlass.Constexpr[tuple[Shared, Pipes]],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
@@ -231,7 +231,7 @@ class Compute:
         for f in cutlass.range_constexpr(HALF // FRAGMENT):
             rows = self.take(f, place, scores, pipes, (shared.lse2, lse2.index))
             p = self.to_change(scores[None, f])
-            slopes = self.probabilities(given, p, rows, place.first_query(origin, f), masked)
+            slopes = self.probabilities(head, p, rows, place.first_query(origin, f), masked)
             packed = self.narrowed(p, kind)
             place.probabilities.put(f, packed)
             weights.append(self.weights(p, packed, slopes, kind))
@@ -246,7 +246,7 @@ class Compute:
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
             self.gradients(ds, rows, weights[f], kind)
-            self.take_captured(given, ds, scores[None, f], place.first_query(origin, f), masked)
+            self.take_captured(head, ds, scores[None, f], place.first_query(origin, f), masked)
             handed_on.append(self.narrowed(ds, kind))
             place.ds.put(f, handed_on[f])
             self.share_fragment(place, handed_on[f], kind, f)
@@ -280,14 +280,14 @@ class Compute:
         return found
 
     def probabilities(
-        self, given: Head, scores: cute.Tensor, lse2: cute.Tensor, q_first: Int32, masked: bool
+        self, head: Head, scores: cute.Tensor, lse2: cute.Tensor, q_first: Int32, masked: bool
     ) -> dict[int, Float32]:
         """q.k of a fragment becomes its probability. Returns what gradients are multiplied by on their way to
         the scaled scores, where that is not 1."""
-        factor = given.factor
+        factor = head.factor
         slopes: dict[int, Float32] = {}
         for start in range(0, FRAGMENT, HOOKED):
-            slab = replace(given.slab, queries=tuple(range(start, start + HOOKED)))
+            slab = replace(head.slab, queries=tuple(range(start, start + HOOKED)))
             one = cute.make_tensor(scores.iterator + start, cute.make_layout((1, HOOKED)))
             found = slab.slopes(self.hooks, one, q_first, masked) or {}
             slopes |= {start + c: slope for (_, c), slope in found.items()}
@@ -337,7 +337,7 @@ class Compute:
         return widened(cute.recast_tensor(weights, Int32)[c // 2], kind)
 
     def take_captured(
-        self, given: Head, ds: cute.Tensor, scores: cute.Tensor, q_first: Int32, masked: bool
+        self, head: Head, ds: cute.Tensor, scores: cute.Tensor, q_first: Int32, masked: bool
     ) -> None:
         """Takes what a fragment adds to captured tensors. ds, of modified scores where slopes are late,
         becomes that of scaled ones; `scores` hold q.k where they are needed again."""
@@ -345,11 +345,11 @@ class Compute:
             return
         grid = cute.make_layout((1, FRAGMENT))
         found, raw = (cute.make_tensor(x.iterator, grid) for x in (ds, scores))
-        collector = given.collector
+        collector = head.collector
         early = collector.early(raw, q_first, masked)
         collector.take(False, found, q_first, masked, early)
         if self.late:
-            for place, slope in (given.slab.slopes(self.hooks, raw, q_first, masked) or {}).items():
+            for place, slope in (head.slab.slopes(self.hooks, raw, q_first, masked) or {}).items():
                 found[place] = found[place] * slope
         collector.take(True, found, q_first, masked, early)
 

@@ -48,7 +48,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Given:
+class Inputs:
     """Inputs of all products; base is where tensor memory begins."""
 
     products: Products
@@ -78,7 +78,7 @@ class Mma:
         base: cute.Pointer,
     ) -> None:
         config = self.config
-        given = Given(products, self.operands(shared, products, base), pipes, base)
+        inputs = Inputs(products, self.operands(shared, products, base), pipes, base)
         # The Q that S takes, and the one that dK takes.
         s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
@@ -87,32 +87,32 @@ class Mma:
         phase = Int32(0)
         if steps > 0:
             cute.arch.mbarrier_wait(pipes.k_full, 0)
-            self.scores(given, s_state)
+            self.scores(inputs, s_state)
             s_state.advance()
             cute.arch.mbarrier_wait(pipes.v_full, 0)
-            self.dprob(given, do_state)
+            self.dprob(inputs, do_state)
             cute.arch.mbarrier_wait(pipes.p_full, phase)
-            self.dv(given, do_state, False)
+            self.dv(inputs, do_state, False)
             do_state.advance()
         for j in cutlass.range(1, steps, unroll=1):
-            self.scores(given, s_state)
+            self.scores(inputs, s_state)
             s_state.advance()
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
-            self.dk(given, q_state, j > 1)
+            self.dk(inputs, q_state, j > 1)
             q_state.advance()
-            self.dq(given)
+            self.dq(inputs)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase)
             phase ^= 1
-            self.dprob(given, do_state)
+            self.dprob(inputs, do_state)
             cute.arch.mbarrier_wait(pipes.p_full, phase)
-            self.dv(given, do_state, True)
+            self.dv(inputs, do_state, True)
             do_state.advance()
         if steps > 0:
             self.cluster.commit(pipes.dv_full)
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
-            self.dk(given, q_state, steps > 1)
+            self.dk(inputs, q_state, steps > 1)
             self.cluster.commit(pipes.dk_full)
-            self.dq(given)
+            self.dq(inputs)
 
     def operands(self, shared: Shared, products: Products, base: cute.Pointer) -> Operands:
         p, ds = self.operand_columns()
@@ -134,38 +134,38 @@ class Mma:
         memory = self.config.memory
         return operand_columns(memory.probabilities), operand_columns(memory.ds)
 
-    def scores(self, given: Given, state: pipeline.PipelineState, zero: Zero = 0) -> None:
-        operands, steps = given.operands, range(self.config.depths[0])
-        given.pipes.q.consumer_wait(state)
+    def scores(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero = 0) -> None:
+        operands, steps = inputs.operands, range(self.config.depths[0])
+        inputs.pipes.q.consumer_wait(state)
         q = operands.q[None, None, None, state.index]
-        acc = given.base + self.config.memory.scores
-        given.products.square.issue(acc, operands.k, q, steps, False, zero)
-        self.cluster.commit(given.pipes.s_full)
+        acc = inputs.base + self.config.memory.scores
+        inputs.products.square.issue(acc, operands.k, q, steps, False, zero)
+        self.cluster.commit(inputs.pipes.s_full)
         if self.columns_apart:
-            given.pipes.q.consumer_release(state)
+            inputs.pipes.q.consumer_release(state)
 
-    def dprob(self, given: Given, state: pipeline.PipelineState, zero: Zero = 0) -> None:
-        operands, steps = given.operands, range(self.config.depths[1])
-        given.pipes.dout.consumer_wait(state)
+    def dprob(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero = 0) -> None:
+        operands, steps = inputs.operands, range(self.config.depths[1])
+        inputs.pipes.dout.consumer_wait(state)
         dout = operands.dout[None, None, None, state.index]
-        acc = given.base + self.config.memory.dprob
-        given.products.square.issue(acc, operands.v, dout, steps, False, zero)
-        self.cluster.commit(given.pipes.dp_full)
+        acc = inputs.base + self.config.memory.dprob
+        inputs.products.square.issue(acc, operands.v, dout, steps, False, zero)
+        self.cluster.commit(inputs.pipes.dp_full)
         if self.columns_apart:
-            given.pipes.dout.consumer_release(state)
+            inputs.pipes.dout.consumer_release(state)
 
-    def dv(self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Zero = 0) -> None:
-        ring, operands = self.columns_of(given.pipes, "dout", state), given.operands
+    def dv(self, inputs: Inputs, state: pipeline.PipelineState, add: Boolean | bool, zero: Zero = 0) -> None:
+        ring, operands = self.columns_of(inputs.pipes, "dout", state), inputs.operands
         dout = operands.dout_t[None, None, None, state.index]
-        acc = given.base + self.config.memory.dv
-        given.products.to_dv.issue(acc, moved(operands.p, zero), dout, STEPS, add, zero)
+        acc = inputs.base + self.config.memory.dv
+        inputs.products.to_dv.issue(acc, moved(operands.p, zero), dout, STEPS, add, zero)
         ring.consumer_release(state)
 
-    def dk(self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Zero = 0) -> None:
-        ring, operands = self.columns_of(given.pipes, "q", state), given.operands
+    def dk(self, inputs: Inputs, state: pipeline.PipelineState, add: Boolean | bool, zero: Zero = 0) -> None:
+        ring, operands = self.columns_of(inputs.pipes, "q", state), inputs.operands
         q = operands.q_t[None, None, None, state.index]
-        acc = given.base + self.config.memory.dk
-        given.products.to_dk.issue(acc, moved(operands.ds_t, zero), q, STEPS, add, zero)
+        acc = inputs.base + self.config.memory.dk
+        inputs.products.to_dk.issue(acc, moved(operands.ds_t, zero), q, STEPS, add, zero)
         ring.consumer_release(state)
 
     def columns_of(self, pipes: Any, name: str, state: pipeline.PipelineState) -> pipeline.PipelineTmaUmma:
@@ -177,11 +177,11 @@ class Mma:
         ring.consumer_wait(state)
         return ring
 
-    def dq(self, given: Given, zero: Zero = 0) -> None:
-        operands, steps = given.operands, range(self.config.tile_n // MMA_K)
-        acc = given.base + self.config.memory.dq
-        given.products.to_dq.issue(acc, operands.ds, operands.k_t, steps, False, zero)
-        self.cluster.commit(given.pipes.dq_full)
+    def dq(self, inputs: Inputs, zero: Zero = 0) -> None:
+        operands, steps = inputs.operands, range(self.config.tile_n // MMA_K)
+        acc = inputs.base + self.config.memory.dq
+        inputs.products.to_dq.issue(acc, operands.ds, operands.k_t, steps, False, zero)
+        self.cluster.commit(inputs.pipes.dq_full)
 
 
 def moved(columns: list[cute.Pointer], zero: Zero) -> list[cute.Pointer]:

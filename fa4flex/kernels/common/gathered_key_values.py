@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, cute, pipeline, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.gathering_rings import FilledRing
-from fa4flex.kernels.common.key_lookup import LANES, Found, KeyLookup
+from fa4flex.kernels.common.key_lookup import LANES, KeyLookup, Places
 
 CHUNK = 16
 """Bytes that a lane copies at once."""
@@ -48,8 +48,8 @@ class Rows:
 
     def at(self, page: Int32, slot: Int32, pages: Int32) -> Int64:
         """Address of a row; 0 past the last page."""
-        found = self.cache[page, slot, None].iterator.toint()
-        return select_(page < pages, found, Int64(0))
+        address = self.cache[page, slot, None].iterator.toint()
+        return select_(page < pages, address, Int64(0))
 
     def places(self, count: int, first: Int32 | int) -> Iterator[tuple[int, Int32]]:
         """Numbers of rows, of which LANES / lanes are copied at once, and where in a tile a lane's 16 bytes
@@ -82,20 +82,20 @@ class GatheredKeyValues:
         self.lookup.turn_to(number)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        self._load(self.k, self.k_ring, state, self.lookup.found(0))
+        self._load(self.k, self.k_ring, state, self.lookup.places(0))
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        self._load(self.v, self.v_ring, state, self.lookup.found(self.lookup.behind))
+        self._load(self.v, self.v_ring, state, self.lookup.places(self.lookup.behind))
 
-    def _load(self, rows: Rows, ring: FilledRing, state: pipeline.PipelineState, found: Found) -> None:
+    def _load(self, rows: Rows, ring: FilledRing, state: pipeline.PipelineState, places: Places) -> None:
         lookup, lane = self.lookup, cute.arch.lane_idx()
-        own = [rows.at(page, slot, lookup.loader.pages) for page, slot in found.parts]
+        own = [rows.at(page, slot, lookup.loader.pages) for page, slot in places.parts]
         ring.producer_acquire(state)
         block = lookup.tile_n * rows.span
         stage = rows.address + state.index * (lookup.tile_n * rows.width)
         for start, place in rows.places(lookup.height, lookup.warp * lookup.height):
             row = start + lane // rows.lanes
-            address = cute.arch.shuffle_sync(own[start // LANES], (found.first + row) % LANES)
+            address = cute.arch.shuffle_sync(own[start // LANES], (places.first + row) % LANES)
             for number in range(rows.width // rows.span):
                 column = number * rows.span + lane % rows.lanes * CHUNK
                 exists = address != 0

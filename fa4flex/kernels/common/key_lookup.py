@@ -29,7 +29,7 @@ class Order(NamedTuple):
     first: Int32
 
 
-class Found(NamedTuple):
+class Places(NamedTuple):
     """Boxes of a tile: the first lane that has one, and for each part of the tile what lanes have, pages and
     numbers of boxes in these."""
 
@@ -100,12 +100,12 @@ class KeyLookup:
         """A warp's: the tile of this number is at hand."""
         _turn_to(self, number)
 
-    def found(self, behind: int = 0) -> Found:
+    def places(self, behind: int = 0) -> Places:
         """The boxes of the tile at hand, or of the one before."""
         now, turn = self.now, self.turn[0]
         parts = range(cute.size(now, mode=[0]))
         if not behind:
-            return Found(turn * self.boxes, tuple((now[part, 0], now[part, 1]) for part in parts))
+            return Places(turn * self.boxes, tuple((now[part, 0], now[part, 1]) for part in parts))
         assert self.passed is not None
         passed, wrapped = self.passed, turn == 0
         before = select_(wrapped, Int32(self.tiles - 1), turn - 1)
@@ -113,7 +113,7 @@ class KeyLookup:
             (select_(wrapped, passed[part, 0], now[part, 0]), select_(wrapped, passed[part, 1], now[part, 1]))
             for part in parts
         )
-        return Found(before * self.boxes, both)
+        return Places(before * self.boxes, both)
 
 
 @cute.jit

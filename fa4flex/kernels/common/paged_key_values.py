@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.kernels.common.key_lookup import LANES, Found, KeyLookup
+from fa4flex.kernels.common.key_lookup import LANES, KeyLookup, Places
 from fa4flex.kernels.common.transfer import Ring, Transfers, Views
 
 SEVERAL = 5
@@ -60,27 +60,27 @@ class PagedKeyValues:
         self.lookup.turn_to(number)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        _load(self, (self.transfers.k, self.k_ring, self.k), state, self._found(0))
+        _load(self, (self.transfers.k, self.k_ring, self.k), state, self._places(0))
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        _load(self, (self.transfers.v, self.v_ring, self.v), state, self._found(self.lookup.behind))
+        _load(self, (self.transfers.v, self.v_ring, self.v), state, self._places(self.lookup.behind))
 
-    def _found(self, behind: int) -> Found:
-        return _in_first_lanes(self, self.lookup.found(behind))
+    def _places(self, behind: int) -> Places:
+        return _in_first_lanes(self, self.lookup.places(behind))
 
 
-def _in_first_lanes(source: PagedKeyValues, found: Found) -> Found:
+def _in_first_lanes(source: PagedKeyValues, places: Places) -> Places:
     """The same boxes, moved to the lanes from 0 on where that is fewer instructions: a lane with a number
     that is known when compiled is not computed for each box. A warp that brings keys and values computes it
     for both."""
     if not source.alone or source.lookup.tiles == 1 or source.copied < SEVERAL:
-        return found
-    lane = (found.first + cute.arch.lane_idx()) % LANES
+        return places
+    lane = (places.first + cute.arch.lane_idx()) % LANES
     moved = tuple(
         (cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane))
-        for pages, boxes in found.parts
+        for pages, boxes in places.parts
     )
-    return Found(Int32(0), moved)
+    return Places(Int32(0), moved)
 
 
 @cute.jit
@@ -88,15 +88,15 @@ def _load(
     source: cutlass.Constexpr[PagedKeyValues],
     what: cutlass.Constexpr[tuple[cpasync.TmaInfo, Ring, Views]],
     state: pipeline.PipelineState,
-    found: Found,
+    places: Places,
 ) -> None:
     transfer, ring, (to_shared, from_global) = what
-    first = found.first
+    first = places.first
     barrier = ring.producer_get_barrier(state)
     policy = {} if source.policy is None else {"cache_policy": Int64(source.policy)}
     ring.producer_acquire(state)
-    for part in cutlass.range_constexpr(len(found.parts)):
-        pages, boxes = found.parts[part]
+    for part in cutlass.range_constexpr(len(places.parts)):
+        pages, boxes = places.parts[part]
         for i in cutlass.range(source.copied, unroll=source.unroll):
             lane = (first + i) % LANES
             page, box = cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane)

@@ -103,26 +103,26 @@ class OnlineSoftmax:
         """This thread's largest y per row of a tile, seen as (row, column)."""
         return [_largest(scores[r, None]) for r in range(self.state.rows)]
 
-    def start(self, found: list[Float32]) -> None:
+    def start(self, highest: list[Float32]) -> None:
         """Take the maxima of the first tile. A row without any finite score keeps -inf, and shift 0."""
-        for r, x in enumerate(found):
+        for r, x in enumerate(highest):
             self._use(self.reduce(x, cute.arch.fmax), r)
             self.state.total[r] = Float32(0.0)
 
-    def passes(self, found: list[Float32]) -> Boolean:
+    def passes(self, highest: list[Float32]) -> Boolean:
         """True if maxima are to be raised: if any lane of the warp holds a y above a ceiling."""
         if self.threshold <= 0:
             return Boolean(True)
-        return self._any_above(found)
+        return self._any_above(highest)
 
-    def _any_above(self, found: list[Float32]) -> Boolean:
-        above = (x > self.state.ceiling[r] for r, x in enumerate(found))
+    def _any_above(self, highest: list[Float32]) -> Boolean:
+        above = (x > self.state.ceiling[r] for r, x in enumerate(highest))
         return cute.arch.vote_any_sync(functools.reduce(operator.or_, above))
 
-    def raise_maxima(self, found: list[Float32]) -> None:
+    def raise_maxima(self, highest: list[Float32]) -> None:
         """Take a tile's maxima into the running ones, and rescale the totals."""
         state = self.state
-        for r, x in enumerate(found):
+        for r, x in enumerate(highest):
             before = state.largest[r]
             self._use(cute.arch.fmax(self.reduce(x, cute.arch.fmax), before), r)
             scale = cute.math.exp2(before * self.factor - state.shift[r], fastmath=True)
@@ -146,11 +146,11 @@ class OnlineSoftmax:
 
     def finish(self, sink: Float32 | None) -> list[Finished]:
         """All rows, of heads that have this sink."""
-        state, found = self.state, []
+        state, finished = self.state, []
         for r in range(state.rows):
             total = self.reduce(state.total[r], operator.add)
-            found.append(finish_row(state.largest[r], state.shift[r], total, sink))
-        return found
+            finished.append(finish_row(state.largest[r], state.shift[r], total, sink))
+        return finished
 
 
 Rows = Sequence[OnlineSoftmax]
@@ -163,9 +163,9 @@ class LaneSoftmax(OnlineSoftmax):
     def reduce(self, x: Float32, combine: Any) -> Float32:
         return x
 
-    def _any_above(self, found: list[Float32]) -> Boolean:
+    def _any_above(self, highest: list[Float32]) -> Boolean:
         # "All may stay" costs an instruction less than "any may not" on the way to the exponentials.
-        return ~cute.arch.vote_all_sync(found[0] <= self.state.ceiling[0])
+        return ~cute.arch.vote_all_sync(highest[0] <= self.state.ceiling[0])
 
 
 def maxima(rows: Rows, scores: Sequence[cute.Tensor]) -> list[list[Float32]]:
@@ -173,14 +173,14 @@ def maxima(rows: Rows, scores: Sequence[cute.Tensor]) -> list[list[Float32]]:
     return [one.maxima(mine) for one, mine in zip(rows, scores, strict=True)]
 
 
-def passed(rows: Rows, found: list[list[Float32]]) -> Boolean:
+def passed(rows: Rows, highest: list[list[Float32]]) -> Boolean:
     """True if a tile's maxima are to be taken into the running ones, for all rows of the warp at once."""
-    return functools.reduce(operator.or_, [one.passes(mine) for one, mine in zip(rows, found, strict=True)])
+    return functools.reduce(operator.or_, [one.passes(mine) for one, mine in zip(rows, highest, strict=True)])
 
 
-def raise_maxima(rows: Rows, found: list[list[Float32]]) -> list[Float32]:
+def raise_maxima(rows: Rows, highest: list[list[Float32]]) -> list[Float32]:
     """Take a tile's maxima into the running ones; returns what outputs are to be multiplied by, by row."""
-    for one, mine in zip(rows, found, strict=True):
+    for one, mine in zip(rows, highest, strict=True):
         one.raise_maxima(mine)
     return [one.state.scale[r] for one in rows for r in range(one.state.rows)]
 
@@ -189,10 +189,10 @@ def raise_maxima(rows: Rows, found: list[list[Float32]]) -> list[Float32]:
 def take_maxima(rows: cutlass.Constexpr[Rows], scores: cutlass.Constexpr[Sequence[cute.Tensor]]) -> Boolean:
     """Raise the running maxima to a tile's where one is passed. Returns whether one was: outputs are to be
     rescaled then."""
-    found = maxima(rows, scores)
-    raised = passed(rows, found)
+    highest = maxima(rows, scores)
+    raised = passed(rows, highest)
     if raised:
-        raise_maxima(rows, found)
+        raise_maxima(rows, highest)
     return raised
 
 

@@ -45,14 +45,14 @@ class SequencesArguments(_Arguments):
 
 class Side(NamedTuple):
     """Lengths of queries or of keys: given and corrected, the tokens that there are, and the least index or
-    number found of each fault, in shared memory."""
+    number that is wrong of each fault, in shared memory."""
 
     cu: cute.Tensor | None
     used: cute.Tensor | None
     safe_cu: cute.Tensor | None
     safe_used: cute.Tensor | None
     tokens: Int32
-    found: cute.Tensor
+    wrong: cute.Tensor
 
 
 def _saturated(x: Int64) -> Int32:
@@ -82,10 +82,10 @@ class Sequences:
         thread = cute.arch.thread_idx()[0]
         memory = SmemAllocator()
         totals = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
-        found = memory.allocate_tensor(Int32, cute.make_layout((COUNT, 2)), byte_alignment=16)
+        wrong = memory.allocate_tensor(Int32, cute.make_layout((COUNT, 2)), byte_alignment=16)
         changed = memory.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
         if thread < 2 * COUNT:
-            found[thread] = Int32(NONE)
+            wrong[thread] = Int32(NONE)
         if thread == 0:
             changed[0] = Int32(arguments.keeps == 0)
         cute.arch.sync_threads()
@@ -94,7 +94,7 @@ class Sequences:
             self.compare(arguments, changed, thread)
             cute.arch.sync_threads()
         if changed[0] != 0:
-            self.make(arguments, memory, found, totals, thread)
+            self.make(arguments, memory, wrong, totals, thread)
 
     @cute.jit
     def compare(self, arguments: cutlass.Constexpr, changed: cute.Tensor, thread: Int32) -> None:
@@ -117,13 +117,13 @@ class Sequences:
         self,
         arguments: cutlass.Constexpr,
         memory: cutlass.Constexpr[SmemAllocator],
-        found: cute.Tensor,
+        wrong: cute.Tensor,
         totals: cute.Tensor,
         thread: Int32,
     ) -> None:
         """Write all results, and report faults. Results of faulty lengths do not stand: the next launch
         reports them again."""
-        sides = self.sides(arguments, found)
+        sides = self.sides(arguments, wrong)
         tiles, longest = self.correct(sides, arguments.starts, totals, thread)
         cute.arch.sync_threads()
         if thread == 0:
@@ -132,17 +132,17 @@ class Sequences:
             if arguments.keeps != 0:
                 stands = Int64(1)
                 for i in cutlass.range_constexpr(2 * COUNT):
-                    stands = select_(found[i] == NONE, stands, Int64(0))
+                    stands = select_(wrong[i] == NONE, stands, Int64(0))
                 arguments.known[0] = stands
         if const_expr(self.config.tile_m > 0):
             counts = memory.allocate_tensor(Int32, cute.make_layout((BINS, WARPS)), byte_alignment=16)
             self.sort.run(arguments, Counted(counts, totals), tiles, longest, thread)
 
-    def sides(self, arguments: SequencesArguments, found: cute.Tensor) -> tuple[Side, Side]:
+    def sides(self, arguments: SequencesArguments, wrong: cute.Tensor) -> tuple[Side, Side]:
         a = arguments
         return (
-            Side(a.cu_seqlens_q, a.seqused_q, a.cu_q, a.used_q, a.q_len, found[None, 0]),
-            Side(a.cu_seqlens_k, a.seqused_k, a.cu_k, a.used_k, a.kv_len, found[None, 1]),
+            Side(a.cu_seqlens_q, a.seqused_q, a.cu_q, a.used_q, a.q_len, wrong[None, 0]),
+            Side(a.cu_seqlens_k, a.seqused_k, a.cu_k, a.used_k, a.kv_len, wrong[None, 1]),
         )
 
     def sequences(self, sides: tuple[Side, Side]) -> Int32:
@@ -212,10 +212,10 @@ class Sequences:
         """Tokens of a sequence of this length that take part."""
         used = Int64(side.used[i])
         if used < 0:
-            cute.arch.atomic_min(side.found.iterator + NEGATIVE, _saturated(used))
+            cute.arch.atomic_min(side.wrong.iterator + NEGATIVE, _saturated(used))
         if used > length:
             beyond = i if const_expr(side.cu is not None) else -_saturated(used)
-            cute.arch.atomic_min(side.found.iterator + BEYOND, beyond)
+            cute.arch.atomic_min(side.wrong.iterator + BEYOND, beyond)
         taken = _clamped(used, 0, length)
         side.safe_used[i] = taken
         return taken
@@ -224,28 +224,28 @@ class Sequences:
     def look(self, side: cutlass.Constexpr, i: Int32, count: Int32, here: Int64, following: Int64) -> None:
         """Look for faults of entry i of cumulative lengths."""
         if i == 0 and here != 0:
-            cute.arch.atomic_min(side.found.iterator + STARTS, _saturated(here))
+            cute.arch.atomic_min(side.wrong.iterator + STARTS, _saturated(here))
         if following < here:
-            cute.arch.atomic_min(side.found.iterator + DECREASES, i)
+            cute.arch.atomic_min(side.wrong.iterator + DECREASES, i)
         if i == count and here != side.tokens:
-            cute.arch.atomic_min(side.found.iterator + ENDS, _saturated(here))
+            cute.arch.atomic_min(side.wrong.iterator + ENDS, _saturated(here))
 
     @cute.jit
     def tell(self, name: cutlass.Constexpr[str], side: cutlass.Constexpr, faults: Int64) -> None:
         """One thread's: report the faults of the lengths of queries, "q", or of keys, "k"."""
         cu, used = f"cu_seqlens_{name}", f"seqused_{name}"
         if const_expr(side.cu is not None):
-            if side.found[STARTS] != NONE:
-                report(faults, f"{cu} starts", (side.found[STARTS],))
-            i = side.found[DECREASES]
+            if side.wrong[STARTS] != NONE:
+                report(faults, f"{cu} starts", (side.wrong[STARTS],))
+            i = side.wrong[DECREASES]
             if i != NONE:
                 report(faults, f"{cu} decreases", (i, side.cu[i], side.cu[i + 1]))
-            if side.found[ENDS] != NONE:
-                report(faults, f"{cu} ends", (side.found[ENDS], side.tokens))
+            if side.wrong[ENDS] != NONE:
+                report(faults, f"{cu} ends", (side.wrong[ENDS], side.tokens))
         if const_expr(side.used is not None):
-            if side.found[NEGATIVE] != NONE:
-                report(faults, f"{used} negative", (side.found[NEGATIVE],))
-            i = side.found[BEYOND]
+            if side.wrong[NEGATIVE] != NONE:
+                report(faults, f"{used} negative", (side.wrong[NEGATIVE],))
+            i = side.wrong[BEYOND]
             if i != NONE:
                 if const_expr(side.cu is not None):
                     length = side.safe_cu[i + 1] - side.safe_cu[i]

@@ -13,7 +13,7 @@ from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import mma as base
 from fa4flex.kernels.bwd_sm100.config import ROWS
-from fa4flex.kernels.bwd_sm100.mma import Given
+from fa4flex.kernels.bwd_sm100.mma import Inputs
 from fa4flex.kernels.bwd_sm100.resources import Products, fragment_columns
 from fa4flex.kernels.bwd_sm100.two_cta.config import KEPT, PACKED
 from fa4flex.kernels.bwd_sm100.two_cta.resources import Shared
@@ -55,7 +55,7 @@ class Mma(base.Mma):
     ) -> None:
         """The first CTA's."""
         config = self.config
-        given = Given(products, self.operands(shared, products, base), pipes, base)
+        inputs = Inputs(products, self.operands(shared, products, base), pipes, base)
         q_state, q_t_state = (
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
             for _ in range(2)
@@ -68,41 +68,41 @@ class Mma(base.Mma):
         phase = Int32(0)
         if steps > 0:
             cute.arch.mbarrier_wait(pipes.k_full, 0)
-            self.scores(given, q_state)
+            self.scores(inputs, q_state)
             q_state.advance()
             cute.arch.mbarrier_wait(pipes.v_full, 0)
-            self.dprob(given, do_state)
+            self.dprob(inputs, do_state)
             do_state.advance()
             cute.arch.mbarrier_wait(pipes.p_full, 0)
-            self.dv(given, do_t_state, False)
+            self.dv(inputs, do_t_state, False)
             do_t_state.advance()
             cute.arch.mbarrier_wait(pipes.k_t_full, 0)
         for j in cutlass.range(1, steps, unroll=1):
             zero = zero_here(j, steps)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
-            self.scores(given, q_state, zero)
+            self.scores(inputs, q_state, zero)
             q_state.advance()
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
-            self.dk(given, q_t_state, j > 1, zero)
+            self.dk(inputs, q_t_state, j > 1, zero)
             q_t_state.advance()
-            self.dprob(given, do_state, zero)
+            self.dprob(inputs, do_state, zero)
             do_state.advance()
             cute.arch.mbarrier_wait(pipes.p_full, phase ^ 1)
             self.await_ds(pipes, phase)
             cute.arch.mbarrier_wait(pipes.ds_there, phase)
-            self.dq(given, zero)
+            self.dq(inputs, zero)
             phase ^= 1
-            self.dv(given, do_t_state, True, zero)
+            self.dv(inputs, do_t_state, True, zero)
             do_t_state.advance()
         if steps > 0:
             self.cluster.commit(pipes.dv_full)
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
-            self.dk(given, q_t_state, steps > 1)
+            self.dk(inputs, q_t_state, steps > 1)
             self.cluster.commit(pipes.dk_full)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
             self.await_ds(pipes, phase)
             cute.arch.mbarrier_wait(pipes.ds_there, phase)
-            self.dq(given)
+            self.dq(inputs)
 
     @cute.jit
     def tell(self, arguments: BackwardArguments, work: KeyWork, pipes: cutlass.Constexpr[Pipes]) -> None:

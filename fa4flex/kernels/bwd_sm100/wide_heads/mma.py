@@ -15,7 +15,7 @@ from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import mma as base
 from fa4flex.kernels.bwd_sm100.config import HALF
-from fa4flex.kernels.bwd_sm100.mma import Given
+from fa4flex.kernels.bwd_sm100.mma import Inputs
 from fa4flex.kernels.bwd_sm100.resources import Products, Shared, fragment_columns
 from fa4flex.kernels.bwd_sm100.wide_heads.config import PACKED
 from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
@@ -35,7 +35,7 @@ class Mma(base.Mma):
         base: cute.Pointer,
     ) -> None:
         config = self.config
-        given = Given(products, self.operands(shared, products, base), pipes, base)
+        inputs = Inputs(products, self.operands(shared, products, base), pipes, base)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         steps = self.scheduler.steps(work, arguments)
@@ -46,22 +46,22 @@ class Mma(base.Mma):
             zero = zero_here(j, steps)
             last = j + 1 == steps
             cute.arch.mbarrier_wait(pipes.dq_begun, phase ^ 1)
-            self.scores(given, q_state, zero)
+            self.scores(inputs, q_state, zero)
             cute.arch.mbarrier_wait(pipes.v_full, 0)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
             cute.arch.mbarrier_wait(pipes.s_read, phase)
-            self.dprob(given, do_state, zero)
+            self.dprob(inputs, do_state, zero)
             cute.arch.mbarrier_wait(pipes.p_full, phase)
-            self.dv(given, do_state, j > 0, zero)
+            self.dv(inputs, do_state, j > 0, zero)
             do_state.advance()
             if last:
                 self.cluster.commit(pipes.dv_full)
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
-            self.dk(given, q_state, j > 0, zero)
+            self.dk(inputs, q_state, j > 0, zero)
             q_state.advance()
             if last:
                 self.cluster.commit(pipes.dk_full)
-            self.dq(given, zero)
+            self.dq(inputs, zero)
             phase ^= 1
 
     def operand_columns(self) -> tuple[list[int], list[int]]:
