@@ -85,7 +85,7 @@ def test_bounds_prove_without_looking_where_boxes_suffice() -> None:
 
 def test_looking_alone_settles(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing but evaluation the classes stay right: bounds are for speed, looking settles."""
-    monkeypatch.setattr(squares._Looker, "certain", lambda self, boxes: nothing_certain(boxes))
+    monkeypatch.setattr(squares._Evaluator, "certain", lambda self, boxes: nothing_certain(boxes))
     mask = both(op("ge", Q, KV), op("ne", op("mod", KV, 7), 2))
     tiles = tile_map(mask, None, Shape(1, 1, 200, 210), Captured(), (32, 48))
     assert torch.equal(
@@ -111,7 +111,7 @@ def test_integers_beyond_int64_do_not_wrap() -> None:
 def test_one_element_is_enough(blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single element that differs is found wherever it is, whether bounds point to it or not."""
     if blind:
-        monkeypatch.setattr(squares._Looker, "certain", lambda self, boxes: nothing_certain(boxes))
+        monkeypatch.setattr(squares._Evaluator, "certain", lambda self, boxes: nothing_certain(boxes))
     shape = Shape(1, 1, 128, 192)
     for _ in range(15):
         needle = both(op("eq", Q, random.randrange(128)), op("eq", KV, random.randrange(192)))
