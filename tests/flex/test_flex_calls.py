@@ -148,10 +148,10 @@ def test_max_scores_of_the_drop_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own function, where no kernels are, through the same backend."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    from fa4flex import drop_in
+    from fa4flex import mask_calls
 
-    composed = drop_in.compose
-    monkeypatch.setattr(drop_in, "compose", lambda *x, **named: composed(*x, **named, backend="flex"))
+    composed = mask_calls.compose
+    monkeypatch.setattr(mask_calls, "compose", lambda *x, **named: composed(*x, **named, backend="flex"))
     qkv = torch.randn(1, 2, 9, 6), torch.randn(1, 2, 9, 6), torch.randn(1, 2, 9, 6)
     out, aux = fa4flex.flex_attention(*qkv, return_aux=AuxRequest(lse=True, max_scores=True))
     scores = qkv[0] @ qkv[1].mT / math.sqrt(6)

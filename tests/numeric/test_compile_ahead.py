@@ -238,7 +238,7 @@ def test_only_where_gradients_are_wanted(folder: Path) -> None:
     with (
         ptxsim.device("sm_90a"),
         patch.object(launch, "compile_ahead", lambda *given: seen.append(given)),
-        patch.object(Engine, "run", stop),
+        patch.object(Engine, "made", stop),
     ):
         for wanted, options in ((False, {}), (True, {}), (True, {"return_lse": True})):
             with pytest.raises(Stopped):
