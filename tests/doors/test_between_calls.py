@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_calls import differing
+from known_calls import differing
 from launch_changes import by_name, calls_on_gpu
 from test_gpu_calls import Recorder
 from torch import Tensor

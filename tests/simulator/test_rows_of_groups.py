@@ -113,7 +113,7 @@ def put_grid(
     rows: cutlass.Constexpr[Rows],
     ordered: cutlass.Constexpr,
 ) -> None:
-    grid = rows.grid(SimpleNamespace(q=q, k=kv, v=kv, page_table=None), ordered)
+    grid = rows.grid(SimpleNamespace(q=q, k=kv, v=kv, loader=None), ordered)
     for i, number in enumerate((grid.tiles, grid.heads, grid.batch, grid.group)):
         found[i] = number
 

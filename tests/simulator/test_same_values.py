@@ -16,6 +16,7 @@ PLACE = "and.b32 %r5, %r2, 127;\n    add.s32 %r5, %r5, %r3;\n"
 BOTH = f"{PLACE}    st.shared.b32 [%r5], 0;\n"
 READ = "ld.shared.b32 %r6, [%r5];\n"
 COPY = """
+    bar.warp.sync 0xffffffff;
     @!%p1 bra END;
     cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r3], 128;
     cp.async.bulk.commit_group;

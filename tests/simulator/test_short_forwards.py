@@ -81,7 +81,7 @@ def test_divisors_find_the_same_tiles(ordered: bool, seed: int) -> None:
 
 @cute.jit
 def put_width(found: cute.Tensor, q: cute.Tensor, kv: cute.Tensor, least: cutlass.Constexpr) -> None:
-    given = SimpleNamespace(q=q, k=kv, v=kv, page_table=None)
+    given = SimpleNamespace(q=q, k=kv, v=kv, loader=None)
     found[0] = work.dense_grid(given, 128, True, least).group
 
 
