@@ -42,6 +42,13 @@ class Row(NamedTuple):
     number: Int32
 
 
+class Listed(NamedTuple):
+    """Lists of one kind of blocks."""
+
+    counts: cute.Tensor
+    indices: cute.Tensor
+
+
 class BlockLists:
     direction = "lists"
     """Schema of its arguments."""
@@ -81,10 +88,10 @@ class BlockLists:
             if first + lane < columns:
                 classes[first + lane] = Uint8(EMPTY)
         cute.arch.sync_warp()
-        valid = self.mark(arguments, (a.counts, a.indices), row, PARTIAL)
+        valid = self.mark(arguments, Listed(a.counts, a.indices), row, PARTIAL)
         if const_expr(a.full_counts is not None):
             cute.arch.sync_warp()
-            valid += self.mark(arguments, (a.full_counts, a.full_indices), row, FULL)
+            valid += self.mark(arguments, Listed(a.full_counts, a.full_indices), row, FULL)
         cute.arch.sync_warp()
         marked = Int32(0)
         for first in cutlass.range(0, columns, 32, unroll=1):
@@ -98,12 +105,12 @@ class BlockLists:
     def mark(
         self,
         arguments: BlockListArguments,
-        listed: tuple[cute.Tensor, cute.Tensor],
+        listed: Listed,
         row: Row,
         kind: cutlass.Constexpr[int],
     ) -> Int32:
         """A warp's: give the listed blocks of a row their class. Returns a lane's number of valid entries."""
-        (counts, indices), lane = listed, cute.arch.lane_idx()
+        counts, indices, lane = listed.counts, listed.indices, cute.arch.lane_idx()
         classes = arguments.classes[row.b, row.h, row.number, None]
         entries, columns = Int32(indices.shape[3]), Int64(classes.shape[0])
         value = Int64(counts[row.b, row.h, row.number])
