@@ -66,7 +66,7 @@ def flex_attention(
     qkv, precision = _prepared(query, key, value, enable_gqa)
     statistics = ("lse",) * with_lse + ("max_scores",) * max_scores
     results, options = None, Options(score_mod, scale, schedule, precision)
-    if block_mask is not None and not torch.compiler.is_compiling():
+    if isinstance(block_mask, BlockMask) and not torch.compiler.is_compiling():
         results = with_block_mask(qkv, block_mask, options, statistics)
     if results is None:
         results = calls.run(options.variant(block_mask), None, qkv, None, None, statistics)

@@ -238,6 +238,19 @@ def test_mixed_dtypes_have_no_backward_pass() -> None:
 # --- nothing to attend to ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("what", ["map", "mask"])
+def test_maps_and_masks_of_this_library(what: str) -> None:
+    """In place of a BlockMask, also where no mask was traced before."""
+    classes = torch.tensor([[2, 0], [1, 2]], dtype=torch.uint8)
+    given = fa4flex.BlockMap.from_dense(classes, 16) if what == "map" else fa4flex.variants.causal
+    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+    fa4flex.flex_attention(q, k, v)
+    exact, _ = fa4flex.reference.attention(q, k, v, None, given.mask() if what == "map" else given)
+    torch.testing.assert_close(
+        fa4flex.flex_attention(q, k, v, block_mask=given).double(), exact, atol=1e-5, rtol=1e-5
+    )
+
+
 def test_the_block_mask_that_stands_for_none() -> None:
     q, k, v = qkv(q_len=20, kv_len=12)
     none = torch_flex._create_empty_block_mask(q, k)
