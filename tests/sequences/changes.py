@@ -122,12 +122,14 @@ def by_data(world: World, x: Tensor, new: Tensor) -> None:
 
 @way(counted=False)
 def by_data_in_part(world: World, x: Tensor, new: Tensor) -> None:
-    """Weight averaging: arithmetic on .data; integers are swapped in part."""
+    """Weight averaging: arithmetic on .data; integers are written in two parts."""
     if x.is_floating_point():
         x.data.mul_(0.1).add_(new, alpha=0.9)
     else:
-        x.data.view(-1)[: max(1, x.numel() // 2)] = new.reshape(-1)[: max(1, x.numel() // 2)]
-        x.data.copy_(new)
+        for mine, its in (
+            zip(x.data.tensor_split(2, -1), new.tensor_split(2, -1)) if x.ndim else [(x.data, new)]
+        ):
+            mine.copy_(its)
 
 
 @way(counted=False)
