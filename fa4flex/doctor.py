@@ -13,6 +13,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex import check
 from fa4flex.bench.environment import environment
+from fa4flex.bench.suites import MOST_ERROR
 from fa4flex.compiler import cache
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.flex.choice import choose
@@ -28,8 +29,6 @@ VARIABLES = (
 """Variables that change what runs. No others are printed: they may hold what nobody should read."""
 
 LENGTH, HEADS, HEAD_DIM, WINDOW = 256, 2, 64, 100
-FACTOR = 2.0
-"""Error of a kernel over that of the same maths by PyTorch in the same dtype, at most."""
 
 
 def devices() -> list[str]:
@@ -107,7 +106,7 @@ def compiles() -> bool | str:
 
 
 def in_16_bits(device: torch.device) -> bool | str:
-    """ALiBi in a window in bfloat16 on `device`, both passes: errors against float64 are at most FACTOR
+    """ALiBi in a window in bfloat16 on `device`, both passes: errors against float64 are at most MOST_ERROR
     times those of the same maths by PyTorch operations in bfloat16."""
     made = torch.Generator().manual_seed(0)
     shape = (1, HEADS, LENGTH, HEAD_DIM)
@@ -119,7 +118,7 @@ def in_16_bits(device: torch.device) -> bool | str:
     wrong = []
     for name, result, right, rounded in zip(("out", "dq", "dk", "dv"), ours, exact, plain):
         error, usual = ((x.double() - right).abs().max().item() for x in (result, rounded))
-        if not error <= FACTOR * usual:  # NaN fails
+        if not error <= MOST_ERROR * usual:  # NaN fails
             wrong.append(f"{name} is off by {error:.1e}, PyTorch's operations by {usual:.1e}")
     return not wrong or "; ".join(wrong)
 

@@ -8,6 +8,7 @@ keeps its own: lists may change before the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from fa4flex import calls
 from fa4flex.codegen.build import code_key
 from fa4flex.contents import validating
 from fa4flex.primitives.block_lists import check_lists
-from fa4flex.primitives.blocks import ANY_LENGTH, BlockMap, block_size_of, own_mask_mod, trusted_map
+from fa4flex.primitives.blocks import ANY_LENGTH, BlockMap, block_size_of, lists_of, own_mask_mod, trusted_map
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -90,7 +91,7 @@ class MaskCalls:
                  "mask_mod", "own_size", "size")  # fmt: skip
 
     def __init__(self, block_mask: BlockMask) -> None:
-        self.lists = _lists(block_mask)
+        self.lists = lists_of(block_mask)
         self.own_size, self.lengths = block_mask.BLOCK_SIZE, block_mask.seq_lengths
         self.mask_mod, self.gpu = block_mask.mask_mod, simulated.gpu()
         check_lists(self.lists)
@@ -106,11 +107,9 @@ class MaskCalls:
     def of(block_mask: BlockMask) -> MaskCalls | None:
         """None for lists that no kernel reads, or that are empty, and for a BlockMask that stands for none.
         Raises InputError or StateError for what does not fit."""
-        counts, plain = (
-            block_mask.kv_num_blocks,
-            all(x is None or type(x) is Tensor for x in _lists(block_mask)),
-        )
-        if not plain or not counts.numel() or not by_kernel(counts):
+        lists = lists_of(block_mask)
+        plain = all(x is None or type(x) is Tensor for x in lists)
+        if not plain or not lists[0].numel() or not by_kernel(lists[0]):
             return None
         return None if ANY_LENGTH in block_size_of(block_mask.BLOCK_SIZE) else MaskCalls(block_mask)
 
@@ -119,12 +118,8 @@ class MaskCalls:
 
     def holds(self, block_mask: BlockMask) -> bool:
         """True if calls with this BlockMask are those."""
-        counts, indices, full_counts, full_indices = self.lists
         return bool(
-            block_mask.kv_num_blocks is counts
-            and block_mask.kv_indices is indices
-            and block_mask.full_kv_num_blocks is full_counts
-            and block_mask.full_kv_indices is full_indices
+            all(map(is_, lists_of(block_mask), self.lists))
             and block_mask.mask_mod is self.mask_mod
             and self.own_size == block_mask.BLOCK_SIZE
             and block_mask.seq_lengths == self.lengths
@@ -166,12 +161,3 @@ class MaskCalls:
                 self.callers.clear()
             result = self.callers[key] = launch.Caller()
         return result
-
-
-def _lists(block_mask: BlockMask) -> Any:
-    return (
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-    )

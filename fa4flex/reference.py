@@ -160,7 +160,7 @@ def sequence_ranges(cu_seqlens: Tensor, seqused: Tensor | None = None) -> Ranges
     return list(zip(bounds[:-1], stops, strict=True))
 
 
-def _of_sequence(mod: Mod | None, n: int, position: int) -> Mod | None:
+def of_sequence(mod: Mod | None, n: int, position: int) -> Mod | None:
     """`mod` with b, its argument at `position`, fixed to n."""
     if mod is None:
         return None
@@ -193,7 +193,7 @@ def varlen(
     lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(*ranges, strict=True)):
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
-        mods = _of_sequence(score_mod, n, 1), _of_sequence(mask, n, 0)
+        mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
         o, s = attention(one[0], one[1], one[2], *mods, scale=scale, sinks=sinks)
         out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
         lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     tasks = tasks_of(device, arguments.cases, seed)
     about = report.about(device, seed)
-    print("\n".join(f"{name:20} {value}" for name, value in about.items()), flush=True)
+    print(report.heading(about), flush=True)
     bar = Bar(len(tasks))
     until = time.monotonic() + arguments.time_limit
     # What is timed runs alone, after all that is checked.

@@ -6,17 +6,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex import reference
+from fa4flex.bench.accuracy import poison
+from fa4flex.bench.suites import MOST_ERROR
 from fa4flex.first_light.cases import Trial
-from fa4flex.primitives.base import accepted_context, settle
-
-FACTOR = 2.0
-"""Error of a kernel over that of the same maths by PyTorch operations in the same dtype, at most."""
 
 SAMPLES = 64
 """Elements of each result that are kept beside the digest of all."""
@@ -34,19 +31,19 @@ class Judged:
 
     @property
     def right(self) -> bool:
-        return self.error <= FACTOR * self.usual  # False for NaN
+        return self.error <= MOST_ERROR * self.usual  # False for NaN
 
 
 def judge(trial: Trial, gradients: bool, generator: torch.Generator) -> list[Judged]:
     """The output, and the gradients of leaves, of one call whose output memory held NaN before."""
     leaves = [x.detach().requires_grad_(gradients) for x in trial.leaves]
-    _poison(leaves[0])
+    poison(leaves[0])
     with torch.set_grad_enabled(gradients):
         out = trial.attend(*leaves)
     results, cotangents = {"out": trial.outputs(out)}, []
     if gradients:
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in results["out"]]
-        _poison(leaves[0])
+        poison(leaves[0])
         taken = torch.autograd.grad(results["out"], leaves, cotangents)
         results |= {f"d{name}": [x] for name, x in zip("qkv", taken)}
     exact = dict(formula(trial, torch.float64, cotangents))
@@ -71,9 +68,9 @@ def _dense(trial: Trial, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (_, heads, q_len, dim), kv_len = q.shape, k.shape[2]
     k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
     with torch.device(q.device):
-        allowed = reference.allowed_pairs(_at(trial.mask, n), (1, heads, q_len, kv_len))
+        allowed = reference.allowed_pairs(reference.of_sequence(trial.mask, n, 0), (1, heads, q_len, kv_len))
         scores = (q @ k.mT) / math.sqrt(dim)
-        score_mod = _at(trial.score_mod, n, 1)
+        score_mod = reference.of_sequence(trial.score_mod, n, 1)
         scores = reference.modified_scores(scores.double(), allowed, score_mod).to(q.dtype)
     if trial.sinks is not None:
         sink = trial.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(1, heads, q_len, 1)
@@ -82,19 +79,6 @@ def _dense(trial: Trial, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     seen = allowed.any(-1, keepdim=True)
     scores = torch.where(seen, scores, torch.zeros_like(scores))
     return (torch.where(seen, scores.softmax(-1), 0).to(v.dtype) @ v)[0]
-
-
-def _at(mod: Any, n: int, position: int = 0) -> Any:
-    """`mod` with b, its argument at `position`, n more."""
-    if mod is None:
-        return None
-    inner = settle(mod)
-
-    def moved(*point: Tensor, **context: int) -> Any:
-        return inner(*point[:position], point[position] + n, *point[position + 1 :], **context)
-
-    moved.context = accepted_context(inner)  # type: ignore[attr-defined]
-    return moved
 
 
 def _judged(name: str, results: list[Tensor], exact: list[Tensor], plain: list[Tensor]) -> Judged:
@@ -106,9 +90,3 @@ def _judged(name: str, results: list[Tensor], exact: list[Tensor], plain: list[T
     digest = hashlib.sha256(flat.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     worst = max(errors, key=lambda x: math.inf if math.isnan(x) else x)
     return Judged(name, worst, max(usual), digest, tuple(flat[places].double().tolist()))
-
-
-def _poison(like: Tensor) -> None:
-    """Leave NaN in freed memory of this size, which the allocator hands out next."""
-    held = [torch.full_like(like, math.nan) for _ in range(4)]
-    del held

@@ -16,11 +16,13 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from fa4flex.contents import Followed, checked_here
 from fa4flex.errors import InputError, StateError
+from fa4flex.exact import is_count
 from fa4flex.primitives.base import Family, Mod, call_with, kind_of, show, truth_value
 from fa4flex.primitives.block_lists import (
     EMPTY,
     FULL,
     PARTIAL,
+    Lists,
     block_classes,
     check_index_tensor,
     check_lists,
@@ -131,8 +133,8 @@ class BlockMap:
         own = own_mask_mod(block_mask)
         if torch.compiler.is_compiling():
             return _map_of(block_mask), own
-        tensors = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
-        present = tuple([getattr(block_mask, name) is not None for name in _LISTS])
+        lists = lists_of(block_mask)
+        tensors, present = [x for x in lists if x is not None], tuple([x is not None for x in lists])
         key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths), present
 
         def make() -> BlockMap | None:
@@ -342,12 +344,17 @@ CONVERSIONS.append(mask_of_blocks)
 
 # --- torch's BlockMask --------------------------------------------------------------------------------
 
-_LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 ANY_LENGTH = 1 << 30
 """The block size of a BlockMask that stands for none."""
 
 _maps: Followed[BlockMap | None] = Followed(16, 4)
 """Maps of BlockMasks by block size, lengths and the contents of the lists of their blocks."""
+
+
+def lists_of(block_mask: BlockMask) -> Lists:
+    """Counts and indices of a BlockMask's partial blocks, then of its full ones."""
+    partial = block_mask.kv_num_blocks, block_mask.kv_indices
+    return *partial, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
 
 
 def own_mask_mod(block_mask: BlockMask) -> MaskMod | None:
@@ -366,14 +373,8 @@ def _map_of(block_mask: BlockMask) -> BlockMap | None:
     size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
     if size == (ANY_LENGTH, ANY_LENGTH) and lengths == (1, 1) and _lists_its_block(block_mask):
         return None
-    return BlockMap.from_counts(
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.BLOCK_SIZE,
-        *block_mask.seq_lengths,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-    )
+    counts, indices, *full = lists_of(block_mask)
+    return BlockMap.from_counts(counts, indices, block_mask.BLOCK_SIZE, *block_mask.seq_lengths, *full)
 
 
 def _lists_its_block(block_mask: BlockMask) -> bool:
@@ -387,13 +388,9 @@ def _lists_its_block(block_mask: BlockMask) -> bool:
 # --- checks -----------------------------------------------------------------------------------------
 
 
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def block_size_of(size: int | tuple[int, int]) -> tuple[int, int]:
     pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or not all(map(_is_length, pair)):
+    if len(pair) != 2 or not all(map(is_count, pair)):
         raise InputError(
             f"block_size={size}", "one or two positive ints (query, key tokens)", "e.g. block_size=128"
         )
@@ -401,7 +398,7 @@ def block_size_of(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _check_lengths(q_len: int, kv_len: int) -> None:
-    if not (_is_length(q_len) and _is_length(kv_len)):
+    if not (is_count(q_len) and is_count(kv_len)):
         raise InputError(
             f"q_len={q_len}, kv_len={kv_len}", "positive ints", "pass lengths in tokens, not in blocks"
         )

@@ -125,8 +125,7 @@ class Recent(Generic[Prepared]):
             tensors = *qkv, *more
         if others:
             tensors = *tensors, *others
-        grad, positive = torch.is_grad_enabled(), scale is None or scale > 0
-        form = statistics, grad, sinks is None, positive, self.engine.bits, beside
+        form = self._form(statistics, sinks, scale is None or scale > 0, beside)
         for one in kept:
             if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
                 factor = one.scale if scale is None else scale
