@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from kernel_faults import drop_faults
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -221,6 +222,14 @@ def settings_of_torch() -> Iterator[None]:
         torch.set_default_dtype(before[0])
         torch.use_deterministic_algorithms(before[1])
         pytest.fail(f"default dtype and deterministic algorithms were {before}, and the test left {after}")
+
+
+@pytest.fixture(autouse=True)
+def faults_of_kernels() -> Iterator[None]:
+    """A fault that a kernel told of and no call raised fails its test, and is raised in no test after it."""
+    yield
+    if drop_faults():
+        pytest.fail("a kernel told of a fault that the test did not expect")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,13 +22,6 @@ from fa4flex.runtime.cuda.device import faults
 ARCHS = ("sm_90a", "sm_100a")
 POISON = (-1, 1 << 30, -(1 << 31))
 """Entries behind the last that counts."""
-
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    faults.table()
-    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 @dataclass(frozen=True)

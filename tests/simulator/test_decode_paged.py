@@ -5,7 +5,7 @@ it on Blackwell is exhaustive; some is in test_decode_blackwell.py."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 import fa4flex
 import ptxsim
 from fa4flex import InputError, Paging, Sinks, Varlen
-from fa4flex.runtime.cuda.device import faults
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 from ptxsim.state.memory import BadAccess, HostMemory
 
@@ -38,13 +37,6 @@ CHIPS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)]
 def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(SIMULATED, "chip", request.param)
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    faults.table()
-    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 def test_reads_past_a_table_are_found() -> None:

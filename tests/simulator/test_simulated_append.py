@@ -4,7 +4,6 @@ written, and nothing outside the tensors is touched, whatever they hold."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,14 +14,6 @@ from paged_pools import guarded
 import fa4flex
 import ptxsim
 from fa4flex import InputError, Paging, Rotary, UnsupportedError
-from fa4flex.runtime.cuda.device import faults
-
-
-@pytest.fixture(autouse=True)
-def no_fault_is_left() -> Iterator[None]:
-    yield
-    faults.table()
-    assert not faults.pending.value, "a fault that the test did not expect"
 
 
 def kept_in(given: Tokens) -> Tokens:
