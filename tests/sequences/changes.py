@@ -477,8 +477,8 @@ def _copy_of_named(world: World, subject: Subject, how: str) -> None:
     made = copy.deepcopy(subject.holder) if how == "deepcopy" else pickle.loads(pickle.dumps(subject.holder))
     found = []
     for function in (subject.score, subject.mask):
-        if function is None:
-            found.append(None)
+        if function is None or isinstance(function, _Held):  # a copy of a copy has the values of its first
+            found.append(function)
             continue
         held = {
             name: x.read().detach().clone() if isinstance(x.read(), Tensor) else x.read()
