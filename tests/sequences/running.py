@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import fa4flex
 
 from . import gpu_steps  # noqa: F401  # registers its steps
 from .pool import Choices, World
+from .processes import run_many
 from .steps import Failure, Step, draw_steps, run_step
 from .values import Sizes
 
@@ -347,6 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--replay", default="", help="name:seed ... of steps")
     parser.add_argument("--smaller", action="store_true", help="shrink what is replayed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each of a seed of its own")
+    parser.add_argument("--logs", type=Path, help="folder of their logs")
     given = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
     on_gpu = given.device == "cuda" or given.as_gpu
@@ -370,6 +374,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(outcome.trace)
         return 1 if outcome.kind else 0
     print(f"--seed {seed}", flush=True)
+    if given.jobs > 1:
+        if given.time is None or given.logs is None:
+            parser.error("--jobs needs --time and --logs")
+        options = ["--device", given.device, "--programs", str(programs), "--shrink", "0"]
+        options += ["--as-gpu"] * given.as_gpu
+        return run_many(options, seed, given.jobs, given.time, given.logs)
     calls = given.calls
     if calls is None and given.sequences is None and given.time is None:
         calls = 2_000

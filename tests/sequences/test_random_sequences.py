@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from fa4flex.runtime.flex.attend import Module
 
 from . import calls, changes, gpu_steps, pool
 from .oracle import Failure
+from .processes import Running, report
 from .running import Setting, run
 from .steps import Asked, ask, run_step
 
@@ -39,6 +42,22 @@ def test_sequences(seed: int) -> None:
     report = run(Setting(seed=seed), seconds=SECONDS, shrink_seconds=0.0, stop_at_first=True)
     assert not report.failures, report.table()
     assert report.calls > 10
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        ("7 calls in 2 sequences, 1 s: 0 failures of 0 kinds", 0, 0),
+        ("7 calls in 2 sequences, 1 s: 1 failures of 1 kinds", 1, 1),
+        ("no table", 0, 1),
+        ("7 calls in 2 sequences, 1 s: 0 failures of 0 kinds", -9, 1),
+    ],
+)
+def test_reports_of_processes(words: str, status: int, expected: int, tmp_path: Path) -> None:
+    log = tmp_path / "1.log"
+    log.write_text(words)
+    ended: Any = SimpleNamespace(returncode=status)
+    assert report([Running(1, ended, log)]) == expected
 
 
 def test_as_a_gpu_is_asked(seed: int) -> None:
