@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.mask import Mask, as_mask
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
+    from fa4flex.primitives.qk_norm import QKNorm
     from fa4flex.primitives.rotary import Rotary
     from fa4flex.primitives.schedule import Schedule
     from fa4flex.primitives.score import ScoreMod, as_score
@@ -55,6 +56,7 @@ _HOME = {
     "KVScales": "fa4flex.primitives.kv_scales",
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
+    "QKNorm": "fa4flex.primitives.qk_norm",
     "Rotary": "fa4flex.primitives.rotary",
     "Schedule": "fa4flex.primitives.schedule",
     **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),
@@ -70,9 +72,9 @@ _HOME = {
 
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
-    "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append",
-    "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn", "parallel",
-    "reference", "register_op", "synchronize", "variants",
+    "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
+    "append", "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn",
+    "parallel", "reference", "register_op", "synchronize", "variants",
 ]  # fmt: skip
 
 

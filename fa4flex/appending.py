@@ -7,20 +7,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.errors import UnsupportedError
+from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.append_checks import check_heads, check_positions, check_scales, check_tokens
 from fa4flex.runtime.checks import check_descriptions, check_strided
 from fa4flex.runtime.compute import on_gpu
 
 
 class Appended(NamedTuple):
-    """seqused_k: sequence lengths afterwards, of the same dtype and shape. q: rotated queries,
-    None without any."""
+    """seqused_k: sequence lengths afterwards, of the same dtype and shape. q: normalised and rotated queries;
+    gate: what stood behind them in q, a view of it. None without any."""
 
     seqused_k: Tensor
     q: Tensor | None
+    gate: Tensor | None = None
 
 
 def append(
@@ -34,21 +38,32 @@ def append(
     rotary: Rotary | None = None,
     q: Tensor | None = None,
     in_place: bool = False,
+    norm: QKNorm | None = None,
+    positions: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Appended:
     """Append keys and values to a paged KV cache, on a GPU in one launch.
 
-    k, v      [B, Hkv, S, D] and [B, Hkv, S, Dv], or packed [T, Hkv, D] with varlen=Varlen(cu_seqlens); of any
-              strides. Varlen's seqused_q says how many tokens of each sequence are appended
-    pools     [pages, page_size, Hkv, D] and [..., Dv], which are written to
-    paging    the page table, and the sequence lengths before: token i of sequence b becomes its key
-              seqused_k[b] + i
-    rotary    rotary embeddings, applied to keys and queries at these positions
-    q         queries of the same tokens [B, Hq, S, D], or packed: rotated ones are returned
-    in_place  also writes the new lengths to paging.seqused_k
+    k, v       [B, Hkv, S, D] and [B, Hkv, S, Dv], or packed [T, Hkv, D] with varlen=Varlen(cu_seqlens); of
+               any strides. Varlen's seqused_q says how many tokens of each sequence are appended
+    pools      [pages, page_size, Hkv, D] and [..., Dv], which are written to
+    paging     the page table, and the sequence lengths before: token i of sequence b becomes its key
+               seqused_k[b] + i
+    rotary     rotary embeddings, applied to keys and queries at these positions
+    q          queries of the same tokens [B, Hq, S, D], or packed: normalised and rotated ones are returned.
+               [..., 2 * D]: a gate follows the query of each head, as fused projections have it
+    in_place   also writes the new lengths to paging.seqused_k
+    norm       norms of the heads of queries and keys, applied before they are rotated
+    positions  integers [B, S], or packed [T]: positions for rotary other than those of the keys in their
+               sequences; [axes, B, S] or [axes, T] where rotary has axes
+    kv_scales  for pools of torch.float8_e4m3fn: what is stored times its scale is the key or value. Scales of
+               single tokens [pages, page_size, Hkv] are written, from each head's largest element; those of
+               heads and pages are read, and what is larger than 448 of them is stored as 448
 
-    Nothing is written for a token past the end of the table or in a page that does not exist. That is an
-    InputError: at once on a CPU, on a GPU at the next call or `fa4flex.synchronize()`; FA4FLEX_VALIDATE=1
-    checks before each launch. No gradients pass; sequences that share a page share what is written to it.
+    All is computed in float32 and rounded once. Nothing is written for a token past the end of the table or
+    in a page that does not exist. That is an InputError: at once on a CPU, on a GPU at the next call or
+    `fa4flex.synchronize()`; FA4FLEX_VALIDATE=1 checks before each launch. No gradients pass; sequences that
+    share a page share what is written to it.
 
         new = fa4flex.append(k, v, k_pool, v_pool, paging)
         out = attn(q, k_pool, v_pool, paging=Paging(paging.page_table, new.seqused_k))
@@ -56,83 +71,31 @@ def append(
     check_strided(q if q is not None else k, k, v)
     check_descriptions(varlen, paging, pages=True)
     paging.fits(k_pool, v_pool)
-    _check_tokens(k, v, (k_pool, v_pool), paging, varlen)
-    _check_turning(k, q, rotary)
+    q, gate = _split(q, k)
+    check_tokens(k, v, (k_pool, v_pool), paging, varlen)
+    check_heads(k, q, rotary, norm)
+    check_positions(k, rotary, positions)
+    scales = check_scales((k_pool, v_pool), kv_scales)
     _check_use(k, v, k_pool, v_pool, q)
-    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    cos, sin, axes = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.axes)
     cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
+    of_norm = (None, None, 0.0, False) if norm is None else (norm.q, norm.k, norm.eps, norm.unit_offset)
+    if positions is not None and (rotary is None or axes is None):
+        positions = positions[None]
     lengths, rotated = torch.ops.fa4flex.append(
         k, v, k_pool, v_pool, paging.page_table, paging.seqused_k, cu, part, cos, sin,
-        rotary is not None and rotary.interleaved, q,
+        rotary is not None and rotary.interleaved, q, axes, positions, *of_norm, scales.k, scales.v,
     )  # fmt: skip
     if in_place:
         paging.seqused_k.copy_(lengths)
-    return Appended(lengths, None if q is None else rotated)
+    return Appended(lengths, None if q is None else rotated, gate)
 
 
-def _shapes(**tensors: Tensor) -> str:
-    return ", ".join(f"{name} {x.dtype} {list(x.shape)} on {x.device}" for name, x in tensors.items())
-
-
-def _check_tokens(
-    k: Tensor, v: Tensor, pools: tuple[Tensor, Tensor], paging: Paging, varlen: Varlen | None
-) -> None:
-    """Raise InputError unless shapes, dtypes and devices of tokens and pools agree."""
-    k_pool, v_pool = pools
-    packed = varlen is not None and varlen.packed
-    value = _shapes(k=k, v=v, k_pool=k_pool, v_pool=v_pool)
-    if not k.ndim == v.ndim == (3 if packed else 4):
-        raise InputError(
-            value,
-            "k and v [B, Hkv, S, D], or [tokens, Hkv, D] together with varlen=Varlen(cu_seqlens)",
-            "add the missing dimension, or pass cu_seqlens",
-        )
-    heads_fit = k.shape[1] == v.shape[1] == k_pool.shape[2]
-    widths_fit = k.shape[-1] == k_pool.shape[3] and v.shape[-1] == v_pool.shape[3]
-    alike = k.shape[:-1] == v.shape[:-1] and k.dtype == v.dtype == k_pool.dtype
-    if not (heads_fit and widths_fit and alike and k.device == k_pool.device):
-        raise InputError(
-            value,
-            "k and v of as many tokens, with heads, widths, dtype and device of their pools",
-            "cast or expand k and v as the pools were allocated",
-        )
-    if varlen is not None and (varlen.cu_seqlens_k is not None or varlen.seqused_k is not None):
-        raise InputError(
-            "varlen with cu_seqlens_k or seqused_k",
-            "lengths of new tokens in cu_seqlens_q and seqused_q; those of keys before are Paging's",
-            "pass varlen=Varlen(cu_seqlens), or Varlen(seqused_q=...)",
-        )
-    sequences = k.shape[0] if varlen is None or not packed else varlen.sequences
-    counted = varlen is not None and varlen.sequences != sequences
-    if sequences != paging.sequences or counted:
-        raise InputError(
-            f"{sequences} sequences of new keys, {paging.sequences} in the page table",
-            "one row of the page table, and one length, per sequence",
-            "slice the page table and the lengths to this batch",
-        )
-
-
-def _check_turning(k: Tensor, q: Tensor | None, rotary: Rotary | None) -> None:
-    if rotary is not None and not isinstance(rotary, Rotary):
-        raise InputError(
-            f"rotary is a {type(rotary).__name__}", "a fa4flex.Rotary", "pass fa4flex.Rotary(cos, sin)"
-        )
-    if q is not None and rotary is None:
-        raise InputError("q without rotary", "queries that are rotated", "leave q out")
-    if rotary is not None and (2 * rotary.cos.shape[1] > k.shape[-1] or rotary.cos.device != k.device):
-        raise InputError(
-            f"cos and sin of {rotary.cos.shape[1]} angles on {rotary.cos.device} for "
-            f"heads of {k.shape[-1]} on {k.device}",
-            "at most half as many angles as elements of a head, on one device",
-            "pass each angle once, and move the tables with .to(k.device)",
-        )
-    if q is not None:
-        tokens = 0 if k.ndim == 3 else 2
-        fits = q.ndim == k.ndim and q.shape[-1] == k.shape[-1] and q.shape[tokens] == k.shape[tokens]
-        if not fits or q.dtype != k.dtype or (k.ndim == 4 and q.shape[0] != k.shape[0]):
-            raise InputError(
-                _shapes(q=q, k=k), "queries of the tokens of k, with its width and dtype", "slice both alike"
-            )
+def _split(q: Tensor | None, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Queries and gates of a fused projection."""
+    if q is None or q.ndim != k.ndim or q.shape[-1] != 2 * k.shape[-1]:
+        return q, None
+    return q[..., : k.shape[-1]], q[..., k.shape[-1] :]
 
 
 def _check_use(*tensors: Tensor | None) -> None:

@@ -6,6 +6,7 @@ imported at an operator's first call.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ NAMESPACE = "fa4flex"
 
 
 class Row(NamedTuple):
-    """One argument of an operator: its name, and its type as torch's schemas have it."""
+    """One argument of an operator: its name, its type and its default, if any, as torch's schemas have it."""
 
     name: str
     type: str
+    default: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.type} {self.name}" + (f"={self.default}" if self.default else "")
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Operator:
 
     @property
     def schema(self) -> str:
-        return f"({', '.join(f'{row.type} {row.name}' for row in self.rows)}) -> {self.returns}"
+        return f"({', '.join(row.text for row in self.rows)}) -> {self.returns}"
 
     @property
     def functions(self) -> dict[str, str]:
@@ -53,13 +59,14 @@ class Operator:
         return [named[row.name] for row in self.rows]
 
     def named(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """Arguments by name."""
-        return dict(zip([row.name for row in self.rows], arguments, strict=True))
+        """Arguments by name. torch hands over none of the last ones that equal their defaults."""
+        values = [*arguments, *(ast.literal_eval(row.default) for row in self.rows[len(arguments) :])]
+        return dict(zip([row.name for row in self.rows], values, strict=True))
 
 
 def _rows(text: str) -> tuple[Row, ...]:
     pairs = [one.rpartition(" ") for one in text.split(", ")]
-    return tuple([Row(name, kind) for kind, _, name in pairs])
+    return tuple([Row(*name.split("=")[:1], kind, *name.split("=")[1:]) for kind, _, name in pairs])
 
 
 # Files of torch.export hold calls by these schemas: what changes must accept the calls of before.
@@ -89,7 +96,9 @@ OPERATORS = {
     "append": Operator(
         _rows(
             "Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
-            " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q"
+            " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q,"
+            " Tensor? axes=None, Tensor? positions=None, Tensor? q_weight=None, Tensor? k_weight=None,"
+            " float eps=0.0, bool unit_offset=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None"
         ),
         "(Tensor, Tensor)", "fa4flex.runtime.append", "append", "append_fake", devices=("CPU", "CUDA"),
     ),

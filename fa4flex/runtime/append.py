@@ -3,6 +3,7 @@ does on a GPU is in runtime/cuda/append.py."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
 from fa4flex.operators import OPERATORS
+from fa4flex.primitives.kv_scales import E4M3, KVScales
+from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda import append as on_gpu
@@ -18,22 +21,41 @@ from fa4flex.runtime.cuda.append import New, Pool
 from ptxsim.active import simulating
 
 _APPEND = OPERATORS["append"]
+E4M3_LARGEST = 448.0
+"""Largest number of e4m3: larger ones are stored as it."""
 
 
 @on_the_host
 def append(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """(lengths afterwards, rotated queries, which are empty without q)."""
+    """(lengths afterwards, normalised and rotated queries, which are empty without q)."""
     value = _APPEND.named(arguments)
-    cos, sin = value["cos"], value["sin"]
-    rotary = None if cos is None or sin is None else Rotary(cos, sin, value["interleaved"])
-    k, v, q, cu_seqlens, seqused = (value[name] for name in ("k", "v", "q", "cu_seqlens", "seqused"))
-    new = New(k, v, q, rotary, cu_seqlens, seqused)
-    pool = Pool(*(value[name] for name in ("k_pool", "v_pool", "page_table", "seqused_k")))
-    if k.is_cuda or simulating():
+    new = New(
+        *(value[name] for name in ("k", "v", "q")),
+        rotary=_rotary(value),
+        cu_seqlens=value["cu_seqlens"],
+        seqused=value["seqused"],
+        norm=_norm(value),
+        positions=value["positions"],
+    )
+    scales = KVScales(value["k_scales"], value["v_scales"])
+    pool = Pool(*(value[name] for name in ("k_pool", "v_pool", "page_table", "seqused_k")), scales)
+    if new.k.is_cuda or simulating():
         lengths, rotated = on_gpu.append(new, pool, lambda: check_contents(new, pool))
     else:
         lengths, rotated = _on_cpu(new, pool)
-    return lengths, k.new_empty(0) if rotated is None else rotated
+    return lengths, new.k.new_empty(0) if rotated is None else rotated
+
+
+def _rotary(value: Mapping[str, Any]) -> Rotary | None:
+    if value["cos"] is None:
+        return None
+    return Rotary(value["cos"], value["sin"], value["interleaved"], value["axes"])
+
+
+def _norm(value: Mapping[str, Any]) -> QKNorm | None:
+    if value["q_weight"] is None and value["k_weight"] is None:
+        return None
+    return QKNorm(value["q_weight"], value["k_weight"], value["eps"], value["unit_offset"])
 
 
 def append_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -95,13 +117,27 @@ def check_contents(new: New, pool: Pool) -> None:
             "give each sequence pages for its new tokens before they are appended",
         )
     if rotary is not None and places.position.numel():
-        last = int(places.position.max())
-        if last >= rotary.cos.shape[0]:
-            raise InputError(
-                f"position {last}",
-                f"one of the {rotary.cos.shape[0]} rows of cos and sin",
-                "make these tables longer",
-            )
+        _check_angles(rotary, new, places)
+
+
+def _check_angles(rotary: Rotary, new: New, places: Places) -> None:
+    position, rows = _positions(new, places), rotary.cos.shape[0]
+    wrong = position[(position < 0) | (position >= rows)]
+    if wrong.numel():
+        raise InputError(
+            f"position {int(wrong.max())}",
+            f"one of the {rows} rows of cos and sin",
+            "make these tables longer",
+        )
+    if rotary.axes is None:
+        return
+    axes = rotary.axes[(rotary.axes < 0) | (rotary.axes >= position.shape[0])]
+    if axes.numel():
+        raise InputError(
+            f"axis {int(axes[0])} of an angle",
+            f"0 up to the number of axes that positions have, {position.shape[0]}",
+            "pass positions [axes, ...] with a row for each axis of rotary",
+        )
 
 
 def _check_lengths(new: New, used: Tensor) -> None:
@@ -117,28 +153,61 @@ def _check_lengths(new: New, used: Tensor) -> None:
         varlen.check_used(new.k.shape[2], 0)
 
 
+def _positions(new: New, places: Places) -> Tensor:
+    """Positions by which tokens are rotated: [tokens], or [axes, tokens]."""
+    if new.positions is None:
+        return places.position
+    position = new.positions.long().flatten(1)[:, places.token]
+    return position if new.rotary is not None and new.rotary.axes is not None else position[0]
+
+
 def _on_cpu(new: New, pool: Pool) -> tuple[Tensor, Tensor | None]:
     check_contents(new, pool)
     places, size = places_of(new, pool), pool.k.shape[1]
-    page = pool.page_table[places.sequence, places.position // size].long()
-    slot = places.position % size
+    slots = pool.page_table[places.sequence, places.position // size].long(), places.position % size
+    norm = new.norm
 
     def rows(x: Tensor) -> Tensor:
         tokens = x if new.cu_seqlens is not None else x.transpose(1, 2).flatten(0, 1)
         return tokens[places.token]
 
-    def turned(x: Tensor) -> Tensor:
-        return rows(x) if new.rotary is None else new.rotary.turned(rows(x), places.position)
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        """Heads of tokens, rounded by whoever stores them."""
+        heads = rows(x) if norm is None else norm.normalised(rows(x), weight)
+        if new.rotary is None:
+            return heads
+        wide = torch.float64 if heads.dtype == torch.float64 else torch.float32
+        return new.rotary.turned(heads.to(wide), _positions(new, places))
 
-    pool.k[page, slot] = turned(new.k)
-    pool.v[page, slot] = rows(new.v)
+    _store(pool.k, slots, turned(new.k, None if norm is None else norm.k), pool.scales.k)
+    _store(pool.v, slots, rows(new.v), pool.scales.v)
     lengths = places.lengths.to(pool.seqused_k.dtype)
     if new.q is None:
         return lengths, None
     rotated = new.q.clone(memory_format=torch.contiguous_format)
+    queries = turned(new.q, None if norm is None else norm.q).to(rotated.dtype)
     if new.cu_seqlens is None:
         number = places.token - places.sequence * new.k.shape[2]
-        rotated.transpose(1, 2)[places.sequence, number] = turned(new.q)
+        rotated.transpose(1, 2)[places.sequence, number] = queries
     else:
-        rotated[places.token] = turned(new.q)
+        rotated[places.token] = queries
     return lengths, rotated
+
+
+def _store(pool: Tensor, slots: tuple[Tensor, Tensor], heads: Tensor, scale: Tensor | None) -> None:
+    """Write heads [tokens, H, D] to their slots of a pool; those of e4m3 by scales, which of single tokens
+    are found and written, too."""
+    if pool.dtype != E4M3:
+        pool[slots] = heads.to(pool.dtype)
+        return
+    wide = heads.float()
+    if scale is not None:
+        factor = scale
+        if scale.ndim == 3:
+            largest = wide.abs().amax(-1)
+            factor = torch.where(largest > 0, largest / E4M3_LARGEST, 1.0)
+            scale[slots] = factor
+        elif scale.ndim == 2:
+            factor = scale[slots[0]]
+        wide = wide / factor[..., None]
+    pool.view(torch.uint8)[slots] = wide.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(E4M3).view(torch.uint8)

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.append.config import Config
+from fa4flex.kernels.append.heads import THREADS, Angles, Heads, Way
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.faults import report
 from fa4flex.kernels.plan.arguments import APPEND
-
-THREADS = 128
 
 _Arguments: Any = named("AppendArguments", APPEND.read_by("kernel"))
 
@@ -26,7 +25,9 @@ _Arguments: Any = named("AppendArguments", APPEND.read_by("kernel"))
 class AppendArguments(_Arguments):
     """k, v, q [B, S, H, D], or packed [T, H, D]; k_pool, v_pool [pages, page_size, H, D]; rotated: as q.
     page_table [B, columns], paged_keys [B] and cu_seqlens_q [B + 1], seqused_q [B]: int32 or int64 of any
-    stride; new_keys [B]: lengths after the call. cos, sin [positions, half]; None where absent."""
+    stride; new_keys [B]: lengths after the call. cos, sin [positions, half]; axes [half], the axis of each
+    angle; positions [axes, B, S], or packed [axes, T]; q_weight, k_weight [D], and eps, of norms; k_scales,
+    v_scales [pages, page_size, H]. None where absent."""
 
 
 class Token(NamedTuple):
@@ -52,7 +53,7 @@ class Append:
     """Schema of its arguments."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.heads = config, Heads(config)
 
     @cute.jit
     def __call__(self, arguments: AppendArguments, stream: cuda.CUstream) -> None:
@@ -82,17 +83,66 @@ class Append:
         a = arguments
         token = self.token(a, number)
         slot = self.slot(a, token, thread)
+        angles = self.angles(a, token, (number, thread))
         k, v = (self.of_token(x, token, number) for x in (a.k, a.v))
         if slot.exists:
             k_to, v_to = (x[slot.page, slot.number, None, None] for x in (a.k_pool, a.v_pool))
-            self.turn(a, k, k_to, token, thread)
-            self.move(v, v_to, thread)
+            k_scales, v_scales = (
+                None if x is None else x[slot.page, slot.number, None] for x in (a.k_scales, a.v_scales)
+            )
+            self.carry(Way(k, k_to, angles, a.k_weight, a.eps, k_scales), thread)
+            self.carry(Way(v, v_to, scales=v_scales), thread)
         if const_expr(a.q is not None):
             q, rotated = (self.of_token(x, token, number) for x in (a.q, a.rotated))
             if token.exists:
-                self.turn(a, q, rotated, token, thread)
+                self.carry(Way(q, rotated, angles, a.q_weight, a.eps), thread)
             else:
-                self.move(q, rotated, thread)
+                self.heads.move(q, rotated, thread)
+
+    @cute.jit
+    def carry(self, way: Way, thread: Int32) -> None:
+        """Heads to their destination."""
+        same = way.source.element_type is way.target.element_type
+        if const_expr(same and way.angles is None and way.weight is None):
+            self.heads.move(way.source, way.target, thread)
+        else:
+            self.heads.carry(way, thread)
+
+    @cute.jit
+    def angles(self, arguments: AppendArguments, token: Token, who: tuple[Int32, Int32]) -> Angles | None:
+        """Angles of a token, the last ones where there are none for its position, which is told."""
+        a, (number, thread) = arguments, who
+        if const_expr(a.cos is None):
+            return None
+        else:
+            rows, position, places = a.cos.shape[0], token.position, None
+            if const_expr(a.positions is not None):
+                if const_expr(self.config.packed):
+                    places = a.positions[None, number]
+                else:
+                    places = a.positions[None, token.b, token.i]
+                position = Int64(places[0])
+                if token.exists and thread < places.shape[0]:
+                    self.check_position(a, Int64(places[thread]))
+            elif token.exists and thread == 0:
+                self.check_position(a, position)
+            if const_expr(a.axes is not None):
+                self.check_axes(a, places.shape[0], select_(number == 0, thread, a.axes.shape[0]))
+            row = Int32(cutlass.max(cutlass.min(position, Int64(rows) - 1), Int64(0)))
+            return Angles(a.cos, a.sin, row, a.axes, places)
+
+    @cute.jit
+    def check_position(self, arguments: AppendArguments, position: Int64) -> None:
+        rows = Int64(arguments.cos.shape[0])
+        if position < 0 or position >= rows:
+            report(arguments.faults, "rotary beyond", (position, rows))
+
+    @cute.jit
+    def check_axes(self, arguments: AppendArguments, count: Int32, first: Int32) -> None:
+        for i in cutlass.range(first, arguments.axes.shape[0], THREADS, unroll=1):
+            axis = arguments.axes[i]
+            if axis < 0 or axis >= count:
+                report(arguments.faults, "rotary axis", (Int64(axis), Int64(count)))
 
     @cute.jit
     def token(self, arguments: AppendArguments, number: Int32) -> Token:
@@ -137,100 +187,6 @@ class Append:
             return tensor[number, None, None]
         return tensor[token.b, token.i, None, None]
 
-    @cute.jit
-    def move(self, source: cute.Tensor, target: cute.Tensor, thread: Int32) -> None:
-        """All heads as they are."""
-        heads, width = source.shape
-        pieces = width // self.config.together
-        for unit in cutlass.range(thread, heads * pieces, THREADS, unroll=1):
-            h, piece = unit // pieces, unit % pieces
-            self.store(self.load(source[h, None], piece), target[h, None], piece)
-
-    @cute.jit
-    def turn(
-        self,
-        arguments: AppendArguments,
-        source: cute.Tensor,
-        target: cute.Tensor,
-        token: Token,
-        thread: Int32,
-    ) -> None:
-        """All heads, rotated if there are angles."""
-        if const_expr(arguments.cos is None):
-            self.move(source, target, thread)
-        else:
-            positions, half = arguments.cos.shape
-            if token.position >= positions and thread == 0:
-                report(arguments.faults, "rotary beyond", (token.position, Int64(positions)))
-            row = Int32(cutlass.max(cutlass.min(token.position, Int64(positions) - 1), Int64(0)))
-            cos, sin = arguments.cos[row, None], arguments.sin[row, None]
-            heads, width = source.shape
-            pieces = width // self.config.together
-            for unit in cutlass.range(thread, heads * pieces, THREADS, unroll=1):
-                h, piece = unit // pieces, unit % pieces
-                if piece * self.config.together >= 2 * half:
-                    self.store(self.load(source[h, None], piece), target[h, None], piece)
-                elif const_expr(self.config.interleaved):
-                    self.turn_pairs(source[h, None], target[h, None], (cos, sin), piece)
-                elif piece * self.config.together < half:
-                    self.turn_halves(source[h, None], target[h, None], (cos, sin), piece)
-
-    @cute.jit
-    def turn_halves(
-        self, source: cute.Tensor, target: cute.Tensor, angle: tuple[cute.Tensor, cute.Tensor], piece: Int32
-    ) -> None:
-        """A piece of the first half, and the same one of the second."""
-        cos, sin = angle
-        other = piece + cos.shape[0] // self.config.together
-        x, y = self.load(source, piece), self.load(source, other)
-        for e in cutlass.range_constexpr(self.config.together):
-            at = piece * self.config.together + e
-            a, b = _turned((x[e], y[e]), (cos[at], sin[at]))
-            x[e] = a.to(x.element_type)
-            y[e] = b.to(y.element_type)
-        self.store(x, target, piece)
-        self.store(y, target, other)
-
-    @cute.jit
-    def turn_pairs(
-        self, source: cute.Tensor, target: cute.Tensor, angle: tuple[cute.Tensor, cute.Tensor], piece: Int32
-    ) -> None:
-        """The pairs of a piece; where pieces are single elements, a pair belongs to its first one."""
-        cos, sin = angle
-        if const_expr(self.config.together == 1):
-            if piece % 2 == 0:
-                x, y = self.load(source, piece), self.load(source, piece + 1)
-                a, b = _turned((x[0], y[0]), (cos[piece // 2], sin[piece // 2]))
-                x[0] = a.to(x.element_type)
-                y[0] = b.to(y.element_type)
-                self.store(x, target, piece)
-                self.store(y, target, piece + 1)
-        else:
-            x = self.load(source, piece)
-            for e in cutlass.range_constexpr(0, self.config.together, 2):
-                at = (piece * self.config.together + e) // 2
-                a, b = _turned((x[e], x[e + 1]), (cos[at], sin[at]))
-                x[e] = a.to(x.element_type)
-                x[e + 1] = b.to(x.element_type)
-            self.store(x, target, piece)
-
-    def load(self, row: cute.Tensor, piece: Int32) -> cute.Tensor:
-        held = cute.make_rmem_tensor((self.config.together,), row.element_type)
-        if self.config.together == 1:
-            held[0] = row[piece]
-        else:
-            cute.autovec_copy(self.pieces(row)[None, piece], held)
-        return held
-
-    def store(self, held: cute.Tensor, row: cute.Tensor, piece: Int32) -> None:
-        if self.config.together == 1:
-            row[piece] = held[0]
-        else:
-            cute.autovec_copy(held, self.pieces(row)[None, piece])
-
-    def pieces(self, row: cute.Tensor) -> cute.Tensor:
-        return cute.logical_divide(row, cute.make_layout(self.config.together))
-
     # --- a sequence -----------------------------------------------------------------------------------------
 
     @cute.jit
@@ -274,8 +230,3 @@ class Append:
                 report(a.faults, "seqused_q beyond", (Int64(b), used, length))
             length = cutlass.max(cutlass.min(used, length), Int64(0))
         return length
-
-
-def _turned(pair: tuple[Any, Any], angle: tuple[Any, Any]) -> tuple[Float32, Float32]:
-    (x, y), (cos, sin) = ((a.to(Float32), b.to(Float32)) for a, b in (pair, angle))
-    return x * cos - y * sin, y * cos + x * sin

@@ -24,6 +24,7 @@ from fa4flex.kernels.plan.looks import (
     Number,
     Parts,
     Rows,
+    Scales,
 )
 from fa4flex.kernels.plan.problem import Problem
 
@@ -329,14 +330,21 @@ APPEND = Schema(
     (
         Argument("k", Rows((*_OF_TOKENS, "kv_heads", "head_dim")), "launch"),
         Argument("v", Rows((*_OF_TOKENS, "kv_heads", "head_dim_v")), "launch"),
-        Argument("k_pool", Rows((*_OF_POOL, "head_dim")), "launch"),
-        Argument("v_pool", Rows((*_OF_POOL, "head_dim_v")), "launch"),
+        Argument("k_pool", Rows((*_OF_POOL, "head_dim"), "pool"), "launch"),
+        Argument("v_pool", Rows((*_OF_POOL, "head_dim_v"), "pool"), "launch"),
         Argument("page_table", PAGE_TABLE.look, "launch"),
         Argument("paged_keys", Given("paged_keys", ("sequences",)), "launch"),
         _GIVEN[0],
         _GIVEN[2],
         Argument("cos", Rows(("positions", "half"), "angles", False), "launch", None),
         Argument("sin", Rows(("positions", "half"), "angles", False), "launch", None),
+        Argument("axes", Array("int32", ("half",), unit=False), "launch", None),
+        Argument("positions", Given("positions", ("axes", *_OF_TOKENS)), "launch", None),
+        Argument("q_weight", Rows(("head_dim",), "weights", False), "launch", None),
+        Argument("k_weight", Rows(("head_dim",), "weights", False), "launch", None),
+        Argument("eps", Number(), "launch", None),
+        Argument("k_scales", Scales(_OF_POOL), "launch", None),
+        Argument("v_scales", Scales(_OF_POOL), "launch", None),
         Argument("q", Rows((*_OF_TOKENS, "q_heads", "head_dim")), "launch", None),
         Argument("rotated", Rows((*_OF_TOKENS, "q_heads", "head_dim")), "launch", None),
         Argument("new_keys", Given("paged_keys", ("sequences",)), "launch"),

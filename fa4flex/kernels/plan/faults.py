@@ -90,6 +90,12 @@ _OF_APPENDING = (
         "give the page table more columns",
     ),
     Kind("rotary beyond", "position {0}", "one of the {1} rows of cos and sin", "make these tables longer"),
+    Kind(
+        "rotary axis",
+        "axis {0} of an angle",
+        "0 up to the number of axes that positions have, {1}",
+        "pass positions [axes, ...] with a row for each axis of rotary",
+    ),
 )
 
 _OF_LISTS = (

@@ -12,7 +12,10 @@ from fa4flex.codegen.emit.source import Source
 from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import validating
+from fa4flex.kernels.append.config import Config
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.primitives.kv_scales import E4M3, NO_SCALES, KVScales
+from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import tma_able
@@ -29,23 +32,37 @@ WIDTH = 64
 
 class New(NamedTuple):
     """Tokens to append: k, v and q [B, H, S, D], or packed [T, H, D] with cu_seqlens; `seqused` says how many
-    tokens of each sequence take part."""
+    tokens of each sequence take part. positions [axes, B, S], or [axes, T]: by which they are rotated, else
+    by their places among the keys."""
 
     k: Tensor
     v: Tensor
-    q: Tensor | None
-    rotary: Rotary | None
-    cu_seqlens: Tensor | None
-    seqused: Tensor | None
+    q: Tensor | None = None
+    rotary: Rotary | None = None
+    cu_seqlens: Tensor | None = None
+    seqused: Tensor | None = None
+    norm: QKNorm | None = None
+    positions: Tensor | None = None
 
 
 class Pool(NamedTuple):
-    """Destination of the tokens: pools [pages, page_size, H, D], pages and lengths of the sequences."""
+    """Destination of the tokens: pools [pages, page_size, H, D], pages and lengths of the sequences, and
+    scales of pools of e4m3: those of single tokens are written, too."""
 
     k: Tensor
     v: Tensor
     page_table: Tensor
     seqused_k: Tensor
+    scales: KVScales = NO_SCALES
+
+    @property
+    def eight_bit(self) -> bool:
+        return self.k.dtype == E4M3
+
+    @property
+    def own_scales(self) -> bool:
+        """True if each token has scales of its own."""
+        return any(x is not None and x.ndim == 3 for x in (self.scales.k, self.scales.v))
 
 
 def append(new: New, pool: Pool, check: Callable[[], None]) -> tuple[Tensor, Tensor | None]:
@@ -58,14 +75,35 @@ def append(new: New, pool: Pool, check: Callable[[], None]) -> tuple[Tensor, Ten
     rotated = None if new.q is None else new.q.new_empty(new.q.shape)
     if not new.k.numel():
         return lengths.copy_(pool.seqused_k), rotated
-    cos, sin = (None, None) if new.rotary is None else (new.rotary.cos, new.rotary.sin)
-    tables = [None if x is None else _unit(x) for x in (cos, sin)]
-    rows = [_rows(x, new.cu_seqlens is not None) for x in (new.k, new.v)]
-    queries = [None if x is None else _rows(x, new.cu_seqlens is not None) for x in (new.q, rotated)]
-    _kernel(new, pool).launch(
-        *rows, *pool, new.cu_seqlens, new.seqused, *tables, *queries, lengths, faults.table()
-    )
+    _kernel(new, pool).launch(*_arguments(new, pool, rotated, lengths))
     return lengths, rotated
+
+
+def _arguments(new: New, pool: Pool, rotated: Tensor | None, lengths: Tensor) -> tuple[object, ...]:
+    """Arguments of a launch, in the order of their rows (kernels/plan/arguments.py)."""
+    packed, rotary, norm = new.cu_seqlens is not None, new.rotary, new.norm
+    of_rotary = (None,) * 3 if rotary is None else (_unit(rotary.cos), _unit(rotary.sin), rotary.axes)
+    of_norm = (None,) * 3 if norm is None else (_weights(norm.q), _weights(norm.k), norm.eps)
+    pools = [x.view(torch.uint8) if pool.eight_bit else x for x in (pool.k, pool.v)]
+    rows = [None if x is None else _rows(x, packed) for x in (new.k, new.v, new.q, rotated)]
+    scales = [_scales(x, pool) for x in (pool.scales.k, pool.scales.v)] if pool.eight_bit else [None, None]
+    return (
+        *rows[:2], *pools, pool.page_table, pool.seqused_k, new.cu_seqlens, new.seqused, *of_rotary,
+        new.positions, *of_norm, *scales, *rows[2:], lengths, faults.table(),
+    )  # fmt: skip
+
+
+def _weights(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _unit(x.detach())
+
+
+def _scales(scale: Tensor | None, pool: Pool) -> Tensor:
+    """Scales [pages, page_size, H], of which equal ones are one number."""
+    shape = pool.k.shape[:3]
+    if scale is None:
+        return torch.ones((), device=pool.k.device).expand(shape)
+    scale = scale.detach()
+    return scale if scale.ndim == 3 else (scale if scale.ndim == 1 else scale[:, None]).expand(shape)
 
 
 def _rows(x: Tensor, packed: bool) -> Tensor:
@@ -85,32 +123,56 @@ _kernels: dict[tuple[object, ...], Kernel] = {}
 
 def _kernel(new: New, pool: Pool) -> Kernel:
     """The kernel for calls that look like this one."""
-    rotary = new.rotary
-    angles = "float32" if rotary is None else name_of(rotary.cos.dtype)
-    interleaved = rotary is not None and rotary.interleaved
-    dtype, packed, together = name_of(new.k.dtype), new.cu_seqlens is not None, _together(new, pool)
-    optional = ("seqused_q", new.seqused), ("cos", rotary), ("sin", rotary), ("q", new.q), ("rotated", new.q)
+    config = _config(new, pool)
+    norm, rotary, scaled = new.norm, new.rotary, pool.eight_bit or None
+    optional = (
+        ("seqused_q", new.seqused),
+        ("cos", rotary),
+        ("sin", rotary),
+        ("axes", rotary and rotary.axes),
+        ("positions", new.positions),
+        ("q_weight", norm and norm.q),
+        ("k_weight", norm and norm.k),
+        ("eps", norm),
+        ("k_scales", scaled),
+        ("v_scales", scaled),
+        ("q", new.q),
+        ("rotated", new.q),
+    )
     arguments = tuple(name for name, x in optional if x is not None)
-    lengths = (
+    integers = (
         ("page_table", pool.page_table),
         ("paged_keys", pool.seqused_k),
         ("cu_seqlens_q", new.cu_seqlens),
         ("seqused_q", new.seqused),
+        ("positions", new.positions),
     )
-    wide = tuple(name for name, x in lengths if x is not None and x.dtype == torch.int64)
-    look = dtype, angles, packed, together, interleaved, arguments, wide, new.k.get_device(), target()
+    wide = tuple(name for name, x in integers if x is not None and x.dtype == torch.int64)
+    look = config, arguments, wide, new.k.get_device(), target()
     result = _kernels.get(look)
     if result is None:
         require_not_capturing()
-        config = (
-            f"Config(dtype={dtype!r}, angles={angles!r}, packed={packed}, together={together},"
-            f" interleaved={interleaved})"
-        )
-        problem = Problem(WIDTH, WIDTH, lengths="packed" if packed else "dense")
+        problem = Problem(WIDTH, WIDTH, lengths="packed" if config.packed else "dense")
         arch = target_of(new.k.device).name
-        result = compile_kernel(_source(config), problem, Signature(given=arguments, wide=wide), arch)
+        result = compile_kernel(_source(repr(config)), problem, Signature(given=arguments, wide=wide), arch)
         _kernels[look] = result
     return result
+
+
+def _config(new: New, pool: Pool) -> Config:
+    rotary, norm, dtype = new.rotary, new.norm, name_of(new.k.dtype)
+    weight = None if norm is None else norm.q if norm.q is not None else norm.k
+    return Config(
+        dtype=dtype,
+        pool="uint8" if pool.eight_bit else dtype,
+        angles="float32" if rotary is None else name_of(rotary.cos.dtype),
+        weights="float32" if weight is None else name_of(weight.dtype),
+        packed=new.cu_seqlens is not None,
+        together=_together(new, pool),
+        interleaved=rotary is not None and rotary.interleaved,
+        unit_offset=norm is not None and norm.unit_offset,
+        own_scales=pool.eight_bit and pool.own_scales,
+    )
 
 
 def _source(config: str) -> Source:
