@@ -75,7 +75,7 @@ def append(
     check_tokens(k, v, (k_pool, v_pool), paging, varlen)
     check_heads(k, q, rotary, norm)
     check_positions(k, rotary, positions)
-    scales = check_scales((k_pool, v_pool), kv_scales)
+    scales = check_scales(k, (k_pool, v_pool), kv_scales)
     _check_use(k, v, k_pool, v_pool, q)
     cos, sin, axes = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.axes)
     cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)

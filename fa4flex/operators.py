@@ -65,8 +65,12 @@ class Operator:
 
 
 def _rows(text: str) -> tuple[Row, ...]:
-    pairs = [one.rpartition(" ") for one in text.split(", ")]
-    return tuple([Row(*name.split("=")[:1], kind, *name.split("=")[1:]) for kind, _, name in pairs])
+    rows = []
+    for one in text.split(", "):
+        kind, _, named = one.rpartition(" ")
+        name, _, default = named.partition("=")
+        rows.append(Row(name, kind, default))
+    return tuple(rows)
 
 
 # Files of torch.export hold calls by these schemas: what changes must accept the calls of before.

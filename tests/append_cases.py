@@ -218,7 +218,7 @@ def drawn(how: How, before: tuple[int, ...] = (7, 0, 12), new: tuple[int, ...] =
         options["q"] = q
     if how.norm:
         weights = {name: torch.rand(how.d).to(how.weights) for name in how.norm}
-        options["norm"] = QKNorm(**weights, eps=0.01, unit_offset=how.unit_offset)
+        options["norm"] = QKNorm(**weights, eps=0.5, unit_offset=how.unit_offset)
     if how.scales not in ("", "none"):
         options["kv_scales"] = KVScales(*(_scales(how, pages) for _ in "kv"))
     paging = Paging(table.to(index), torch.tensor(before, dtype=index))

@@ -29,16 +29,10 @@ E4M3_LARGEST = 448.0
 def append(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(lengths afterwards, normalised and rotated queries, which are empty without q)."""
     value = _APPEND.named(arguments)
-    new = New(
-        *(value[name] for name in ("k", "v", "q")),
-        rotary=_rotary(value),
-        cu_seqlens=value["cu_seqlens"],
-        seqused=value["seqused"],
-        norm=_norm(value),
-        positions=value["positions"],
-    )
+    given = {name: value[name] for name in ("k", "v", "q", "cu_seqlens", "seqused", "positions")}
+    new = New(**given, rotary=_rotary(value), norm=_norm(value))
     scales = KVScales(value["k_scales"], value["v_scales"])
-    pool = Pool(*(value[name] for name in ("k_pool", "v_pool", "page_table", "seqused_k")), scales)
+    pool = Pool(value["k_pool"], value["v_pool"], value["page_table"], value["seqused_k"], scales)
     if new.k.is_cuda or simulating():
         lengths, rotated = on_gpu.append(new, pool, lambda: check_contents(new, pool))
     else:

@@ -125,9 +125,13 @@ def check_positions(k: Tensor, rotary: Rotary | None, positions: Tensor | None) 
         )
 
 
-def check_scales(pools: tuple[Tensor, Tensor], scales: KVScales | None) -> KVScales:
+def check_scales(k: Tensor, pools: tuple[Tensor, Tensor], scales: KVScales | None) -> KVScales:
     """The scales of pools of e4m3. Raises InputError for scales of others, or which do not fit."""
     scales = check_kind(scales)
+    if scales is not None and k.dtype == E4M3:
+        raise InputError(
+            "scales of tokens that have 8 bits already", "keys and values to quantise", "leave kv_scales out"
+        )
     if pools[0].dtype != E4M3:
         if scales is not None:
             raise InputError(

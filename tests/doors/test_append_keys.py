@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.kernels.plan.target import SM90A
+from fa4flex.primitives.kv_scales import NO_SCALES, KVScales
+from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.cuda import append
 from fa4flex.runtime.cuda.append import New, Pool
@@ -33,6 +35,9 @@ class Look:
     used: bool = False
     queries: bool = False
     rotary: Rotary | None = None
+    norm: QKNorm | None = None
+    positions: torch.dtype | None = None
+    scales: KVScales | None = None
     table: torch.dtype = torch.int32
     lengths: torch.dtype = torch.int32
     starts: torch.dtype = torch.int32
@@ -49,8 +54,14 @@ class Look:
         seqused = torch.ones(self.batch, dtype=torch.int32) if self.used else None
         table = torch.zeros(self.batch, self.columns, dtype=self.table)
         q = k.clone() if self.queries else None
-        new = New(k, v, q, self.rotary, cu, seqused)
-        return new, Pool(*pools, table, torch.zeros(self.batch, dtype=self.lengths))
+        positions = None
+        if self.positions is not None:
+            positions = torch.zeros(3, self.batch, self.tokens, dtype=self.positions)
+        new = New(k, v, q, self.rotary, cu, seqused, self.norm, positions)
+        scales = () if self.scales is None else (self.scales,)
+        if scales:
+            pools = [x.to(torch.float8_e4m3fn) for x in pools]
+        return new, Pool(*pools, table, torch.zeros(self.batch, dtype=self.lengths), *scales)
 
     def _shifted(self, size: tuple[int, ...]) -> Tensor:
         """A pool that begins so many elements after an aligned address."""
@@ -60,8 +71,15 @@ class Look:
         return torch.zeros(count + self.offset, dtype=self.dtype)[self.offset :].view(size)
 
 
-def angles(half: int = 32, dtype: torch.dtype = torch.float32, interleaved: bool = False) -> Rotary:
-    return Rotary(torch.ones(64, half, dtype=dtype), torch.zeros(64, half, dtype=dtype), interleaved)
+def angles(
+    half: int = 32, dtype: torch.dtype = torch.float32, interleaved: bool = False, axes: bool = False
+) -> Rotary:
+    tables = (make(64, half, dtype=dtype) for make in (torch.ones, torch.zeros))
+    return Rotary(*tables, interleaved, torch.zeros(half, dtype=torch.int32) if axes else None)
+
+
+def weights(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(64, dtype=dtype)
 
 
 def kernel(look: Look, arch: str = "sm_90a") -> Any:
@@ -95,7 +113,27 @@ OTHERS = {
     "dtype of angles": replace(TURNED, rotary=angles(dtype=torch.bfloat16)),
     "odd part that turns": replace(TURNED, rotary=angles(half=12)),
     "wide starts": replace(PLAIN, packed=True, starts=torch.int64),
+    "positions": replace(TURNED, positions=torch.int32),
+    "wide positions": replace(TURNED, positions=torch.int64),
+    "axes": replace(TURNED, positions=torch.int32, rotary=angles(axes=True)),
+    "norm of keys": replace(PLAIN, norm=QKNorm(k=weights())),
+    "norms": replace(PLAIN, queries=True, norm=QKNorm(weights(), weights())),
+    "dtype of weights": replace(PLAIN, norm=QKNorm(k=weights(torch.bfloat16))),
+    "unit offset": replace(PLAIN, norm=QKNorm(k=weights(), unit_offset=True)),
+    "8 bits": replace(PLAIN, scales=NO_SCALES),
+    "scales of tokens": replace(PLAIN, scales=KVScales(torch.ones(9, 16, 2), torch.ones(9, 16, 2))),
 }
+SAME = {
+    "another eps": (replace(PLAIN, norm=QKNorm(k=weights(), eps=0.1)), "norm of keys"),
+    "scales of heads": (replace(PLAIN, scales=KVScales(torch.ones(2))), "8 bits"),
+    "scales of pages": (replace(PLAIN, scales=KVScales(torch.ones(9, 2))), "8 bits"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_numbers_have_no_kernels_of_their_own(name: str) -> None:
+    look, other = SAME[name]
+    assert kernel(look) is kernel(OTHERS[other])
 
 
 def test_what_a_kernel_is_compiled_from_has_kernels_of_its_own() -> None:

@@ -3,6 +3,7 @@ that read tables and lengths anew; wrong contents are told by the next call."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import on_gpus
@@ -12,7 +13,7 @@ from append_cases import HOWS, How, Tokens, drawn
 from torch import Tensor
 
 import fa4flex
-from fa4flex import InputError, Paging, Rotary, Varlen
+from fa4flex import InputError, KVScales, Paging, QKNorm, Rotary, Varlen
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 pytestmark = on_gpus.HOPPER
@@ -190,8 +191,9 @@ def on_gpu(given: Tokens) -> Tokens:
         if isinstance(x, Varlen):
             parts = {n: getattr(x, n) for n in ("cu_seqlens_q", "seqused_q") if getattr(x, n) is not None}
             return Varlen(**{name: one.cuda() for name, one in parts.items()})
-        if isinstance(x, Rotary):
-            return Rotary(x.cos.cuda(), x.sin.cuda(), x.interleaved)
+        if isinstance(x, (Rotary, QKNorm, KVScales)):
+            parts = {f.name: getattr(x, f.name) for f in fields(x)}
+            return replace(x, **{name: one.cuda() for name, one in parts.items() if isinstance(one, Tensor)})
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
         return like.copy_(x)
 
@@ -212,11 +214,13 @@ def test_append(name: str) -> None:
     assert torch.equal(found.seqused_k.cpu(), exact.seqused_k)
     pairs = [(there.k_pool, given.k_pool), (there.v_pool, given.v_pool)]
     pairs += [] if exact.q is None else [(found.q, exact.q)]
+    pairs += [(x, y) for x, y in zip(there.scales(), given.scales(), strict=True) if y is not None]
     for one, other in pairs:
+        one, other = (x.float() if x.dtype == torch.float8_e4m3fn else x for x in (one, other))
         assert torch.equal(one.cpu().isnan(), other.isnan())
-        size = other.nan_to_num().abs().max().item()
+        size, eps = other.nan_to_num().abs().max().item(), 2**-4 if given.how.scales else 2**-8
         torch.testing.assert_close(
-            one.cpu().nan_to_num(), other.nan_to_num(), atol=2 * 2**-8 * size, rtol=2 * 2**-8
+            one.cpu().nan_to_num(), other.nan_to_num(), atol=2 * 2**-8 * size, rtol=2 * eps
         )
     fa4flex.synchronize()
 

@@ -109,6 +109,29 @@ def test_positions_without_angles_are_told() -> None:
         fa4flex.synchronize()
 
 
+@pytest.mark.parametrize(
+    ("axes", "plant", "message"),
+    [
+        (0, "position", "position 1099511627776"),
+        (3, "position", "position -5"),
+        (3, "axis", "axis 9 of an angle"),
+    ],
+)
+def test_wrong_positions_are_told(axes: int, plant: str, message: str) -> None:
+    """Angles are those of some other position, and nothing outside of the tables is read."""
+    given = drawn(How(turning=16, axes=axes, wide=True, queries=True))
+    options = {**given.options, "positions": guarded(given.options["positions"])}
+    if plant == "position":
+        options["positions"][..., 1, 2] = -5 if axes else 1 << 40
+    else:
+        options["rotary"].axes[3] = 9
+    with ptxsim.device("sm_90a") as gpu:
+        replace(given, options=options)()
+    assert not gpu.findings, gpu.report()
+    with pytest.raises(InputError, match=message):
+        fa4flex.synchronize()
+
+
 def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fa4flex.contents.VALIDATE", True)
     given = drawn(How())
