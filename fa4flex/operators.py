@@ -102,7 +102,7 @@ OPERATORS = {
             "Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
             " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q,"
             " Tensor? axes=None, Tensor? positions=None, Tensor? q_weight=None, Tensor? k_weight=None,"
-            " float eps=0.0, bool unit_offset=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None"
+            " float eps=0., bool unit_offset=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None"
         ),
         "(Tensor, Tensor)", "fa4flex.runtime.append", "append", "append_fake", devices=("CPU", "CUDA"),
     ),
