@@ -438,8 +438,8 @@ tcgen05.fence::after_thread_sync
 *tcgen05.cp.<cg>.64x128b.(warpx2::02_13|warpx2::01_23)[.b8x16.<spread>]  [a], a
 *tcgen05.cp.<cg>.32x128b.warpx4[.b8x16.<spread>]  [a], a
 *tcgen05.commit.<cg>.mbarrier::arrive::one[.shared::cluster][.<multicast>].b64  [a], a@multicast
-*tcgen05.mma.<cg>.(kind::f16|kind::tf32)[.<a>]  [a], a/[a], a, a, {s}?, pred, imm?
-*tcgen05.mma.<cg>.(kind::f8f6f4|kind::i8)[.<a>]  [a], a/[a], a, a, {s}?, pred
+*tcgen05.mma.<cg>.(kind::f16|kind::tf32)[.<a>]  [a], a/[a], a, a, {s}4/{s}8?, pred, imm?
+*tcgen05.mma.<cg>.(kind::f8f6f4|kind::i8)[.<a>]  [a], a/[a], a, a, {s}4/{s}8?, pred
 *tcgen05.mma.<cg>.kind::mxf8f6f4.block_scale[.block32|scale_vec::1X][.<a>]
     [a], a/[a], a, a, [a], [a], pred
 *tcgen05.mma.<cg>.kind::mxf4.block_scale[.block32|scale_vec::2X][.<a>]  [a], a/[a], a, a, [a], [a], pred
