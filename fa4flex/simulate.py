@@ -23,6 +23,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", **number, default=64, help="width of a head (default 64)")  # type: ignore[arg-type]
     parser.add_argument("--timing", default="late", help="eager, late (default) or random")
     parser.add_argument("--seed", **number, default=0, help="of inputs and timing (default 0)")  # type: ignore[arg-type]
+    unexecuted = "list the instructions that were never executed"
+    parser.add_argument("--unexecuted", action="store_true", help=unexecuted)
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write a picture of the warps, SVG")
 
 
@@ -43,7 +45,7 @@ def run(attn: Attention, arguments: argparse.Namespace) -> int:
     out, fault_is_reported = None, contextlib.suppress(Fault)
     with device(arguments.arch, arguments.seed, arguments.timing) as gpu, torch.no_grad(), fault_is_reported:
         out = attn(q, k, v)
-    print(gpu.report())
+    print(gpu.report(arguments.unexecuted))
     if arguments.timeline is not None:
         arguments.timeline.write_text(svg(gpu.results[-1]))
         print(f"timeline in {arguments.timeline}")

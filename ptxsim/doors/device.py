@@ -41,16 +41,20 @@ class Gpu:
                 mine.add(finding)
         return [finding for mine in found.values() for finding in mine]
 
-    def report(self) -> str:
+    def report(self, unexecuted: bool = False) -> str:
         """Each launch: findings, what the warps executed, how busy the units would be. Then of each kernel
-        how many of its instructions and barriers any of its launches executed."""
+        how many of its instructions and barriers any of its launches executed; with `unexecuted` also which
+        instructions none did, by opcode with their PTX lines."""
         told: dict[str, set[Place]] = {}
         parts = []
         for result in self.results:
             before = told.setdefault(result.kernel, set())
             parts.append(report.text(result, before))
             before.update(finding.place for finding in result.findings)
-        parts += [f"{each.kernel[: report.NAME]}: {each}" for each in coverage(self.results)]
+        for each in coverage(self.results):
+            parts.append(f"{each.kernel[: report.NAME]}: {each}")
+            if unexecuted and each.missed:
+                parts.append(each.unexecuted())
         return "\n".join(parts) or "nothing was launched"
 
     def run(self, captured: Launch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ptxsim.isa.operands import constant_of, read
-from ptxsim.isa.table import Unmodelled
+from ptxsim.isa.operands import WrongOperand, constant_of, read
+from ptxsim.isa.syntax import SPACES
 from ptxsim.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Symbol
 from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.memory import BadAccess, extent
@@ -27,9 +27,6 @@ from ptxsim.watch.order import Order
 Addresses = NDArray[np.int64]
 Locate = Callable[[Warp], Addresses]
 """Addresses [32] of an operand, as int64."""
-SPACES = dict.fromkeys(("shared", "shared::cta", "shared::cluster"), "shared") | {"local": "local"}
-SPACES |= dict.fromkeys(("global", "param", "param::entry", "const"), "global")
-"""State spaces by their modifiers: parameters and constants lie in global memory here."""
 
 
 def space_of(instruction: Instruction) -> str:
@@ -37,12 +34,12 @@ def space_of(instruction: Instruction) -> str:
     return next((SPACES[part] for part in instruction.modifiers if part in SPACES), "")
 
 
-def locate(operand: Operand, instruction: Instruction) -> Locate:
+def locate(operand: Operand) -> Locate:
     """Function that computes the addresses of an operand [a + offset]."""
     if not isinstance(operand, Address):
         operand = Address(operand) if isinstance(operand, Reg | Symbol | Imm) else operand
     if not isinstance(operand, Address):
-        raise Unmodelled(instruction, "an operand that is no address")
+        raise WrongOperand(f"a {operand.__class__.__name__} is no address")
     base, offset = operand.base, operand.offset
     if isinstance(base, Imm):
         constant = np.full(LANES, int(base.value) + offset, np.int64)

@@ -24,9 +24,10 @@ from __future__ import annotations
 import numpy as np
 
 from ptxsim.isa.halves import HALVES, Half
-from ptxsim.isa.lanewise import Form, Function, form, lanewise, only_type, require
+from ptxsim.isa.lanewise import Function, lanewise
 from ptxsim.isa.operands import Array
 from ptxsim.isa.rounding import NAN64, canonical, flushed, single
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import Instruction
 
@@ -60,22 +61,16 @@ themselves."""
 
 
 @translates("ex2", "lg2", "sin", "cos", "tanh", "rsqrt")
-def approximation(ins: Instruction) -> Step:
+def approximation(ins: Instruction, form: Form) -> Step:
     """Also rcp, sqrt and div, where they have .approx or .full."""
-    found = form(ins, ("approx", "full", "ftz"), [("approx", "full")])
-    require({"approx", "full"} & found.flags, ins, "no .approx")
     if ins.name == "div":
-        return _division(ins, found)
-    require("full" not in found.flags, ins, ".full")
-    type = only_type(ins, found, ("f32", "f64", *HALVES))
-    if type in HALVES:
-        return _of_halves(ins, type, found)
-    if type == "f64":
-        return _of_double(ins, found)
-    ftz = "ftz" in found.flags
-    require(not (ftz and ins.name == "tanh"), ins, ".ftz")
+        return _division(ins, form)
+    if form.type in HALVES:
+        return Half(form.type).step(ins, 1, np.exp2 if ins.name == "ex2" else np.tanh, form.flags)
+    if form.type == "f64":
+        return _of_double(ins, form)
     function = _SINGLE[ins.name]
-    if not ftz:
+    if "ftz" not in form.flags:
         return lanewise(ins, "f32", ("f32",), plain := lambda a: canonical(function(a)), plain)
     flushing = _flushing(function, ins.name in _FEELS_SUBNORMALS)
     return lanewise(ins, "f32", ("f32",), flushing, flushing)
@@ -93,18 +88,10 @@ def _flushing(function: Function, both: bool) -> Function:
     return apply
 
 
-def _of_halves(ins: Instruction, type: str, found: Form) -> Step:
-    require(ins.name in ("ex2", "tanh"), ins, "types")
-    require(("ftz" in found.flags) == (ins.name == "ex2" and type[0] == "b"), ins, ".ftz")
-    return Half(type).step(ins, 1, np.exp2 if ins.name == "ex2" else np.tanh, found.flags)
-
-
-def _of_double(ins: Instruction, found: Form) -> Step:
+def _of_double(ins: Instruction, form: Form) -> Step:
     """rsqrt.approx.f64, and the gross approximations rcp and rsqrt.approx.ftz.f64: operand and result are the
     upper 32 bits, here the operand's and the result's cut off."""
-    ftz = "ftz" in found.flags
-    require(ins.name == "rsqrt" or (ins.name == "rcp" and ftz), ins, "types")
-    if not ftz:
+    if "ftz" not in form.flags:
         return lanewise(ins, "f64", ("f64",), _inverse_root)
     function: Function = _inverse_root if ins.name == "rsqrt" else np.reciprocal
 
@@ -117,10 +104,9 @@ def _of_double(ins: Instruction, found: Form) -> Step:
     return lanewise(ins, "f64", ("f64",), gross)
 
 
-def _division(ins: Instruction, found: Form) -> Step:
+def _division(ins: Instruction, form: Form) -> Step:
     """.approx multiplies by a reciprocal, which is 0 for divisors above 2**126: 9.7.3.8."""
-    only_type(ins, found, ("f32",))
-    ftz, approx = "ftz" in found.flags, "approx" in found.flags
+    ftz, approx = "ftz" in form.flags, "approx" in form.flags
 
     def divide(a: Array, b: Array) -> Array:
         if ftz:

@@ -5,7 +5,6 @@ The lanes of a warp act one after the other, in their order; at once where no tw
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.isa.access import Accessor, Addresses, bandwidth, granules, lanes, locate, space_of
-from ptxsim.isa.operands import Read, Write, read, write
-from ptxsim.isa.table import Act, Step, Unmodelled, translates
-from ptxsim.ptx.nodes import WIDTHS, Imm, Instruction, Operand, Vector
+from ptxsim.isa.operands import Read, Write, items_of, read, write
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Step, translates
+from ptxsim.ptx.nodes import WIDTHS, Imm, Instruction, Operand
 from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.memory import BadAccess
 from ptxsim.state.registers import LANES, Mask
@@ -29,34 +29,13 @@ Bits = NDArray[Any]
 Change = Callable[[Bits, list[Bits]], Bits]
 """From what is in memory and the operands b (and c) to what will be."""
 
-_ORDERS = {"relaxed", "acquire", "release", "acq_rel"}
-_SCOPES = {"cta", "cluster", "gpu", "sys"}
-_SPACES = {"global", "shared", "shared::cta", "shared::cluster"}
-_INTEGERS = {"u32", "s32", "u64", "s64"}
-_HALVES = {"f16", "f16x2", "bf16", "bf16x2"}
-_TYPES: dict[str, set[str]] = {
-    "and": {"b32", "b64"},
-    "or": {"b32", "b64"},
-    "xor": {"b32", "b64"},
-    "exch": {"b32", "b64", "b128"},
-    "cas": {"b16", "b32", "b64", "b128"},
-    "inc": {"u32"},
-    "dec": {"u32"},
-    "add": _INTEGERS | _HALVES | {"f32", "f64"},
-    "min": set(_INTEGERS),
-    "max": set(_INTEGERS),
-}
-"""Types of single values, by operation."""
-_VECTORS: dict[tuple[str, str], tuple[int, ...]] = {("add", "f32"): (2, 4)}
-_VECTORS |= {(op, kind): (2, 4) for op in ("add", "min", "max") for kind in ("f16x2", "bf16x2")}
-_VECTORS |= {(op, kind): (2, 4, 8) for op in ("add", "min", "max") for kind in ("f16", "bf16")}
-"""Lengths of vectors, by operation and type (global memory only)."""
+OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
 
 # --- what the instruction says ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Update:
     operation: str
     kind: str
     count: int
@@ -67,52 +46,28 @@ class _Form:
     def bytes(self) -> int:
         return WIDTHS[self.kind] // 8
 
-    @classmethod
-    def of(cls, instruction: Instruction) -> _Form:
-        """Modifiers may come in any order. Raises Unmodelled."""
-        given = list(instruction.modifiers)
-        operations = [part for part in given if part in _TYPES]
-        kinds = [part for part in given if part in WIDTHS]
-        vectors = [int(part[1]) for part in given if re.fullmatch("v[248]", part)]
-        extra = (
-            set(given) - _ORDERS - _SCOPES - _SPACES - set(_TYPES) - set(WIDTHS) - {"noftz", "L2::cache_hint"}
-        )
-        if {part for part in extra if not re.fullmatch("v[248]", part)}:
-            raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
-        if len(operations) != 1 or len(kinds) != 1 or len(vectors) > 1:
-            raise Unmodelled(instruction)
-        (operation,), (kind,), space = operations, kinds, space_of(instruction)
-        known = vectors[0] in _VECTORS.get((operation, kind), ()) if vectors else kind in _TYPES[operation]
-        if not known or (vectors and space == "shared") or ("noftz" in given and kind not in _HALVES):
-            raise Unmodelled(instruction)
-        return cls(operation, kind, vectors[0] if vectors else 1, space)
-
 
 @translates("atom", "red")
-def atomic(instruction: Instruction) -> Step | Act:
+def atomic(instruction: Instruction, form: Form) -> Step | Act:
     """atom d, [a], b {, c} {, policy}; red [a], b {, policy}."""
-    form, operands = _Form.of(instruction), list(instruction.operands)
+    operands, operation = list(instruction.operands), form.one_of(*OPERATIONS)
     result = operands.pop(0) if instruction.name == "atom" else None
-    sources = operands[1:]
-    wanted = 2 if form.operation == "cas" else 1
-    if instruction.has("L2::cache_hint") and len(sources) > wanted:
-        sources.pop()
-    if len(sources) != wanted or (result is None and form.operation in ("cas", "exch")):
-        raise Unmodelled(instruction)
-    where, gets = locate(operands[0], instruction), [_reads(s, form, instruction) for s in sources]
-    puts = [write(r, _register_type(form)) for r in _items(result, form.count, instruction)] if result else []
-    access = _Atomic(instruction, form)
+    sources = operands[1 : 3 if operation == "cas" else 2]
+    what = _Update(operation, form.type, len(items_of(sources[0])), space_of(instruction))
+    where, gets = locate(operands[0]), [_reads(s, what) for s in sources]
+    puts = [write(r, _register_type(what)) for r in items_of(result)] if result else []
+    access = _Atomic(instruction, what)
 
     def step(warp: Warp, mask: Mask) -> None:
-        given = [_bits([lanes(get(warp), mask) for get in values], form) for values in gets]
+        given = [_bits([lanes(get(warp), mask) for get in values], what) for values in gets]
         warp.acting = mask
         before = access.update(warp, lanes(where(warp), mask), given)
-        _put(puts, before, form, warp, mask)
+        _put(puts, before, what, warp, mask)
 
-    return _as_act(instruction, form, step, sources[0])
+    return _as_act(instruction, what, step, sources[0])
 
 
-def _as_act(instruction: Instruction, form: _Form, step: Step, source: Operand) -> Step | Act:
+def _as_act(instruction: Instruction, form: _Update, step: Step, source: Operand) -> Step | Act:
     """Other warps get their turn where they may take part. What polls (cas, exch, adding 0) does not count
     as a signal, or a loop around it would never be seen to hang."""
     ordered = bool({"acquire", "release", "acq_rel"} & set(instruction.modifiers))
@@ -126,29 +81,22 @@ def _as_act(instruction: Instruction, form: _Form, step: Step, source: Operand) 
     return Act(run, signals=not polls)
 
 
-def _items(operand: Operand, count: int, instruction: Instruction) -> tuple[Operand, ...]:
-    items = operand.items if isinstance(operand, Vector) else (operand,)
-    if len(items) != count:
-        raise Unmodelled(instruction, f"{len(items)} registers for {count} values")
-    return items
-
-
-def _register_type(form: _Form) -> str:
+def _register_type(form: _Update) -> str:
     return form.kind if form.kind in ("f32", "f64") else f"b{WIDTHS[form.kind]}"
 
 
-def _reads(operand: Operand, form: _Form, instruction: Instruction) -> list[Read]:
-    return [read(item, _register_type(form)) for item in _items(operand, form.count, instruction)]
+def _reads(operand: Operand, form: _Update) -> list[Read]:
+    return [read(item, _register_type(form)) for item in items_of(operand)]
 
 
-def _bits(values: list[Any], form: _Form) -> Bits:
+def _bits(values: list[Any], form: _Update) -> Bits:
     """Unsigned [lanes, count] of values [lanes] (or, of 128 bits, one [lanes, 2])."""
     if form.kind == "b128":
         return values[0]
     return np.stack(values, axis=1).view(f"u{form.bytes}")
 
 
-def _put(puts: list[Write], values: Bits, form: _Form, warp: Warp, mask: Mask) -> None:
+def _put(puts: list[Write], values: Bits, form: _Update, warp: Warp, mask: Mask) -> None:
     dtype = {"f32": np.float32, "f64": np.float64}.get(form.kind, values.dtype)
     for i, put in enumerate(puts):
         mine = values if form.kind == "b128" else values[:, i].view(dtype)
@@ -165,7 +113,7 @@ def _put(puts: list[Write], values: Bits, form: _Form, warp: Warp, mask: Mask) -
 class _Atomic(Accessor):
     """Reads, changes and writes back."""
 
-    def __init__(self, instruction: Instruction, form: _Form) -> None:
+    def __init__(self, instruction: Instruction, form: _Update) -> None:
         super().__init__(instruction, form.space)
         self.form = form
         self.size, self.count = (8, 2) if form.kind == "b128" else (form.bytes, form.count)
@@ -256,7 +204,7 @@ def _turns(place: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
 # --- arithmetic ---------------------------------------------------------------------------------------------
 
 
-def _change(form: _Form, flush: bool) -> Change:
+def _change(form: _Update, flush: bool) -> Change:
     """`flush`: whether subnormal f32 become zero."""
     operation, kind = form.operation, form.kind
     if operation == "cas":

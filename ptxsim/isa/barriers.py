@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from ptxsim.isa.access import Accessor
 from ptxsim.isa.mbarriers import guarded, relaxed_clock
 from ptxsim.isa.operands import read, write
-from ptxsim.isa.table import Act, Unmodelled, Wait, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Wait, translates
 from ptxsim.ptx.nodes import Instruction, Operand
 from ptxsim.state.barriers import Meeting, Round
 from ptxsim.state.cta import Warp
@@ -22,11 +23,8 @@ NAMED = 16
 
 
 @translates("bar", "barrier")
-def barrier(instruction: Instruction) -> Act:
+def barrier(instruction: Instruction, form: Form) -> Act:
     """Threads come by whole warps. Without a count, all threads of the CTA that have not exited must come."""
-    extra = set(instruction.modifiers) - {"sync", "arrive", "aligned", "cta"}
-    if extra or (not instruction.has("sync") and not instruction.has("arrive")):
-        raise Unmodelled(instruction)
     come, stays = _comes(instruction, *instruction.operands), instruction.has("sync")
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
@@ -48,11 +46,9 @@ _REDUCED: dict[str, Callable[[Round], int | bool]] = {
 
 
 @translates("bar.red", "barrier.red", "bar.cta.red", "barrier.cta.red")
-def reduction(instruction: Instruction) -> Act:
+def reduction(instruction: Instruction, form: Form) -> Act:
     """A barrier that tells all who come for how many of them, for any or for all a predicate holds."""
-    how, kind = [part for part in instruction.modifiers if part not in ("cta", "red", "aligned")]
-    if how not in _REDUCED or (how == "popc") != (kind == "u32") or kind not in ("u32", "pred"):
-        raise Unmodelled(instruction)
+    how, kind = form.one_of(*_REDUCED), form.type
     result, *where, given = instruction.operands
     d, value, come = write(result, kind), read(given, "pred"), _comes(instruction, *where)
 
@@ -69,7 +65,7 @@ def reduction(instruction: Instruction) -> Act:
 
 
 @translates("barrier.cluster.arrive")
-def cluster_arrive(instruction: Instruction) -> Act:
+def cluster_arrive(instruction: Instruction, form: Form) -> Act:
     """An arrival before the warp has waited for the one before is reported. It counts for the barrier's next
     round, so it is held until all have come to the round before. Of two waits the first is for that round,
     as on silicon (docs/simulator.md), and so for both."""
@@ -93,7 +89,7 @@ def cluster_arrive(instruction: Instruction) -> Act:
 
 
 @translates("barrier.cluster.wait")
-def cluster_wait(instruction: Instruction) -> Act:
+def cluster_wait(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> Wait | None:
         if warp.ticket is None:
             warp.ticket, warp.cluster_ticket = warp.cluster_ticket, None
@@ -109,7 +105,7 @@ def cluster_wait(instruction: Instruction) -> Act:
 
 
 @translates("fence.proxy.async")
-def fence_proxy_async(instruction: Instruction) -> Act:
+def fence_proxy_async(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> None:
         warp.cta.cluster.order.fence_proxy(warp.agent)
 
@@ -117,7 +113,7 @@ def fence_proxy_async(instruction: Instruction) -> Act:
 
 
 @translates("fence.mbarrier_init")
-def fence_mbarrier_init(instruction: Instruction) -> Act:
+def fence_mbarrier_init(instruction: Instruction, form: Form) -> Act:
     """Initialised mbarriers become visible to the other CTAs of the cluster and to asynchronous
     operations."""
 
@@ -133,8 +129,8 @@ def fence_mbarrier_init(instruction: Instruction) -> Act:
 
 
 @translates("fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar")
-@translates("fence.proxy.alias", "fence.proxy.tensormap::generic", "fence.proxy.tensormap")
-def fence(instruction: Instruction) -> Act:
+@translates("fence.proxy.alias", "fence.proxy.tensormap::generic")
+def fence(instruction: Instruction, form: Form) -> Act:
     """Memory is sequentially consistent here: what fences order is who knows of what (watch/flags.py). Strong
     writes and relaxed arrivals after one that releases hand on what the warp knew; one that acquires takes
     over what strong reads before it have found."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxsim.isa.integer import INTEGERS
-from ptxsim.isa.lanewise import element_type, form, lanewise, only_type, require
+from ptxsim.isa.lanewise import element_type, lanewise
 from ptxsim.isa.operands import Array
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import WIDTHS, Instruction
 from ptxsim.state.registers import LANES
 
-_WORDS, _WIDE_TYPES = ("b32", "b64"), tuple(t for t in INTEGERS if WIDTHS[t] >= 32)
 _REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)), bitorder="little")
 
 
@@ -31,21 +30,20 @@ def ones(count: Array, dtype: np.dtype[np.unsignedinteger]) -> Array:
 
 
 @translates("popc")
-def popc(ins: Instruction) -> Step:
-    return lanewise(ins, "u32", (only_type(ins, form(ins, ()), _WORDS),), np.bitwise_count)
+def popc(ins: Instruction, form: Form) -> Step:
+    return lanewise(ins, "u32", (form.type,), np.bitwise_count)
 
 
 @translates("clz")
-def clz(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), _WORDS)
+def clz(ins: Instruction, form: Form) -> Step:
+    type = form.type
     return lanewise(ins, "u32", (type,), lambda a: WIDTHS[type] - bit_length(a))
 
 
 @translates("bfind")
-def bfind(ins: Instruction) -> Step:
-    found = form(ins, ("shiftamt",))
-    type = only_type(ins, found, _WIDE_TYPES)
-    top, amount = WIDTHS[type] - 1, "shiftamt" in found.flags
+def bfind(ins: Instruction, form: Form) -> Step:
+    type, amount = form.type, "shiftamt" in form.flags
+    top = WIDTHS[type] - 1
 
     def find(a: Array) -> Array:
         positions = (
@@ -58,9 +56,8 @@ def bfind(ins: Instruction) -> Step:
 
 
 @translates("fns")
-def fns(ins: Instruction) -> Step:
+def fns(ins: Instruction, form: Form) -> Step:
     """The position of the n-th one bit, counting from a base upwards or downwards."""
-    require(form(ins, ()).types == ("b32",), ins, "types")
 
     def find(mask: Array, base: Array, offset: Array) -> Array:
         bits = np.unpackbits(mask.view(np.uint8).reshape(LANES, 4), axis=1, bitorder="little").astype(bool)
@@ -77,8 +74,8 @@ def fns(ins: Instruction) -> Step:
 
 
 @translates("brev")
-def brev(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), _WORDS)
+def brev(ins: Instruction, form: Form) -> Step:
+    type = form.type
     size = WIDTHS[type] // 8
 
     def reverse(a: Array) -> Array:
@@ -89,8 +86,8 @@ def brev(ins: Instruction) -> Step:
 
 
 @translates("bfe")
-def bfe(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), _WIDE_TYPES)
+def bfe(ins: Instruction, form: Form) -> Step:
+    type = form.type
     unsigned, width = element_type(f"u{WIDTHS[type]}"), WIDTHS[type]
 
     def extract(a: Array, b: Array, c: Array) -> Array:
@@ -109,8 +106,8 @@ def bfe(ins: Instruction) -> Step:
 
 
 @translates("bfi")
-def bfi(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), _WORDS)
+def bfi(ins: Instruction, form: Form) -> Step:
+    type = form.type
     dtype, width = element_type(type), WIDTHS[type]
 
     def insert(a: Array, b: Array, c: Array, d: Array) -> Array:
@@ -123,11 +120,9 @@ def bfi(ins: Instruction) -> Step:
 
 
 @translates("bmsk")
-def bmsk(ins: Instruction) -> Step:
+def bmsk(ins: Instruction, form: Form) -> Step:
     """Ones from bit a on, b of them."""
-    found = form(ins, ("clamp", "wrap"), [("clamp", "wrap")])
-    require(found.types == ("b32",) and found.flags, ins, "types or mode")
-    clamp, word = "clamp" in found.flags, np.dtype(np.uint32)
+    clamp, word = "clamp" in form.flags, np.dtype(np.uint32)
 
     def mask(a: Array, b: Array) -> Array:
         start, count = (a & 31).astype(np.uint32), (b if clamp else b & 31).astype(np.int64)
@@ -138,10 +133,8 @@ def bmsk(ins: Instruction) -> Step:
 
 
 @translates("szext")
-def szext(ins: Instruction) -> Step:
-    found = form(ins, ("clamp", "wrap"), [("clamp", "wrap")])
-    type, clamp = only_type(ins, found, ("u32", "s32")), "clamp" in found.flags
-    require(found.flags, ins, "neither .clamp nor .wrap")
+def szext(ins: Instruction, form: Form) -> Step:
+    type, clamp = form.type, "clamp" in form.flags
 
     def extend(a: Array, b: Array) -> Array:
         count = np.minimum(b, 32) if clamp else b & 31

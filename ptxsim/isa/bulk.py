@@ -14,7 +14,8 @@ from ptxsim.isa.access import Accessor, locate
 from ptxsim.isa.asynchronous import Errand, byte_granules, groups, submit
 from ptxsim.isa.mbarriers import barrier_at, cta_and_offset
 from ptxsim.isa.operands import Read, read
-from ptxsim.isa.table import Act, Unmodelled, Wait, translates
+from ptxsim.isa.syntax import SPACES, Form
+from ptxsim.isa.table import Act, Wait, translates
 from ptxsim.ptx.nodes import Address, Instruction, Operand
 from ptxsim.state.barriers import MBarrier
 from ptxsim.state.cta import Cta, Warp
@@ -29,9 +30,7 @@ from ptxsim.watch.lanes import LaneAccess
 
 BULK = "bulk copies out of shared memory"
 WRITES = "writes of bulk copies"
-HINTS = {"L2::cache_hint", "tile", "async", "bulk", "tensor", "weak"}
-DIMENSIONS = {"1d", "2d", "3d", "4d", "5d"}
-REDUCTIONS = {"add", "min", "max", "inc", "dec", "and", "or", "xor"}
+REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,9 @@ class Tile:
     coordinates: tuple[Read, ...]
 
     @classmethod
-    def of(cls, operand: Operand, instruction: Instruction) -> Tile:
-        if not isinstance(operand, Address) or not operand.coords:
-            raise Unmodelled(instruction, "an operand without tensor coordinates")
-        where = locate(Address(operand.base, operand.offset), instruction)
+    def of(cls, operand: Operand) -> Tile:
+        assert isinstance(operand, Address)
+        where = locate(Address(operand.base, operand.offset))
         return cls(where, tuple(read(c, "s32") for c in operand.coords))
 
     def at(self, warp: Warp, lane: int) -> tuple[tma.TensorMap, tuple[int, ...]]:
@@ -136,21 +134,12 @@ def _mapped(warp: Warp, instruction: Instruction, map: tma.TensorMap) -> None:
 
 
 @translates("cp.async.bulk.tensor")
-def tensor_copy(instruction: Instruction) -> Act:
-    known = (
-        HINTS
-        | DIMENSIONS
-        | {"mbarrier::complete_tx::bytes", "multicast::cluster", "cta_group::1", "cta_group::2"}
-    )
-    spaces = [m for m in instruction.modifiers if m in ("global", "shared::cta", "shared::cluster")]
-    extra = set(instruction.modifiers) - known - set(spaces) - {"bulk_group"}
-    if extra:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
-    if spaces[0] == "global":
+def tensor_copy(instruction: Instruction, form: Form) -> Act:
+    if _out_of(instruction):
         return _tensor_store(instruction, None)
     access, multicast = Accessor(instruction, "shared"), instruction.has("multicast::cluster")
-    target, tile = locate(instruction.operands[0], instruction), Tile.of(instruction.operands[1], instruction)
-    barrier = locate(instruction.operands[2], instruction)
+    target, tile = locate(instruction.operands[0]), Tile.of(instruction.operands[1])
+    barrier = locate(instruction.operands[2])
     ranks = read(instruction.operands[3], "u16") if multicast else None
     pair = instruction.has("cta_group::2")
 
@@ -181,22 +170,22 @@ def tensor_copy(instruction: Instruction) -> Act:
 
 
 @translates("cp.async.bulk")
-def copy(instruction: Instruction) -> Act:
+def copy(instruction: Instruction, form: Form) -> Act:
     """A range of bytes: global to shared, shared to another CTA's shared, or shared to global."""
-    spaces = [m for m in instruction.modifiers if m in ("global", "shared::cta", "shared::cluster")]
-    extra = set(instruction.modifiers) - HINTS - set(spaces)
-    extra -= {"mbarrier::complete_tx::bytes", "multicast::cluster", "bulk_group"}
-    if extra or len(spaces) != 2:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
-    if spaces[0] == "global":
+    if _out_of(instruction):
         return _range_out(instruction, None)
-    return _range_in(instruction, spaces[1] == "global", None)
+    return _range_in(instruction, "global" in form.flags, None)
+
+
+def _out_of(instruction: Instruction) -> bool:
+    """True if it copies from shared to global memory: state spaces stand in the order of the operands."""
+    return next(m for m in instruction.modifiers if m in SPACES) == "global"
 
 
 def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str, str] | None) -> Act:
     access, multicast = Accessor(instruction, "shared"), instruction.has("multicast::cluster")
-    target, source = (locate(o, instruction) for o in instruction.operands[:2])
-    size, barrier = read(instruction.operands[2], "u32"), locate(instruction.operands[3], instruction)
+    target, source = (locate(o) for o in instruction.operands[:2])
+    size, barrier = read(instruction.operands[2], "u32"), locate(instruction.operands[3])
     ranks = read(instruction.operands[4], "u16") if multicast else None
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -285,7 +274,7 @@ def _out(
 
 def _tensor_store(instruction: Instruction, operation: str | None) -> Act:
     access = Accessor(instruction, "shared")
-    tile, source = Tile.of(instruction.operands[0], instruction), locate(instruction.operands[1], instruction)
+    tile, source = Tile.of(instruction.operands[0]), locate(instruction.operands[1])
 
     def run(warp: Warp, mask: Mask) -> None:
         started, memory = set(), warp.cta.launch.memory
@@ -322,7 +311,7 @@ def _tensor_store(instruction: Instruction, operation: str | None) -> Act:
 
 def _range_out(instruction: Instruction, operation: tuple[str, str] | None) -> Act:
     access = Accessor(instruction, "shared")
-    target, source = (locate(o, instruction) for o in instruction.operands[:2])
+    target, source = (locate(o) for o in instruction.operands[:2])
     size = read(instruction.operands[2], "u32")
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -344,27 +333,14 @@ def _range_out(instruction: Instruction, operation: tuple[str, str] | None) -> A
 
 
 @translates("cp.reduce.async.bulk.tensor")
-def tensor_reduce(instruction: Instruction) -> Act:
-    known = HINTS | DIMENSIONS | REDUCTIONS | {"reduce", "global", "shared::cta", "bulk_group"}
-    extra = set(instruction.modifiers) - known
-    if extra:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
-    return _tensor_store(instruction, next(m for m in instruction.modifiers if m in REDUCTIONS))
+def tensor_reduce(instruction: Instruction, form: Form) -> Act:
+    return _tensor_store(instruction, form.named["reduced"])
 
 
 @translates("cp.reduce.async.bulk")
-def reduce(instruction: Instruction) -> Act:
-    spaces = [m for m in instruction.modifiers if m in ("global", "shared::cta", "shared::cluster")]
-    operation = next((m for m in instruction.modifiers if m in REDUCTIONS), None)
-    kind = instruction.parts[-1]
-    known = (
-        HINTS | REDUCTIONS | {"reduce", "bulk_group", "mbarrier::complete_tx::bytes", "noftz", kind, *spaces}
-    )
-    if operation is None or set(instruction.modifiers) - known or len(spaces) != 2:
-        raise Unmodelled(instruction)
-    if spaces[0] == "global":
-        return _range_out(instruction, (operation, kind))
-    return _range_in(instruction, spaces[1] == "global", (operation, kind))
+def reduce(instruction: Instruction, form: Form) -> Act:
+    what = form.one_of(*REDUCTIONS), form.type
+    return _range_out(instruction, what) if _out_of(instruction) else _range_in(instruction, False, what)
 
 
 def reduce_bytes(there: NDArray[Any], data: NDArray[Any], operation: str, type: str) -> NDArray[Any]:
@@ -374,7 +350,7 @@ def reduce_bytes(there: NDArray[Any], data: NDArray[Any], operation: str, type: 
 
 
 @translates("cp.async.bulk.commit_group")
-def commit_group(instruction: Instruction) -> Act:
+def commit_group(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> None:
         groups(warp, BULK).commit(mask, instruction.line)
         groups(warp, WRITES).commit(mask, instruction.line)
@@ -383,7 +359,7 @@ def commit_group(instruction: Instruction) -> Act:
 
 
 @translates("cp.async.bulk.wait_group")
-def wait_group(instruction: Instruction) -> Act:
+def wait_group(instruction: Instruction, form: Form) -> Act:
     """.read waits until the sources are read, else until the results are visible as well: both happen at once
     here, but a warp knows what it has waited for."""
     left, kinds = read(instruction.operands[0], "u32"), [BULK]

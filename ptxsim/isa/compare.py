@@ -7,19 +7,17 @@ import numpy as np
 from ptxsim.isa.formats import FORMATS
 from ptxsim.isa.halves import HALVES, half_values
 from ptxsim.isa.lanewise import (
-    Form,
     Function,
     elementwise,
-    form,
     lanewise,
-    require,
     target,
     target_of,
     value,
 )
 from ptxsim.isa.operands import Array
 from ptxsim.isa.rounding import SMALLEST_NORMAL, flushed
-from ptxsim.isa.table import Step, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import WIDTHS, Instruction, Pair, Reg
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import Mask
@@ -50,29 +48,15 @@ _FLOATING: dict[str, Function] = _ORDERED | {
     "num": lambda a, b: (a == a) & (b == b),
     "nan": lambda a, b: (a != a) | (b != b),
 }
-_COMPARISONS = tuple({**_FLOATING, **_UNSIGNED})
 _COMBINE: dict[str, Function] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-_FLAGS = (*_COMPARISONS, *_COMBINE, "ftz")
-_EXCLUSIVE = (_COMPARISONS, tuple(_COMBINE))
-_SCALARS = (*(f"{kind}{bits}" for kind in "bus" for bits in (16, 32, 64)), "f32", "f64")
+_FLOATS = ("f32", "f64", *HALVES)
 
 
-def _parse(ins: Instruction) -> Form:
-    found = form(ins, _FLAGS, _EXCLUSIVE)
-    require(found.one_of(*_COMPARISONS), ins, "no comparison")
-    return found
-
-
-def _comparison(ins: Instruction, found: Form, type: str) -> tuple[str, Function]:
+def _comparison(form: Form) -> tuple[str, Function]:
     """The type to read operands as and a function of them, bool [32] or [64]."""
-    name, ftz = found.one_of(*_COMPARISONS), "ftz" in found.flags
-    table = _ORDERED | _UNSIGNED if type[0] == "u" else _ORDERED
-    if type[0] == "b" and type not in HALVES:
-        table = {"eq": np.equal, "ne": np.not_equal}
-    floats = type in ("f32", "f64", *HALVES)
-    function = (_FLOATING if floats else table).get(name)
-    require(function and (not ftz or type in ("f32", "f16", "f16x2")), ins, f".{name} of {type}")
-    assert function is not None
+    type, ftz = form.type, "ftz" in form.flags
+    table = _FLOATING if type in _FLOATS else _ORDERED | _UNSIGNED
+    function = table[form.one_of(*table)]
     if type in HALVES:
         return _of_halves(type, function, ftz)
     if ftz:
@@ -91,21 +75,15 @@ def _of_halves(type: str, function: Function, ftz: bool) -> tuple[str, Function]
 
 
 @translates("setp")
-def setp(ins: Instruction) -> Step:
+def setp(ins: Instruction, form: Form) -> Step:
     """p|q, a, b or p|q, a, b, c: p = (a op b) bool c, q = !(a op b) bool c; for pairs of halves p and q are
     the two."""
-    found = _parse(ins)
-    if len(found.types) != 1 or found.types[0] not in (*_SCALARS, *HALVES):
-        raise Unmodelled(ins, "types")
-    type, combine = found.types[0], found.one_of(*_COMBINE)
-    source, compare = _comparison(ins, found, type)
-    require(len(ins.operands) == (4 if combine else 3), ins, "another number of operands")
+    type, combine, (source, compare) = form.type, form.named["bool"], _comparison(form)
     first = ins.operands[0]
     if not isinstance(first, Pair) and not combine and not type.endswith("x2"):
         return lanewise(ins, "pred", (source, source), compare, None if type in HALVES else compare)
-    require(isinstance(first, Pair) == type.endswith("x2") or type not in HALVES, ins, "results")
-    p = target_of(ins, first.first if isinstance(first, Pair) else first, "pred")
-    q = target_of(ins, first.second, "pred") if isinstance(first, Pair) else None
+    p = target_of(first.first if isinstance(first, Pair) else first, "pred")
+    q = target_of(first.second, "pred") if isinstance(first, Pair) else None
     a, b = value(ins, 1, source), value(ins, 2, source)
     c = value(ins, 3, "pred") if combine else None
     join = _COMBINE.get(combine, lambda t, _: t)
@@ -128,20 +106,12 @@ _TRUE |= {"f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf16x2": 0x3F80}
 
 
 @translates("set")
-def set_(ins: Instruction) -> Step:
+def set_(ins: Instruction, form: Form) -> Step:
     """d, a, b or d, a, b, c: all ones or 1.0 where the comparison holds, else 0."""
-    found = _parse(ins)
-    if len(found.types) != 2 or found.types[0] not in _TRUE or found.types[1] not in (*_SCALARS, *HALVES):
-        raise Unmodelled(ins, "types")
-    result, type = found.types
+    (result, type), combine, (source, compare) = form.types, form.named["bool"], _comparison(form)
     pairs = type.endswith("x2")
-    legal = (type, "u32", "s32") if pairs else tuple(t for t in _TRUE if not t.endswith("x2"))
-    require(result in legal, ins, "types")
-    source, compare = _comparison(ins, found, type)
-    combine = found.one_of(*_COMBINE)
     true = 0xFFFF if pairs and result in ("u32", "s32") else _TRUE[result]
     kind = "b16x2" if pairs else f"b{WIDTHS[result]}"
-    require(len(ins.operands) == (4 if combine else 3), ins, "another number of operands")
     if not combine:
         return lanewise(ins, kind, (source, source), lambda a, b: compare(a, b) * np.uint32(true))
     join = _COMBINE[combine]
@@ -153,12 +123,9 @@ def set_(ins: Instruction) -> Step:
 
 
 @translates("selp")
-def selp(ins: Instruction) -> Step:
+def selp(ins: Instruction, form: Form) -> Step:
     """d, a, b, c: a where c, else b."""
-    found = form(ins, ())
-    if len(found.types) != 1 or found.types[0] not in _SCALARS or len(ins.operands) != 4:
-        raise Unmodelled(ins)
-    type = f"b{WIDTHS[found.types[0]]}"
+    type = f"b{WIDTHS[form.type]}"
     d, a, b, c = target(ins, 0, type), value(ins, 1, type), value(ins, 2, type), value(ins, 3, "pred")
     register, first = ins.operands[0], ins.operands[1]
     if not isinstance(register, Reg):
@@ -179,14 +146,9 @@ def selp(ins: Instruction) -> Step:
 
 
 @translates("slct")
-def slct(ins: Instruction) -> Step:
+def slct(ins: Instruction, form: Form) -> Step:
     """d, a, b, c: a where c >= 0, else b; b where c is NaN."""
-    found = form(ins, ("ftz",))
-    if len(found.types) != 2 or found.types[0] not in _SCALARS or found.types[1] not in ("s32", "f32"):
-        raise Unmodelled(ins, "types")
-    ftz, third = "ftz" in found.flags, found.types[1]
-    require(not ftz or third == "f32", ins, ".ftz")
-    type = f"b{WIDTHS[found.types[0]]}"
+    ftz, third, type = "ftz" in form.flags, form.type, f"b{WIDTHS[form.types[0]]}"
     least = -SMALLEST_NORMAL if ftz else 0
 
     def select(a: Array, b: Array, c: Array) -> Array:

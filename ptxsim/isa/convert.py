@@ -14,10 +14,8 @@ from ptxsim.isa.fixed_point import TYPE, fixed_point
 from ptxsim.isa.formats import FORMATS, encode, f16_bits
 from ptxsim.isa.halves import half_values
 from ptxsim.isa.lanewise import (
-    Form,
     Function,
     elementwise,
-    form,
     require,
     target,
     value,
@@ -35,33 +33,28 @@ from ptxsim.isa.rounding import (
     to_single,
 )
 from ptxsim.isa.stochastic import stochastic
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import WIDTHS, Instruction, Reg
 from ptxsim.units import numbers
 
 _INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-_DIRECTIONS = (*ROUNDINGS, "rna", *_INTEGRAL)
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _INTEGERS = tuple(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
 
 
 @translates("cvt")
-def cvt(ins: Instruction) -> Step:
-    if TYPE in ins.modifiers:
-        return fixed_point(ins)
-    if "rs" in ins.modifiers[:1]:
-        return stochastic(ins)
-    found = form(ins, (*_DIRECTIONS, "ftz", "sat", "relu", "satfinite"), [_DIRECTIONS])
-    require(len(found.types) == 2, ins, "types")
-    to, of = found.types
+def cvt(ins: Instruction, form: Form) -> Step:
+    to, of = form.types
+    if TYPE in form.types:
+        return fixed_point(ins, form)
+    if "rs" in form.flags:
+        return stochastic(ins, form)
     if to in PACKED_FORMATS or of in PACKED_FORMATS:
-        return packed_conversion(ins, found)
-    require(to in (*_INTEGERS, *_FLOATS, "tf32") and of in (*_INTEGERS, *_FLOATS), ins, "types")
-    require(len(ins.operands) == 2, ins, "another number of operands")
-    require("ftz" not in found.flags or "f32" in (to, of), ins, ".ftz")
+        return packed_conversion(ins, form)
     if to in _INTEGERS:
-        return _integers(ins, found, to, of) if of in _INTEGERS else _to_integer(ins, found, to, of)
-    return _from_integer(ins, found, to, of) if of in _INTEGERS else _floats(ins, found, to, of)
+        return _integers(ins, form, to, of) if of in _INTEGERS else _to_integer(ins, form, to, of)
+    return _from_integer(ins, form, to, of) if of in _INTEGERS else _floats(ins, form, to, of)
 
 
 # --- registers wider than the type --------------------------------------------------------------------------
@@ -99,11 +92,10 @@ def _result(ins: Instruction, type: str) -> Write:
 # --- integers -----------------------------------------------------------------------------------------------
 
 
-def _integers(ins: Instruction, found: Form, to: str, of: str) -> Step:
-    require(found.flags <= {"sat"}, ins, "modifiers")
+def _integers(ins: Instruction, form: Form, to: str, of: str) -> Step:
     a, d = _source(ins, of), _result(ins, to)
     operand, dtype = ins.operands[0], _dtype(to)
-    if "sat" in found.flags:
+    if "sat" in form.flags:
         here, there = np.iinfo(_dtype(of)), np.iinfo(dtype)
         low, high = max(here.min, there.min), min(here.max, there.max)
         require((low, high) != (here.min, here.max), ins, ".sat where nothing can overflow")
@@ -120,10 +112,9 @@ def _whole(ins: Instruction, step: Step, to: str, of: str) -> Step:
     return elementwise(ins, step, to, (of,), lambda values: values) if fits else step
 
 
-def _from_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
-    mode = found.one_of(*ROUNDINGS)
-    require(mode and to != "tf32" and found.flags <= {mode, "sat", "ftz"}, ins, "modifiers")
-    a, d, sat, wide = _source(ins, of), _result(ins, to), "sat" in found.flags, WIDTHS[of] == 64
+def _from_integer(ins: Instruction, form: Form, to: str, of: str) -> Step:
+    mode, wide = form.named["rnd"], WIDTHS[of] == 64
+    a, d, sat = _source(ins, of), _result(ins, to), "sat" in form.flags
 
     def convert(integers: Array) -> Array:
         if to == "f64" and wide:
@@ -155,13 +146,11 @@ def _round(values: Array, to: str, mode: str, finite: bool = False) -> Array:
     return np.where(np.isnan(values), 0x7FFFFFFF, codes << 13) if to == "tf32" else codes
 
 
-def _to_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
+def _to_integer(ins: Instruction, form: Form, to: str, of: str) -> Step:
     """Out of range becomes the nearest number in range; NaN 0, or for 64-bit types on either side 1 << (n -
     1)."""
-    mode = found.one_of(*_INTEGRAL)
-    require(mode and found.flags <= {mode, "ftz", "sat"}, ins, "modifiers")
     a, d, dtype = _source(ins, of), _result(ins, to), _dtype(to)
-    integral, ftz, info = _INTEGRAL[mode], "ftz" in found.flags, np.iinfo(dtype)
+    integral, ftz, info = _INTEGRAL[form.named["integral"]], "ftz" in form.flags, np.iinfo(dtype)
     nan = 1 << (WIDTHS[to] - 1) if of == "f64" or WIDTHS[to] == 64 else 0
     for_nan = np.array(nan, f"u{dtype.itemsize}").view(dtype)
     top = float(info.max) if WIDTHS[to] < 64 else 2.0 ** (64 if to == "u64" else 63)
@@ -180,13 +169,11 @@ def _to_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
 
 _DROPPED = 0x1FFF
 """Bits of fp32 that tf32 has not."""
-_ORDER = {"f16": 16, "bf16": 16, "tf32": 19, "f32": 32, "f64": 64}
 
 
-def _floats(ins: Instruction, found: Form, to: str, of: str) -> Step:
+def _floats(ins: Instruction, form: Form, to: str, of: str) -> Step:
     """.rna cuts NaN off as Hopper does: one that only has bits which tf32 drops becomes infinity."""
-    flags, mode, whole = found.flags, found.one_of(*ROUNDINGS, "rna"), found.one_of(*_INTEGRAL)
-    _check_floats(ins, found, to, of, mode)
+    flags, mode, whole = form.flags, form.one_of(*ROUNDINGS, "rna"), form.one_of(*_INTEGRAL)
     a, d = _source(ins, of), _result(ins, to)
     integral, flush_in = _INTEGRAL.get(whole), "ftz" in flags and of == "f32"
     flush_out = "ftz" in flags and to == "f32"
@@ -208,23 +195,3 @@ def _floats(ins: Instruction, found: Form, to: str, of: str) -> Step:
         return flushed(result) if flush_out else result
 
     return lambda warp, mask: d(warp, convert(a(warp)), mask)
-
-
-def _check_floats(ins: Instruction, found: Form, to: str, of: str, mode: str) -> None:
-    """Checks the modifiers that a conversion may and must have."""
-    flags, whole = found.flags, found.one_of(*_INTEGRAL)
-    if to == of:
-        require(not mode and not {"relu", "satfinite"} & flags, ins, "modifiers")
-        require(whole or to in ("f32", "f64", "f16"), ins, "modifiers")
-    else:
-        require(not whole, ins, f".{whole}")
-        narrows = _ORDER[to] <= _ORDER[of]
-        require(mode or not narrows, ins, "no rounding")
-        require(not mode or narrows or of == "bf16", ins, f".{mode}")
-    require(mode != "rna" or to == "tf32", ins, ".rna")
-    require("sat" not in flags or to not in ("bf16", "tf32"), ins, ".sat")
-    if {"relu", "satfinite"} & flags or to == "tf32":
-        modes = ("rn", "rz", "rna") if to == "tf32" else ("rn", "rz")
-        require(of == "f32" and to in ("f16", "bf16", "tf32") and mode in modes, ins, "modifiers")
-        require(mode != "rna" or "relu" not in flags, ins, ".relu")
-        require("ftz" not in flags and "sat" not in flags, ins, "modifiers")

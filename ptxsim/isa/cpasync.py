@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ptxsim.isa.access import Accessor, bandwidth, granules, lanes, locate
 from ptxsim.isa.mbarriers import barrier_at, distinct, guarded, must_know_init
 from ptxsim.isa.operands import Read, read
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Act, Step, Unmodelled, Wait, translates
 from ptxsim.ptx.nodes import Imm, Instruction, Negated, Operand, Reg
 from ptxsim.state.barriers import MBarrier
@@ -29,7 +30,6 @@ from ptxsim.watch.order import GENERIC, Access
 KIND = "cp.async"
 MOST_GROUPS = 32
 """Committed groups of a lane that can be told apart; cp.async.wait_group takes smaller numbers."""
-_HINTS = {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
 _Addresses = NDArray[np.int64]
 
 
@@ -101,10 +101,12 @@ def _some(mask: Mask) -> slice | NDArray[np.bool_]:
 
 
 @translates("cp.async.ca", "cp.async.cg")
-def copy(instruction: Instruction) -> Step:
+def copy(instruction: Instruction, form: Form) -> Step:
     """[dst], [src], size {, bytes to read, or a predicate to read none} {, policy}: the rest is zeros."""
-    size = _size(instruction)
-    target, source = (locate(operand, instruction) for operand in instruction.operands[:2])
+    target, source = (locate(operand) for operand in instruction.operands[:2])
+    (length,) = instruction.operands[2:3]
+    assert isinstance(length, Imm)
+    size = int(length.value)
     amount, access = _amount(instruction, size), Accessor(instruction, "shared")
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -122,21 +124,6 @@ def copy(instruction: Instruction) -> Step:
     return step
 
 
-def _size(instruction: Instruction) -> int:
-    parts, operands = instruction.parts, instruction.operands
-    size = operands[2] if len(operands) > 2 else None
-    allowed = (4, 8, 16) if parts[2] == "ca" else (16,)
-    if (
-        parts[3] not in ("shared", "shared::cta")
-        or parts[4:5] != ("global",)
-        or set(parts[5:]) - _HINTS
-        or not isinstance(size, Imm)
-        or size.value not in allowed
-    ):
-        raise Unmodelled(instruction)
-    return int(size.value)
-
-
 def _amount(instruction: Instruction, size: int) -> Read | None:
     """Number of bytes that each lane reads; None for all."""
     rest = list(instruction.operands[3:])
@@ -144,8 +131,6 @@ def _amount(instruction: Instruction, size: int) -> Read | None:
         rest.pop()
     if not rest:
         return None
-    if len(rest) > 1:
-        raise Unmodelled(instruction)
     if isinstance(rest[0], Negated) or (isinstance(rest[0], Reg) and rest[0].type == "pred"):
         ignored = read(rest[0], "pred")
         return lambda warp: np.where(ignored(warp), 0, size)
@@ -231,18 +216,16 @@ class _Copy:
 
 
 @translates("cp.async.commit_group")
-def commit_group(instruction: Instruction) -> Step:
-    if len(instruction.parts) != 3:
-        raise Unmodelled(instruction)
+def commit_group(instruction: Instruction, form: Form) -> Step:
     return lambda warp, mask: Copies.of(warp).commit(mask)
 
 
 @translates("cp.async.wait_group", "cp.async.wait_all")
-def wait_group(instruction: Instruction) -> Act:
+def wait_group(instruction: Instruction, form: Form) -> Act:
     """wait_group N: until each lane has at most N groups under way. wait_all commits and waits for all."""
     every = instruction.parts[2] == "wait_all"
     left = Imm(0) if every else instruction.operands[0]
-    if len(instruction.parts) != 3 or not isinstance(left, Imm) or not 0 <= left.value < MOST_GROUPS:
+    if not isinstance(left, Imm) or not 0 <= left.value < MOST_GROUPS:
         raise Unmodelled(instruction)
     count = int(left.value)
 
@@ -261,21 +244,10 @@ def wait_group(instruction: Instruction) -> Act:
 
 
 @translates("cp.async.mbarrier.arrive")
-def mbarrier_arrive(instruction: Instruction) -> Act:
+def mbarrier_arrive(instruction: Instruction, form: Form) -> Act:
     """Every lane arrives once when its copies so far have landed. Without .noinc the barrier expects that
     arrival in addition to those that it was initialised for."""
-    extra = set(instruction.modifiers) - {
-        "async",
-        "mbarrier",
-        "arrive",
-        "noinc",
-        "shared",
-        "shared::cta",
-        "b64",
-    }
-    if extra:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
-    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
+    where, access = locate(instruction.operands[0]), Accessor(instruction, "shared")
     counted = instruction.has("noinc")
 
     def run(warp: Warp, mask: Mask) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from ptxsim.isa.formats import FORMATS, decode_scale, encode
-from ptxsim.isa.lanewise import lanewise, require
+from ptxsim.isa.lanewise import lanewise
 from ptxsim.isa.operands import Array
 from ptxsim.isa.rounding import rectified
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step
 from ptxsim.ptx.nodes import Instruction, Reg
 from ptxsim.units.numbers import decode
@@ -21,19 +22,14 @@ TYPE, SCALED = "s2f6x2", "scaled::n2::ue8m0"
 ONE = 64
 
 
-def fixed_point(ins: Instruction) -> Step:
+def fixed_point(ins: Instruction, form: Form) -> Step:
     """cvt with s2f6x2 on one side."""
-    to, of = ins.modifiers[-2:]
-    flags = set(ins.modifiers[:-2])
-    require("rn" in flags and flags <= {"rn", "satfinite", "relu", SCALED}, ins, "modifiers")
-    if (to, of) == ("bf16x2", TYPE):
-        return _read(ins, flags)
-    require(to == TYPE and of in ("f32", "bf16x2") and "satfinite" in flags, ins, "types or modifiers")
-    require(SCALED not in flags, ins, "a scale factor for numbers that are written")
-    return _written(ins, of, "relu" in flags)
+    if form.type == TYPE:
+        return _read(ins, form.flags)
+    return _written(ins, form.type, "relu" in form.flags)
 
 
-def _read(ins: Instruction, flags: set[str]) -> Step:
+def _read(ins: Instruction, flags: frozenset[str]) -> Step:
     scaled = SCALED in flags
 
     def convert(pairs: Array, *scales: Array) -> Array:
@@ -74,5 +70,5 @@ def _bytes(pairs: Array) -> Array:
 
 
 def _kind(ins: Instruction, index: int) -> str:
-    operand = ins.operands[index] if index < len(ins.operands) else None
+    operand = ins.operands[index]
     return f"b{operand.file}" if isinstance(operand, Reg) else "b16"

@@ -13,14 +13,10 @@ from ptxsim.isa import approx
 from ptxsim.isa.fused import fma
 from ptxsim.isa.halves import HALVES, Half, half_values
 from ptxsim.isa.lanewise import (
-    Form,
     Function,
     elements,
     elementwise,
-    form,
     lanewise,
-    only_type,
-    require,
     target,
     value,
 )
@@ -34,15 +30,16 @@ from ptxsim.isa.rounding import (
     saturated,
     single,
 )
-from ptxsim.isa.table import Act, Step, Translator, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Step, Translator, translates
 from ptxsim.ptx.nodes import Instruction, Reg
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import Mask
 
 
-def floating(ins: Instruction) -> Step | Act:
+def floating(ins: Instruction, form: Form) -> Step | Act:
     """Floating-point forms of the instructions that exist for integers too."""
-    return _FAMILIES[ins.name](ins)
+    return _FAMILIES[ins.name](ins, form)
 
 
 # --- add, sub, mul ------------------------------------------------------------------------------------------
@@ -50,28 +47,20 @@ def floating(ins: Instruction) -> Step | Act:
 _SUMS: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
-def _arithmetic(ins: Instruction) -> Step:
-    found = form(ins, (*ROUNDINGS, "ftz", "sat"), [ROUNDINGS])
-    mode, function = found.one_of(*ROUNDINGS) or "rn", _SUMS[ins.name]
-    match found.types:
-        case ("f32",) | ("f32x2",):
-            type = found.types[0]
-            require(type == "f32" or "sat" not in found.flags, ins, ".sat")
-            if mode == "rn" and not {"ftz", "sat"} & found.flags:
+def _arithmetic(ins: Instruction, form: Form) -> Step:
+    mode, function = form.one_of(*ROUNDINGS) or "rn", _SUMS[ins.name]
+    match form.types:
+        case ("f32" | "f32x2" as type,):
+            if mode == "rn" and not {"ftz", "sat"} & form.flags:
                 return _plain(ins, type, function)
-            whole = _single(found, mode, function)
+            whole = _single(form, mode, function)
             return lanewise(ins, type, (type, type), whole, whole)
         case ("f64",):
-            require(not {"ftz", "sat"} & found.flags, ins, "modifiers")
             return lanewise(ins, "f64", ("f64",) * 2, lambda a, b: rounded(mode, function, a, b))
-        case ("f32", "f16" | "bf16" as narrow):
-            require(ins.name != "mul" and "ftz" not in found.flags, ins)
-            wide = _single(found, mode, function)
+        case ("f32", narrow):
+            wide = _single(form, mode, function)
             return lanewise(ins, "f32", ("b16", "f32"), lambda a, c: wide(half_values(narrow, a), c))
-        case (type,) if type in HALVES:
-            require(mode == "rn" and (type[0] == "f" or not {"ftz", "sat"} & found.flags), ins, "modifiers")
-            return Half(type).step(ins, 2, function, found.flags)
-    raise Unmodelled(ins, "types")
+    return Half(form.type).step(ins, 2, function, form.flags)
 
 
 def _plain(ins: Instruction, type: str, function: Function) -> Step:
@@ -79,7 +68,6 @@ def _plain(ins: Instruction, type: str, function: Function) -> Step:
     any_nan = SINGLE[elements(type)].any_nan
     if not isinstance(ins.operands[0], Reg):
         return lanewise(ins, type, (type, type), lambda a, b: canonical(function(a, b)))
-    require(len(ins.operands) == 3, ins, "another number of operands")
     d, register, a, b = (target(ins, 0, type), *(value(ins, i, type) for i in range(3)))
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -94,9 +82,9 @@ def _plain(ins: Instruction, type: str, function: Function) -> Step:
     return elementwise(ins, step, type, (type, type), lambda a, b: canonical(function(a, b)))
 
 
-def _single(found: Form, mode: str, function: Function) -> Function:
+def _single(form: Form, mode: str, function: Function) -> Function:
     """fp32 with rounding, .ftz and .sat as the flags say."""
-    ftz, sat = "ftz" in found.flags, "sat" in found.flags
+    ftz, sat = "ftz" in form.flags, "sat" in form.flags
     if mode == "rn" and not (ftz or sat):
         return lambda *values: canonical(function(*values))
 
@@ -126,41 +114,35 @@ _QUOTIENTS: dict[str, tuple[int, Function]] = {
 
 
 @translates("rcp", "sqrt")
-def quotient(ins: Instruction) -> Step | Act:
+def quotient(ins: Instruction, form: Form) -> Step | Act:
     """IEEE 754 division, reciprocal and square root: 9.7.3.8, 9.7.3.13 and 9.7.3.15. Also div."""
-    if ins.has("approx") or ins.has("full"):
-        return approx.approximation(ins)
-    found = form(ins, (*ROUNDINGS, "ftz"), [ROUNDINGS])
-    type, mode = only_type(ins, found, ("f32", "f64")), found.one_of(*ROUNDINGS)
-    require(mode, ins, "no rounding")
+    type, mode = form.type, form.one_of(*ROUNDINGS)
+    if not mode:
+        return approx.approximation(ins, form)
     count, function = _QUOTIENTS[ins.name]
     if type == "f32":
-        return lanewise(ins, type, (type,) * count, _single(found, mode, function))
-    require("ftz" not in found.flags, ins, ".ftz")
+        return lanewise(ins, type, (type,) * count, _single(form, mode, function))
     return lanewise(ins, type, (type,) * count, lambda *values: rounded(mode, function, *values))
 
 
 # --- abs, neg, copysign, testp ------------------------------------------------------------------------------
 
 
-def _sign(ins: Instruction) -> Step:
-    found = form(ins, ("ftz",))
+def _sign(ins: Instruction, form: Form) -> Step:
     function: Function = np.negative if ins.name == "neg" else np.abs
-    type = only_type(ins, found, ("f32", "f64", *HALVES))
-    require(not found.flags or type in ("f32", "f16", "f16x2"), ins, ".ftz")
+    type = form.type
     if type == "f32":
-        whole = _single(found, "rn", function)
+        whole = _single(form, "rn", function)
         return lanewise(ins, type, (type,), whole, whole)
     if type == "f64":
         return lanewise(ins, type, (type,), function)
-    return Half(type).step(ins, 1, function, found.flags)
+    return Half(type).step(ins, 1, function, form.flags)
 
 
 @translates("copysign")
-def copysign(ins: Instruction) -> Step:
+def copysign(ins: Instruction, form: Form) -> Step:
     """d, a, b: b with the sign of a."""
-    type = only_type(ins, form(ins, ()), ("f32", "f64"))
-    return lanewise(ins, type, (type, type), lambda a, b: np.copysign(b, a))
+    return lanewise(ins, form.type, (form.type,) * 2, lambda a, b: np.copysign(b, a))
 
 
 _PROPERTIES: dict[str, Function] = {
@@ -174,11 +156,8 @@ _PROPERTIES: dict[str, Function] = {
 
 
 @translates("testp")
-def testp(ins: Instruction) -> Step:
-    found = form(ins, tuple(_PROPERTIES), [tuple(_PROPERTIES)])
-    type = only_type(ins, found, ("f32", "f64"))
-    require(found.flags, ins, "no property")
-    return lanewise(ins, "pred", (type,), _PROPERTIES[found.one_of(*_PROPERTIES)])
+def testp(ins: Instruction, form: Form) -> Step:
+    return lanewise(ins, "pred", (form.type,), _PROPERTIES[form.named["property"]])
 
 
 # --- min and max --------------------------------------------------------------------------------------------
@@ -199,15 +178,8 @@ def _extreme(name: str, propagate: bool) -> Function:
     return extreme
 
 
-def _minmax(ins: Instruction) -> Step:
-    found = form(ins, ("ftz", "NaN", "xorsign", "abs"))
-    type = only_type(ins, found, ("f32", "f64", *HALVES))
-    count, flags = len(ins.operands) - 1, found.flags
-    require(count == 2 or (count == 3 and type == "f32" and "xorsign" not in flags), ins, "operands")
-    require("xorsign" not in flags or "abs" in flags, ins, ".xorsign without .abs")
-    require("abs" not in flags or "xorsign" in flags or count == 3, ins, ".abs without .xorsign")
-    require(type != "f64" or not flags, ins, "modifiers of f64")
-    require(type[0] != "b" or "ftz" not in flags, ins, ".ftz")
+def _minmax(ins: Instruction, form: Form) -> Step:
+    type, count, flags = form.type, len(ins.operands) - 1, form.flags
     if type == "f32" and flags <= {"NaN"}:
         return _hot_minmax(ins, count, "NaN" in flags)
     extreme = _with_signs(_extreme(ins.name, "NaN" in flags), flags)
@@ -215,7 +187,7 @@ def _minmax(ins: Instruction) -> Step:
         return Half(type).step(ins, 2, extreme, flags)
     if type == "f64":
         return lanewise(ins, type, (type, type), extreme)
-    return lanewise(ins, type, (type,) * count, _single(found, "rn", extreme))
+    return lanewise(ins, type, (type,) * count, _single(form, "rn", extreme))
 
 
 def _with_signs(extreme: Function, flags: frozenset[str]) -> Function:

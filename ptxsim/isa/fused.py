@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from ptxsim.isa.halves import HALVES, Half, half_values
-from ptxsim.isa.lanewise import Form, Function, elements, form, lanewise, require
+from ptxsim.isa.halves import Half, half_values
+from ptxsim.isa.lanewise import Function, elements, lanewise
 from ptxsim.isa.operands import Array
 from ptxsim.isa.rounding import (
     ROUNDINGS,
@@ -25,45 +25,36 @@ from ptxsim.isa.rounding import (
     single,
     to_single,
 )
-from ptxsim.isa.table import Step, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import Instruction
 
 
 @translates("fma")
-def fma(ins: Instruction) -> Step:
+def fma(ins: Instruction, form: Form) -> Step:
     """d = a b + c; also mad on floating point, which is the same."""
-    found = form(ins, (*ROUNDINGS, "ftz", "sat", "relu"), [ROUNDINGS, ("sat", "relu")])
-    mode = found.one_of(*ROUNDINGS)
-    require(mode, ins, "no rounding")
-    match found.types:
+    mode = form.one_of(*ROUNDINGS)
+    match form.types:
         case ("f32" | "f32x2" as type,):
-            require(
-                "relu" not in found.flags and not (type == "f32x2" and "sat" in found.flags), ins, "modifiers"
-            )
-            alone, many = _single(found, mode, elements(type)), _single(found, mode, None)
+            alone, many = _single(form, mode, elements(type)), _single(form, mode, None)
             return lanewise(ins, type, (type,) * 3, alone, many)
-        case ("f32", "f16" | "bf16" as narrow):
-            require(ins.name == "fma" and not {"ftz", "relu"} & found.flags, ins, "modifiers")
-            fused = _of_halves if found.flags == {"rn"} else _single(found, mode, None)
+        case ("f32", narrow):
+            fused = _of_halves if form.flags == {"rn"} else _single(form, mode, None)
 
             def of_halves(a: Array, b: Array, c: Array) -> Array:
                 return fused(half_values(narrow, a), half_values(narrow, b), c)
 
             return lanewise(ins, "f32", ("b16", "b16", "f32"), of_halves, of_halves)
         case ("f64",):
-            require(not {"ftz", "sat", "relu"} & found.flags, ins, "modifiers")
             return lanewise(ins, "f64", ("f64",) * 3, lambda a, b, c: fused_double(a, b, c, mode))
-        case (type,) if type in HALVES and ins.name == "fma":
-            require(mode == "rn" and not (type[0] == "b" and {"ftz", "sat"} & found.flags), ins, "modifiers")
-            return Half(type).step(ins, 3, lambda a, b, c: odd_sum(a * b, c), found.flags)
-    raise Unmodelled(ins, "types")
+    return Half(form.type).step(ins, 3, lambda a, b, c: odd_sum(a * b, c), form.flags)
 
 
-def _single(found: Form, mode: str, size: int | None) -> Function:
+def _single(form: Form, mode: str, size: int | None) -> Function:
     """Fused multiply-add of fp32 arrays of this size, or of any."""
-    if mode == "rn" and not {"ftz", "sat"} & found.flags:
+    if mode == "rn" and not {"ftz", "sat"} & form.flags:
         return _nearest(size) if size else _nearest_of_any
-    ftz, sat = "ftz" in found.flags, "sat" in found.flags
+    ftz, sat = "ftz" in form.flags, "sat" in form.flags
 
     def fused(a: Array, b: Array, c: Array) -> Array:
         if ftz:

@@ -10,40 +10,34 @@ import numpy as np
 from ptxsim.isa.lanewise import (
     Function,
     element_type,
-    form,
     lanewise,
-    only_type,
-    require,
     target,
     value,
 )
 from ptxsim.isa.operands import Array
-from ptxsim.isa.table import Act, Step, Translator, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Step, Translator, translates
 from ptxsim.ptx.nodes import WIDTHS, Instruction
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
 
-UNSIGNED, SIGNED = ("u16", "u32", "u64"), ("s16", "s32", "s64")
-INTEGERS = UNSIGNED + SIGNED
 _WIDE = {"u16": "u32", "u32": "u64", "s16": "s32", "s32": "s64"}
 
 
-def integer(ins: Instruction) -> Step | Act:
+def integer(ins: Instruction, form: Form) -> Step | Act:
     """Integer forms of the instructions that exist for floating point too."""
-    if ins.name in ("add", "sub") and ins.has("cc"):
-        return carrying(ins)
-    return _FAMILIES[ins.name](ins)
+    if ins.name in ("add", "sub") and "cc" in form.flags:
+        return carrying(ins, form)
+    return _FAMILIES[ins.name](ins, form)
 
 
 # --- add, sub, neg, abs, min, max ---------------------------------------------------------------------------
 
 
-def _sum(ins: Instruction) -> Step:
-    found = form(ins, ("sat",))
-    type = only_type(ins, found, (*INTEGERS, "u16x2", "s16x2") if ins.name == "add" else INTEGERS)
+def _sum(ins: Instruction, form: Form) -> Step:
+    type = form.type
     function: Function = np.add if ins.name == "add" else np.subtract
-    if "sat" in found.flags:
-        require(type == "s32", ins, ".sat of another type than s32")
+    if "sat" in form.flags:
         function = _saturating(function)
     return lanewise(ins, type, (type, type), function)
 
@@ -56,20 +50,17 @@ def _saturating(function: Function) -> Function:
     )
 
 
-def _minmax(ins: Instruction) -> Step:
-    found = form(ins, ("relu",))
-    type = only_type(ins, found, (*INTEGERS, "u16x2", "s16x2"))
+def _minmax(ins: Instruction, form: Form) -> Step:
+    type = form.type
     function: Function = np.minimum if ins.name == "min" else np.maximum
-    if "relu" in found.flags:
-        require(type in ("s32", "s16x2"), ins, ".relu of another type than s32 and s16x2")
+    if "relu" in form.flags:
         zero, plain = np.zeros((), element_type(type)), function
         return lanewise(ins, type, (type, type), lambda a, b: np.maximum(plain(a, b), zero))
     return lanewise(ins, type, (type, type), function)
 
 
-def _sign(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), SIGNED)
-    return lanewise(ins, type, (type,), np.negative if ins.name == "neg" else np.abs)
+def _sign(ins: Instruction, form: Form) -> Step:
+    return lanewise(ins, form.type, (form.type,), np.negative if ins.name == "neg" else np.abs)
 
 
 # --- mul, mad and their relatives ---------------------------------------------------------------------------
@@ -101,18 +92,13 @@ def _wide(a: Array, b: Array) -> Array:
 _HALVES: dict[str, Function] = {"lo": np.multiply, "hi": high, "wide": _wide}
 
 
-def _product(ins: Instruction) -> Step:
+def _product(ins: Instruction, form: Form) -> Step:
     """mul and mad."""
-    found = form(ins, ("lo", "hi", "wide", "sat"), [("lo", "hi", "wide")])
-    mode = found.one_of("lo", "hi", "wide")
-    type = only_type(ins, found, _WIDE if mode == "wide" else INTEGERS)
-    require(mode, ins, "neither .lo, .hi nor .wide")
+    mode, type = form.one_of("lo", "hi", "wide"), form.type
     result, half = _WIDE[type] if mode == "wide" else type, _HALVES[mode]
     if ins.name == "mul":
-        require("sat" not in found.flags, ins, ".sat")
         return lanewise(ins, result, (type, type), half, half)
-    if "sat" in found.flags:
-        require(mode == "hi" and type == "s32", ins, ".sat of another form than mad.hi.s32")
+    if "sat" in form.flags:
         add = _saturating(np.add)
         return lanewise(ins, result, (type, type, result), lambda a, b, c: add(half(a, b), c))
 
@@ -123,11 +109,9 @@ def _product(ins: Instruction) -> Step:
 
 
 @translates("mul24", "mad24")
-def product24(ins: Instruction) -> Step:
+def product24(ins: Instruction, form: Form) -> Step:
     """Products of the low 24 bits, sign-extended for s32: 9.7.1.5 and 9.7.1.6."""
-    found = form(ins, ("lo", "hi", "sat"), [("lo", "hi")])
-    type, mode = only_type(ins, found, ("u32", "s32")), found.one_of("lo", "hi")
-    require(mode, ins, "neither .lo nor .hi")
+    type, mode = form.type, form.one_of("lo", "hi")
     dtype = element_type(type).type
 
     def product(a: Array, b: Array) -> Array:
@@ -135,19 +119,17 @@ def product24(ins: Instruction) -> Step:
         return (x * y >> 16 if mode == "hi" else x * y).astype(dtype)
 
     if ins.name == "mul24":
-        require("sat" not in found.flags, ins, ".sat")
         return lanewise(ins, type, (type, type), product)
-    if "sat" in found.flags:
-        require(mode == "hi" and type == "s32", ins, ".sat of another form than mad24.hi.s32")
-    add = _saturating(np.add) if "sat" in found.flags else np.add
+    add = _saturating(np.add) if "sat" in form.flags else np.add
     return lanewise(ins, type, (type, type, type), lambda a, b, c: add(product(a, b), c))
 
 
 @translates("sad")
-def sad(ins: Instruction) -> Step:
+def sad(ins: Instruction, form: Form) -> Step:
     """c + |a - b|, wrapping: 9.7.1.7."""
-    type = only_type(ins, form(ins, ()), INTEGERS)
-    return lanewise(ins, type, (type,) * 3, lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b)))
+    return lanewise(
+        ins, form.type, (form.type,) * 3, lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b))
+    )
 
 
 # --- div and rem --------------------------------------------------------------------------------------------
@@ -168,15 +150,13 @@ def quotient(a: Array, b: Array) -> Array:
     return np.where(b == 0, ~np.zeros((), b.dtype), quotient(a, safe))
 
 
-def _division(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), INTEGERS)
-    return lanewise(ins, type, (type, type), quotient)
+def _division(ins: Instruction, form: Form) -> Step:
+    return lanewise(ins, form.type, (form.type,) * 2, quotient)
 
 
 @translates("rem")
-def rem(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), INTEGERS)
-    return lanewise(ins, type, (type, type), remainder)
+def rem(ins: Instruction, form: Form) -> Step:
+    return lanewise(ins, form.type, (form.type,) * 2, remainder)
 
 
 _FAMILIES: dict[str, Translator] = {
@@ -195,14 +175,11 @@ _FAMILIES: dict[str, Translator] = {
 
 
 @translates("addc", "subc", "madc", "mad.lo.cc", "mad.hi.cc")
-def carrying(ins: Instruction) -> Step:
+def carrying(ins: Instruction, form: Form) -> Step:
     """add.cc, addc, sub.cc, subc, mad.cc and madc: 9.7.2. Signed types compute the same bits."""
-    found = form(ins, ("cc", "lo", "hi"), [("lo", "hi")])
-    type = only_type(ins, found, ("u32", "s32", "u64", "s64"))
-    name, mode, out = ins.name.removesuffix("c"), found.one_of("lo", "hi"), "cc" in found.flags
+    type, mode, out = form.type, form.one_of("lo", "hi"), "cc" in form.flags
+    name = ins.name.removesuffix("c")
     takes, unsigned = ins.name.endswith("c"), f"u{WIDTHS[type]}"
-    require((name == "mad") == bool(mode), ins)
-    require(len(ins.operands) == (4 if name == "mad" else 3), ins, "another number of operands")
     if name == "mad" and mode == "hi":
         a, b = value(ins, 1, type), value(ins, 2, type)
     else:
@@ -228,14 +205,10 @@ def carrying(ins: Instruction) -> Step:
 
 
 @translates("dp4a", "dp2a")
-def dot(ins: Instruction) -> Step:
+def dot(ins: Instruction, form: Form) -> Step:
     """Dot products of bytes, or of halves and bytes, added to c: 9.7.1.23 and 9.7.1.24."""
-    found = form(ins, ("lo", "hi"), [("lo", "hi")])
-    if len(found.types) != 2 or not set(found.types) <= {"u32", "s32"}:
-        raise Unmodelled(ins, "types")
-    four, mode = ins.name == "dp4a", found.one_of("lo", "hi")
-    require(bool(mode) != four, ins)
-    first, second = (t[0].replace("s", "i") for t in found.types)
+    four, mode = ins.name == "dp4a", form.one_of("lo", "hi")
+    first, second = (t[0].replace("s", "i") for t in form.types)
     start = 2 if mode == "hi" else 0
 
     def sums(a: Array, b: Array, c: Array) -> Array:

@@ -6,8 +6,7 @@ lane by lane, so that one function serves f32 and f32x2 alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,48 +14,11 @@ import numpy as np
 from ptxsim.isa.operands import DTYPES, Array, Read, Write, read, view_of, write
 from ptxsim.isa.table import Step, Unmodelled
 from ptxsim.isa.together import Elementwise, kind_of, place_of
-from ptxsim.ptx.nodes import WIDTHS, Imm, Instruction, Operand, Reg
+from ptxsim.ptx.nodes import Imm, Instruction, Operand, Reg
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, PACKED, Mask
 
-_KNOWN = {*WIDTHS, *PACKED, "tf32"}
-_KNOWN |= {
-    f"{kind}{count}" for kind in ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "ue8m0") for count in ("x2", "x4")
-}
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Form:
-    """An opcode taken apart: flags in no order, types in the order written."""
-
-    flags: frozenset[str]
-    types: tuple[str, ...]
-
-    def one_of(self, *choices: str) -> str:
-        """The flag among these that is present, or ""; they exclude each other."""
-        found = [flag for flag in choices if flag in self.flags]
-        return found[0] if len(found) == 1 else ""
-
-
-def form(ins: Instruction, flags: Collection[str], exclusive: Sequence[Collection[str]] = ()) -> Form:
-    """Splits the modifiers. Raises Unmodelled for what is neither a type nor among `flags`, for repetitions,
-    and for two flags of one `exclusive` group."""
-    types = tuple(part for part in ins.modifiers if part in _KNOWN)
-    found = [part for part in ins.modifiers if part not in _KNOWN]
-    unknown = [part for part in found if part not in flags]
-    if unknown:
-        raise Unmodelled(ins, f".{unknown[0]}")
-    if len(set(found)) < len(found) or any(len(set(found) & set(group)) > 1 for group in exclusive):
-        raise Unmodelled(ins, "modifiers that exclude each other")
-    return Form(frozenset(found), types)
-
-
-def only_type(ins: Instruction, found: Form, types: Collection[str]) -> str:
-    """The single type of the instruction, one of `types`."""
-    if len(found.types) != 1 or found.types[0] not in types:
-        raise Unmodelled(ins, f"types .{'.'.join(found.types)}")
-    return found.types[0]
 
 
 def require(condition: object, ins: Instruction, why: str = "") -> None:
@@ -68,37 +30,26 @@ def require(condition: object, ins: Instruction, why: str = "") -> None:
 
 
 def value(ins: Instruction, index: int, type: str) -> Read:
-    """Reader of operand `index` as `type`; [64] or [128] elements for packed types. Raises Unmodelled."""
-    require(index < len(ins.operands), ins, "too few operands")
-    return value_of(ins, ins.operands[index], type)
+    """Reader of operand `index` as `type`; [64] or [128] elements for packed types. Raises WrongOperand."""
+    return value_of(ins.operands[index], type)
 
 
-def value_of(ins: Instruction, operand: Operand, type: str) -> Read:
-    try:
-        return _packed(operand, type) if type in PACKED else read(operand, type)
-    except (TypeError, KeyError) as error:
-        raise Unmodelled(ins, str(error)) from None
+def value_of(operand: Operand, type: str) -> Read:
+    return _packed(operand, type) if type in PACKED else read(operand, type)
 
 
 def target(ins: Instruction, index: int, type: str) -> Write:
-    """Writer of operand `index`. Raises Unmodelled."""
-    require(index < len(ins.operands), ins, "too few operands")
-    return target_of(ins, ins.operands[index], type)
+    """Writer of operand `index`. Raises WrongOperand."""
+    return target_of(ins.operands[index], type)
 
 
-def target_of(ins: Instruction, operand: Operand, type: str) -> Write:
-    try:
-        return _store_packed(operand, type) if type in PACKED else write(operand, type)
-    except (TypeError, KeyError) as error:
-        raise Unmodelled(ins, str(error)) from None
+def target_of(operand: Operand, type: str) -> Write:
+    return _store_packed(operand, type) if type in PACKED else write(operand, type)
 
 
-def part_of(ins: Instruction, operand: Operand, type: str, part: int) -> Read:
-    """Reader of the packed elements number `part` of all lanes: [32]. Raises Unmodelled."""
-    try:
-        return _packed(operand, type, part)
-    except (TypeError, KeyError) as error:
-        raise Unmodelled(ins, str(error)) from None
+def part_of(operand: Operand, type: str, part: int) -> Read:
+    """Reader of the packed elements number `part` of all lanes: [32]. Raises WrongOperand."""
+    return _packed(operand, type, part)
 
 
 def _packed(operand: Operand, type: str, part: int | None = None) -> Read:
@@ -168,14 +119,13 @@ def elementwise(ins: Instruction, step: Step, result: str, sources: Sequence[str
         many,
         (place_of(first, result),),
         tuple(
-            place_of(o, type) if isinstance(o, Reg) else value_of(ins, o, type)(nobody)
+            place_of(o, type) if isinstance(o, Reg) else value_of(o, type)(nobody)
             for o, type in zip(others, sources)
         ),
     )
 
 
 def _alone(ins: Instruction, result: str, sources: Sequence[str], function: Function) -> Step:
-    require(len(ins.operands) == 1 + len(sources), ins, "another number of operands")
     inputs = [value(ins, 1 + index, type) for index, type in enumerate(sources)]
     if (
         isinstance(function, np.ufunc)

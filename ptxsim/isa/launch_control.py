@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from ptxsim.isa.access import Accessor, locate
 from ptxsim.isa.asynchronous import Errand, submit
 from ptxsim.isa.mbarriers import barrier_at, cta_and_offset
-from ptxsim.isa.operands import read, write
-from ptxsim.isa.table import Act, Step, Unmodelled, translates
-from ptxsim.ptx.nodes import Discard, Instruction, Reg, Vector
+from ptxsim.isa.operands import items_of, read, write
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Step, translates
+from ptxsim.ptx.nodes import Discard, Instruction, Reg
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import POISON, Mask, lanes_of
 from ptxsim.state.window import RANK_SHIFT
@@ -42,14 +43,10 @@ def _answer(warp: Warp) -> NDArray[np.uint8]:
 
 
 @translates("clusterlaunchcontrol.try_cancel")
-def try_cancel(instruction: Instruction) -> Act:
+def try_cancel(instruction: Instruction, form: Form) -> Act:
     """[answer], [mbarrier]: both in this CTA, or with multicast at the same places in each of its cluster."""
-    known = {"async", "shared::cta", "mbarrier::complete_tx::bytes", "multicast::cluster::all", "b128"}
-    extra = set(instruction.modifiers) - known - {"try_cancel"}
-    if extra or not instruction.has("mbarrier::complete_tx::bytes"):
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
     access, everywhere = Accessor(instruction, "shared"), instruction.has("multicast::cluster::all")
-    target, barrier = (locate(operand, instruction) for operand in instruction.operands)
+    target, barrier = (locate(operand) for operand in instruction.operands)
 
     def run(warp: Warp, mask: Mask) -> None:
         cluster = warp.cta.cluster
@@ -84,7 +81,7 @@ def try_cancel(instruction: Instruction) -> Act:
 
 
 @translates("clusterlaunchcontrol.query_cancel")
-def query_cancel(instruction: Instruction) -> Step:
+def query_cancel(instruction: Instruction, form: Form) -> Step:
     answer = read(instruction.operands[-1], "b128")
 
     def words(warp: Warp) -> NDArray[np.uint32]:
@@ -100,12 +97,9 @@ def query_cancel(instruction: Instruction) -> Step:
             put(warp, found, mask)
 
         return cancelled
-    axis = next((AXES[name] for name in AXES if instruction.has(name)), None)
-    if axis is None and not instruction.has("get_first_ctaid"):
-        raise Unmodelled(instruction)
-    first = instruction.operands[0]
-    items = first.items if isinstance(first, Vector) else (first,)
-    wanted = [(item, place) for place, item in enumerate(items, axis or 1) if not isinstance(item, Discard)]
+    axis = next((AXES[name] for name in AXES if instruction.has(name)), 1)
+    items = items_of(instruction.operands[0])
+    wanted = [(item, place) for place, item in enumerate(items, axis) if not isinstance(item, Discard)]
     puts = [(write(item, "u32"), place) for item, place in wanted]
     results = [(item.file, item.index) for item, _ in wanted if isinstance(item, Reg)]
 

@@ -9,20 +9,18 @@ import numpy as np
 from ptxsim.isa.lanewise import (
     Function,
     element_type,
-    form,
     lanewise,
-    only_type,
     require,
     target_of,
     value,
 )
 from ptxsim.isa.operands import Array
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import WIDTHS, Imm, Instruction, Pair
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
 
-_BITS = ("b16", "b32", "b64")
 _BITWISE: dict[str, Function] = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
@@ -32,35 +30,31 @@ _BITWISE: dict[str, Function] = {
 
 
 @translates("and", "or", "xor", "not")
-def bitwise(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), ("pred", *_BITS))
+def bitwise(ins: Instruction, form: Form) -> Step:
+    type = form.type
     return lanewise(ins, type, (type,) * (1 if ins.name == "not" else 2), _BITWISE[ins.name])
 
 
 @translates("cnot")
-def cnot(ins: Instruction) -> Step:
-    type = only_type(ins, form(ins, ()), _BITS)
-    return lanewise(ins, type, (type,), lambda a: a == 0)
+def cnot(ins: Instruction, form: Form) -> Step:
+    return lanewise(ins, form.type, (form.type,), lambda a: a == 0)
 
 
 @translates("lop3")
-def lop3(ins: Instruction) -> Step:
+def lop3(ins: Instruction, form: Form) -> Step:
     """d, a, b, c, table: bit 4 a + 2 b + c of the table. With .and or .or also p = (d != 0) op q."""
-    found = form(ins, ("and", "or"), [("and", "or")])
-    operation = found.one_of("and", "or")
-    require(found.types == ("b32",) and len(ins.operands) == (6 if operation else 5), ins)
+    operation = form.one_of("and", "or")
     table = ins.operands[4]
-    require(isinstance(table, Imm) and isinstance(table.value, int) and 0 <= table.value < 256, ins, "table")
     assert isinstance(table, Imm)
+    require(isinstance(table.value, int) and 0 <= table.value < 256, ins, "table")
     function = _lookup(int(table.value))
     a, b, c = (value(ins, i, "b32") for i in (1, 2, 3))
     first = ins.operands[0]
     if not operation:
-        d = target_of(ins, first, "b32")
+        d = target_of(first, "b32")
         return lambda warp, mask: d(warp, function(a(warp), b(warp), c(warp)), mask)
-    require(isinstance(first, Pair), ins, "no predicate result")
     assert isinstance(first, Pair)
-    d, p, q = target_of(ins, first.first, "b32"), target_of(ins, first.second, "pred"), value(ins, 5, "pred")
+    d, p, q = target_of(first.first, "b32"), target_of(first.second, "pred"), value(ins, 5, "pred")
     combine = _BITWISE[operation]
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -89,12 +83,10 @@ def _lookup(table: int) -> Function:
 
 
 @translates("shl", "shr")
-def shift(ins: Instruction) -> Step:
+def shift(ins: Instruction, form: Form) -> Step:
     """Amounts of the width and more shift everything out; the amount is u32 whatever the type."""
-    left = ins.name == "shl"
-    type = only_type(ins, form(ins, ()), _BITS if left else (*_BITS, *_SHIFTABLE))
+    left, type, amount = ins.name == "shl", form.type, ins.operands[2]
     width, dtype = WIDTHS[type], element_type(type)
-    amount = ins.operands[2] if len(ins.operands) == 3 else None
     plain = np.left_shift if left else np.right_shift
     if isinstance(amount, Imm) and isinstance(amount.value, int) and 0 <= amount.value < width:
         return lanewise(ins, type, (type, type), plain)
@@ -107,15 +99,10 @@ def shift(ins: Instruction) -> Step:
     return lanewise(ins, type, (type, "u32"), shifted)
 
 
-_SHIFTABLE = ("u16", "u32", "u64", "s16", "s32", "s64")
-
-
 @translates("shf")
-def funnel(ins: Instruction) -> Step:
+def funnel(ins: Instruction, form: Form) -> Step:
     """The upper word of (b:a) << c, or the lower word of (b:a) >> c."""
-    found = form(ins, ("l", "r", "clamp", "wrap"), [("l", "r"), ("clamp", "wrap")])
-    require(found.types == ("b32",) and len(found.flags) == 2, ins, "direction or mode")
-    left, clamp = "l" in found.flags, "clamp" in found.flags
+    left, clamp = "l" in form.flags, "clamp" in form.flags
     word = np.uint64(32)
 
     def shifted(a: Array, b: Array, c: Array) -> Array:
@@ -140,12 +127,10 @@ _SELECTIONS = {
 
 
 @translates("prmt")
-def permute(ins: Instruction) -> Step:
+def permute(ins: Instruction, form: Form) -> Step:
     """Four bytes out of the eight of (b:a), as the nibbles of c say; a nibble's highest bit asks for the
     sign."""
-    found = form(ins, tuple(_SELECTIONS), [tuple(_SELECTIONS)])
-    require(found.types == ("b32",) and len(ins.operands) == 4, ins)
-    mode = found.one_of(*_SELECTIONS)
+    mode = form.named["pick"]
     selector = ins.operands[3]
     if not mode and isinstance(selector, Imm) and isinstance(selector.value, int):
         return _fixed_permute(ins, selector.value)
@@ -165,7 +150,7 @@ def permute(ins: Instruction) -> Step:
 
 def _fixed_permute(ins: Instruction, selector: int) -> Step:
     """A literal selector: copies of whole columns of bytes."""
-    a, b, d = value(ins, 1, "b32"), value(ins, 2, "b32"), target_of(ins, ins.operands[0], "b32")
+    a, b, d = value(ins, 1, "b32"), value(ins, 2, "b32"), target_of(ins.operands[0], "b32")
     nibbles = [selector >> shift & 15 for shift in (0, 4, 8, 12)]
 
     def step(warp: Warp, mask: Mask) -> None:

@@ -4,7 +4,6 @@ Matrix Multiply-Accumulate Instructions"). units/fragments.py says which lane ho
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.isa.access import Accessor, locate, space_of
-from ptxsim.isa.operands import Read, Write, read, write
+from ptxsim.isa.operands import Read, Write, items_of, read, write
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step, Unmodelled, translates
-from ptxsim.ptx.nodes import Instruction, Operand, Vector
+from ptxsim.ptx.nodes import Instruction, Operand
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import Mask
 from ptxsim.units import fragments, packing
@@ -35,10 +35,6 @@ def _all_lanes(warp: Warp, mask: Mask, instruction: Instruction) -> None:
         raise Fault(Finding("misuse", f"{warp} executes it without lanes {absent}", instruction))
 
 
-def _registers(operand: Operand) -> tuple[Operand, ...]:
-    return operand.items if isinstance(operand, Vector) else (operand,)
-
-
 def _gather(gets: Sequence[Read], warp: Warp) -> NDArray[np.uint32]:
     """uint32 [registers, 32]."""
     return np.stack([get(warp) for get in gets])
@@ -52,26 +48,6 @@ def _scatter(puts: Sequence[Write], warp: Warp, words: NDArray[np.uint32]) -> No
 # --- between shared memory and registers --------------------------------------------------------------------
 
 
-def _matrices(instruction: Instruction, registers: Operand) -> tuple[tuple[Operand, ...], bool]:
-    """The registers, one per matrix, and whether it is transposed. Of all shapes 8x8 of 16 bits only."""
-    given = set(instruction.modifiers)
-    counts = [int(part[1]) for part in given if re.fullmatch("x[124]", part)]
-    known = {"sync", "aligned", "m8n8", "b16", "trans", "shared", "shared::cta"} | {f"x{n}" for n in counts}
-    found = _registers(registers)
-    if given - known or not {"sync", "aligned", "m8n8", "b16"} <= given or counts != [len(found)]:
-        raise Unmodelled(instruction)
-    return found, "trans" in given
-
-
-def _tall(instruction: Instruction, registers: Operand) -> tuple[Operand, ...]:
-    """The registers, one per matrix of 16 x 8 bytes."""
-    found = _registers(registers)
-    wanted = {"sync", "aligned", "m16n8", "trans", "b8", f"x{len(found)}"}
-    if set(instruction.modifiers) - {"shared", "shared::cta"} != wanted or len(found) not in (1, 2, 4):
-        raise Unmodelled(instruction)
-    return found
-
-
 @dataclass(frozen=True)
 class Matrix:
     """A kind of matrix that ldmatrix loads: its rows of 16 bytes, and how many registers of each lane it
@@ -79,31 +55,21 @@ class Matrix:
 
     rows: int
     registers: int
-    most: int
-    """Matrices of one instruction."""
 
 
-HALVES, BYTES, SQUARES = Matrix(8, 1, 4), Matrix(8, 1, 4), Matrix(16, 2, 2)
+HALVES, BYTES, SQUARES = Matrix(8, 1), Matrix(8, 1), Matrix(16, 2)
 KINDS = {"m8n8": HALVES, "m8n16": BYTES, "m16n16": SQUARES}
 UNPACKED = {"b4x16_p64": 4, "b6x16_p32": 6}
 """Bits of elements that are spread to bytes, each in the low bits of its own."""
 
 
 @translates("ldmatrix")
-def ldmatrix(instruction: Instruction) -> Step:
+def ldmatrix(instruction: Instruction, form: Form) -> Step:
     """r, [p]: as many lanes as it has rows give the addresses of each matrix's rows; the first matrix goes to
     the first registers. Bytes are transposed in squares of 16 and only there."""
-    given, registers = instruction.modifiers, _registers(instruction.operands[0])
-    kind = KINDS.get(next((m for m in given if m in KINDS), ""), HALVES)
-    count = next((int(m[1]) for m in given if re.fullmatch("x[124]", m)), 0)
-    bits = next((UNPACKED[m] for m in given if m in UNPACKED), 0)
-    if kind is HALVES:
-        _matrices(instruction, instruction.operands[0])
-    else:
-        _check_bytes(instruction, kind, bits)
-    if len(registers) != count * kind.registers or count > kind.most:
-        raise Unmodelled(instruction, f"{len(registers)} registers for {count} matrices")
-    where, turn = locate(instruction.operands[1], instruction), "trans" in given
+    registers, kind = items_of(instruction.operands[0]), KINDS[form.one_of(*KINDS)]
+    count, bits = len(registers) // kind.registers, UNPACKED.get(form.one_of(*UNPACKED), 0)
+    where, turn = locate(instruction.operands[1]), "trans" in form.flags
     access = Accessor(instruction, space_of(instruction))
     puts, rows = [write(r, "b32") for r in registers], kind.rows * count
 
@@ -122,25 +88,13 @@ def ldmatrix(instruction: Instruction) -> Step:
     return step
 
 
-def _check_bytes(instruction: Instruction, kind: Matrix, bits: int) -> None:
-    """Squares of bytes or of unpacked elements are transposed, rows of unpacked elements are not."""
-    given = set(instruction.modifiers)
-    known = {"sync", "aligned", "m8n16", "m16n16", "shared", "shared::cta", "x1", "x2", "x4"}
-    types = {"b8x16", *(name for name, width in UNPACKED.items() if width == bits)} if bits else {"b8"}
-    wanted = {"sync", "aligned", *types} | ({"trans"} if kind is SQUARES else set())
-    if given - known - wanted or not wanted <= given or (kind is BYTES and not bits):
-        raise Unmodelled(instruction)
-
-
 @translates("stmatrix")
-def stmatrix(instruction: Instruction) -> Step:
+def stmatrix(instruction: Instruction, form: Form) -> Step:
     """[p], r: as ldmatrix, the other way. Matrices of 16 x 8 bytes are transposed: 8 rows of 16 bytes."""
-    if instruction.has("m16n8"):
-        registers, store = _tall(instruction, instruction.operands[1]), fragments.stmatrix_tall
-    else:
-        registers, turn = _matrices(instruction, instruction.operands[1])
-        store = partial(fragments.stmatrix, transposed=turn)
-    where = locate(instruction.operands[0], instruction)
+    registers = items_of(instruction.operands[1])
+    plain = partial(fragments.stmatrix, transposed="trans" in form.flags)
+    store = fragments.stmatrix_tall if "m16n8" in form.flags else plain
+    where = locate(instruction.operands[0])
     access = Accessor(instruction, space_of(instruction))
     gets, rows = [read(r, "b32") for r in registers], ROWS * len(registers)
 
@@ -153,9 +107,7 @@ def stmatrix(instruction: Instruction) -> Step:
 
 
 @translates("movmatrix")
-def movmatrix(instruction: Instruction) -> Step:
-    if instruction.modifiers != ("sync", "aligned", "m8n8", "trans", "b16"):
-        raise Unmodelled(instruction)
+def movmatrix(instruction: Instruction, form: Form) -> Step:
     d, a = write(instruction.operands[0], "b32"), read(instruction.operands[1], "b32")
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -167,30 +119,22 @@ def movmatrix(instruction: Instruction) -> Step:
 
 # --- multiply-accumulate ------------------------------------------------------------------------------------
 
-_DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8)} | dict.fromkeys(
-    ("e4m3", "e5m2", "s8", "u8"), (16, 32)
-)
-"""The K of m16n8kK, by type of A."""
-_FAMILIES = ({"f16"}, {"bf16"}, {"tf32"}, {"e4m3", "e5m2"}, {"s8", "u8"})
-"""Types that may meet as A and B."""
-_SUMS = {"s8": ("s32",), "u8": ("s32",), "bf16": ("f32",), "tf32": ("f32",)}
-"""Types of C and D by that of A; f16 and f32 for the others."""
-_EXTRAS = {"s8": {"satfinite"}, "u8": {"satfinite"}, "e4m3": {"kind::f8f6f4"}, "e5m2": {"kind::f8f6f4"}}
 _DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
 
 
 @translates("mma")
-def mma(instruction: Instruction) -> Step:
+def mma(instruction: Instruction, form: Form) -> Step:
     """d, a, b, c of mma.sync.aligned.m16n8kK.row.col.<types of D, A, B, C>: D = A B + C.
 
     Sums are exact for integers and made in float32 else; units/matmul.py says how far silicon may be from
     that.
     """
-    (kind, left, right), depth, saturate = _types(instruction)
+    (kind, left, right, _), saturate = form.types, "satfinite" in form.flags
+    depth = int(instruction.parts[3].partition("k")[2])
     a = fragments.multiplicand_a(depth, BITS[left])
     b = fragments.multiplicand_b(depth, BITS[right])
     c = fragments.accumulator(8, BITS[kind])
-    registers = [_registers(operand) for operand in instruction.operands]
+    registers = [items_of(operand) for operand in instruction.operands]
     if [len(r) for r in registers] != [c.registers, a.registers, b.registers, c.registers]:
         raise Unmodelled(instruction, "another number of registers than the shape has")
     puts = [write(r, "b32") for r in registers[0]]
@@ -209,22 +153,3 @@ def mma(instruction: Instruction) -> Step:
 def _matrix(registers: Sequence[Operand], fragment: fragments.Fragment) -> Callable[[Warp], NDArray[Any]]:
     gets = [read(r, "b32") for r in registers]
     return lambda warp: fragment.matrix(_gather(gets, warp))
-
-
-def _types(instruction: Instruction) -> tuple[tuple[str, str, str], int, bool]:
-    """The types of the accumulator, of A and of B; K; whether integers saturate."""
-    parts = instruction.parts
-    shape = re.fullmatch(r"m16n8k(4|8|16|32)", parts[3]) if len(parts) > 9 else None
-    if shape is None or parts[1:3] != ("sync", "aligned") or parts[4:6] != ("row", "col"):
-        raise Unmodelled(instruction)
-    depth, extra = int(shape[1]), set(parts[6:-4])
-    result, left, right, addend = parts[-4:]
-    if (
-        not any({left, right} <= family for family in _FAMILIES)
-        or depth not in _DEPTHS[left]
-        or result != addend
-        or result not in _SUMS.get(left, ("f16", "f32"))
-        or extra - _EXTRAS.get(left, set())
-    ):
-        raise Unmodelled(instruction)
-    return (result, left, right), depth, "satfinite" in extra

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ptxsim.isa.access import Accessor, granules, locate
 from ptxsim.isa.operands import read, write
-from ptxsim.isa.table import Act, Unmodelled, Wait, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Wait, translates
 from ptxsim.ptx.nodes import Address, Discard, Instruction, Operand
 from ptxsim.state.barriers import MBarrier, Misuse
 from ptxsim.state.cta import Cta, Warp
@@ -18,18 +19,6 @@ from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from ptxsim.watch.clock import Clock
 from ptxsim.watch.findings import Fault, Finding
-
-SCOPES = {
-    "shared",
-    "shared::cta",
-    "shared::cluster",
-    "b64",
-    "cta",
-    "cluster",
-    "release",
-    "acquire",
-    "relaxed",
-}
 
 
 def relaxed_clock(warp: Warp) -> Clock:
@@ -114,8 +103,8 @@ def expect(warp: Warp, barrier: MBarrier, count: int, instruction: Instruction) 
 
 
 @translates("mbarrier.init")
-def init(instruction: Instruction) -> Act:
-    where, count = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u32")
+def init(instruction: Instruction, form: Form) -> Act:
+    where, count = locate(instruction.operands[0]), read(instruction.operands[1], "u32")
     access = Accessor(instruction, "shared")
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -141,8 +130,8 @@ def init(instruction: Instruction) -> Act:
 
 
 @translates("mbarrier.inval")
-def inval(instruction: Instruction) -> Act:
-    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
+def inval(instruction: Instruction, form: Form) -> Act:
+    where, access = locate(instruction.operands[0]), Accessor(instruction, "shared")
 
     def run(warp: Warp, mask: Mask) -> None:
         for address, _ in distinct(where(warp), mask):
@@ -155,13 +144,10 @@ def inval(instruction: Instruction) -> Act:
 
 
 @translates("mbarrier.arrive", "mbarrier.arrive_drop")
-def arrive(instruction: Instruction) -> Act:
+def arrive(instruction: Instruction, form: Form) -> Act:
     """With .expect_tx the last operand is bytes, otherwise a count of arrivals."""
-    extra = set(instruction.modifiers) - SCOPES - {"arrive", "arrive_drop", "expect_tx", "noComplete"}
-    if extra:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
     state, operands = _state(instruction.operands)
-    where, expects = locate(operands[0], instruction), instruction.has("expect_tx")
+    where, expects = locate(operands[0]), instruction.has("expect_tx")
     amount = read(operands[1], "u32") if len(operands) > 1 else None
     access, drop = Accessor(instruction, "shared"), instruction.has("arrive_drop")
     relaxed = instruction.has("relaxed")
@@ -188,8 +174,8 @@ def arrive(instruction: Instruction) -> Act:
 
 
 @translates("mbarrier.expect_tx", "mbarrier.complete_tx")
-def transaction(instruction: Instruction) -> Act:
-    where, amount = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u32")
+def transaction(instruction: Instruction, form: Form) -> Act:
+    where, amount = locate(instruction.operands[0]), read(instruction.operands[1], "u32")
     access, expects = Accessor(instruction, "shared"), instruction.has("expect_tx")
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -206,10 +192,10 @@ def transaction(instruction: Instruction) -> Act:
 
 
 @translates("mbarrier.try_wait", "mbarrier.test_wait")
-def wait(instruction: Instruction) -> Act:
+def wait(instruction: Instruction, form: Form) -> Act:
     """try_wait is held until the phase is over; where nothing else can happen it returns false once, as
     after its time limit. test_wait answers at once."""
-    done, where = write(instruction.operands[0], "pred"), locate(instruction.operands[1], instruction)
+    done, where = write(instruction.operands[0], "pred"), locate(instruction.operands[1])
     parity = instruction.has("parity")
     phase = read(instruction.operands[2], "u32" if parity else "u64")
     access, tries = Accessor(instruction, "shared"), instruction.has("try_wait")
@@ -240,11 +226,6 @@ def wait(instruction: Instruction) -> Act:
         return None
 
     return Act(run)
-
-
-@translates("mbarrier.pending_count")
-def pending_count(instruction: Instruction) -> Act:
-    raise Unmodelled(instruction)
 
 
 def _granules(cta: Cta, offset: int) -> NDArray[np.intp]:

@@ -3,7 +3,6 @@ st")."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,62 +10,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ptxsim.isa.access import SPACES, Accessor, Locate, lanes, locate, space_of
-from ptxsim.isa.operands import read, view_of, write
+from ptxsim.isa.access import Accessor, Locate, lanes, locate, space_of
+from ptxsim.isa.operands import items_of, read, view_of, write
 from ptxsim.isa.shared import quick_load, quick_store, register_rows
-from ptxsim.isa.table import Act, Step, Unmodelled, Wait, translates
-from ptxsim.ptx.nodes import WIDTHS, Address, Instruction, Operand, Reg, Symbol, Vector
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Step, Wait, translates
+from ptxsim.ptx.nodes import WIDTHS, Address, Instruction, Operand, Reg, Symbol
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
 
-HINTS = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "weak", "volatile", "relaxed", "acquire", "release"}
-HINTS |= {"cta", "cluster", "gpu", "sys", "mmio", "unified", "L1::evict_normal", "L1::evict_unchanged"}
-HINTS |= {
-    "L1::evict_first",
-    "L1::evict_last",
-    "L1::no_allocate",
-    "L2::cache_hint",
-    "L2::evict_last",
-    "L2::evict_first",
-}
-HINTS |= {"L2::evict_normal", "L2::64B", "L2::128B", "L2::256B"}
-"""Modifiers that decide who sees a value when, or where it is cached, and not which value it is: memory is
-sequentially consistent here."""
-
-
-def _shape(instruction: Instruction) -> tuple[int, str, str]:
-    """Values at each address, their type, and the state space."""
-    count, kind = 1, ""
-    for part in instruction.modifiers:
-        if re.fullmatch(r"v[248]", part):
-            count = int(part[1])
-        elif part in WIDTHS:
-            kind = part
-        elif part not in HINTS and part not in SPACES and "::" not in part:
-            raise Unmodelled(instruction, f"modifier .{part}")
-    return count, kind, space_of(instruction)
-
-
-def _registers(operand: Operand, count: int, instruction: Instruction) -> tuple[Operand, ...]:
-    items = operand.items if isinstance(operand, Vector) else (operand,)
-    if len(items) != count:
-        raise Unmodelled(instruction, f"{len(items)} registers for {count} values")
-    return items
-
 
 @translates("ld", "ldu")
-def ld(instruction: Instruction) -> Step | Act:
-    count, kind, space = _shape(instruction)
-    size = WIDTHS[kind] // 8
-    targets = _registers(instruction.operands[0], count, instruction)
-    where = locate(instruction.operands[1], instruction)
+def ld(instruction: Instruction, form: Form) -> Step | Act:
+    space, size = space_of(instruction), WIDTHS[form.type] // 8
+    targets = items_of(instruction.operands[0])
+    where = locate(instruction.operands[1])
     access = Accessor(instruction, space)
     # A register wider than the value takes it sign- or zero-extended, whatever its own type.
-    signed = kind.startswith("s")
-    sets = [_put(t, size, signed) for t in targets]
+    signed, each = form.type.startswith("s"), 1
     if size == 16:
-        size, count = 8, 2
+        size, each = 8, 2
         sets = [_put_wide(t) for t in targets]
+    else:
+        sets = [_put(t, size, signed) for t in targets]
+    count = each * len(targets)
 
     load = _load(access, where, size, count, _constant(instruction))
     place = register_rows(targets, size)
@@ -77,7 +44,7 @@ def ld(instruction: Instruction) -> Step | Act:
             warp.tables[place[0]][place[1]] = values.T
             return
         for i, put in enumerate(sets):
-            put(warp, values[:, i : i + max(1, count // len(sets))], mask)
+            put(warp, values[:, i * each : (i + 1) * each], mask)
 
     if instruction.has("acquire") and space != "shared":
         polls = _Polls(
@@ -157,11 +124,11 @@ def _load(
 
 
 @translates("st")
-def st(instruction: Instruction) -> Step | Act:
-    count, kind, space = _shape(instruction)
-    size = WIDTHS[kind] // 8
-    where = locate(instruction.operands[0], instruction)
-    sources = _registers(instruction.operands[1], count, instruction)
+def st(instruction: Instruction, form: Form) -> Step | Act:
+    space, size = space_of(instruction), WIDTHS[form.type] // 8
+    where = locate(instruction.operands[0])
+    sources = items_of(instruction.operands[1])
+    count = len(sources)
     access = Accessor(instruction, space)
     if size == 16:
         wide = [read(s, "b128") for s in sources]

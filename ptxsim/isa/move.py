@@ -10,49 +10,38 @@ import numpy as np
 from ptxsim.isa.lanewise import (
     element_type,
     elementwise,
-    form,
     lanewise,
-    only_type,
     part_of,
-    require,
     target,
     target_of,
     value,
     value_of,
 )
 from ptxsim.isa.operands import Array
-from ptxsim.isa.table import Step, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Step, translates
 from ptxsim.isa.together import Elementwise, kind_of, place_of
 from ptxsim.ptx.nodes import WIDTHS, Discard, Imm, Instruction, Reg, Vector
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.window import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW
 
-_SCALARS = (*(f"{kind}{bits}" for kind in "bus" for bits in (16, 32, 64)), "f32", "f64")
 _VECTORS = {("b16", 2): "b8", ("b32", 2): "b16", ("b32", 4): "b8", ("b64", 2): "b32", ("b64", 4): "b16"}
 _VECTORS |= {("b128", 2): "b64", ("b128", 4): "b32"}
 """The type of the elements of a vector, by the whole's type and their number."""
 
 
 @translates("mov")
-def mov(ins: Instruction) -> Step:
+def mov(ins: Instruction, form: Form) -> Step:
     """d, a; a may be a register, a literal, a special register or a variable's address, and either may be a
     vector."""
-    type = only_type(ins, form(ins, ()), (*_SCALARS, "pred", "b128"))
-    require(len(ins.operands) == 2, ins, "another number of operands")
-    first, second = ins.operands
-    if isinstance(first, Vector) or isinstance(second, Vector):
-        vector = first if isinstance(first, Vector) else second
-        if not isinstance(vector, Vector) or isinstance(first, Vector) == isinstance(second, Vector):
-            raise Unmodelled(ins, "two vectors")
-        element = _VECTORS.get((type, len(vector.items)))
-        require(element, ins, f"a vector of {len(vector.items)}")
-        assert element is not None
-        if type == "b128":
-            return _unpack_wide(ins, vector) if vector is first else _pack_wide(ins, vector)
-        if vector is first:
-            return _unpack(ins, vector, element)
-        return _pack(ins, vector, element)
+    type, (first, second) = form.type, ins.operands
+    if isinstance(first, Vector):
+        element = _VECTORS[type, len(first.items)]
+        return _unpack_wide(ins, first) if type == "b128" else _unpack(ins, first, element)
+    if isinstance(second, Vector):
+        element = _VECTORS[type, len(second.items)]
+        return _pack_wide(ins, second) if type == "b128" else _pack(ins, second, element)
     d, a = target(ins, 0, type), value(ins, 1, type)
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -64,7 +53,7 @@ def mov(ins: Instruction) -> Step:
 def _unpack(ins: Instruction, vector: Vector, element: str) -> Step:
     packed = f"{element}x{len(vector.items)}"
     moves = [
-        (target_of(ins, item, element), part_of(ins, ins.operands[1], packed, part))
+        (target_of(item, element), part_of(ins.operands[1], packed, part))
         for part, item in enumerate(vector.items)
         if not isinstance(item, Discard)
     ]
@@ -100,10 +89,8 @@ def _unpack_together(ins: Instruction, vector: Vector, element: str, step: Step)
 def _pack(ins: Instruction, vector: Vector, element: str) -> Step:
     """Elements are narrower than the result: no source can be the register that is written."""
     packed, count = f"{element}x{len(vector.items)}", len(vector.items)
-    sources = [value_of(ins, item, element) for item in vector.items]
-    if not isinstance(ins.operands[0], Reg):
-        raise Unmodelled(ins, "the result")
-    places = [part_of(ins, ins.operands[0], packed, part) for part in range(count)]
+    sources = [value_of(item, element) for item in vector.items]
+    places = [part_of(ins.operands[0], packed, part) for part in range(count)]
     pairs = list(zip(places, sources))
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -122,7 +109,7 @@ def _pack_together(ins: Instruction, vector: Vector, packed: str, element: str, 
         return step
     nobody: Any = None  # literals need no warp
     sources = tuple(
-        place_of(item, element) if isinstance(item, Reg) else value_of(ins, item, element)(nobody)
+        place_of(item, element) if isinstance(item, Reg) else value_of(item, element)(nobody)
         for item in items
     )
     count, dtype = len(items), element_type(packed)
@@ -140,7 +127,7 @@ def _pack_together(ins: Instruction, vector: Vector, packed: str, element: str, 
 def _unpack_wide(ins: Instruction, vector: Vector) -> Step:
     element = _VECTORS["b128", len(vector.items)]
     whole = value(ins, 1, "b128")
-    targets = [target_of(ins, item, element) for item in vector.items]
+    targets = [target_of(item, element) for item in vector.items]
 
     def step(warp: Warp, mask: Mask) -> None:
         columns = whole(warp).view(f"u{WIDTHS[element] // 8}")
@@ -152,31 +139,26 @@ def _unpack_wide(ins: Instruction, vector: Vector) -> Step:
 
 def _pack_wide(ins: Instruction, vector: Vector) -> Step:
     element = _VECTORS["b128", len(vector.items)]
-    sources, d = [value_of(ins, item, element) for item in vector.items], target(ins, 0, "b128")
+    sources, d = [value_of(item, element) for item in vector.items], target(ins, 0, "b128")
     return lambda warp, mask: d(warp, np.stack([s(warp) for s in sources], axis=1).view(np.uint64), mask)
 
 
 # --- addresses ----------------------------------------------------------------------------------------------
 
-_SPACES = ("const", "global", "param", "param::entry", "local", "shared", "shared::cta", "shared::cluster")
 _WINDOWS = {"local": LOCAL_WINDOW, "shared": SHARED_WINDOW}
 
 
 @translates("cvta")
-def cvta(ins: Instruction) -> Step:
+def cvta(ins: Instruction, form: Form) -> Step:
     """An address of a state space to a generic one, or with .to back. Global memory, parameters and constants
     have the same address in both; the windows of shared and local memory lie behind a bit of their own
     (state/window.py)."""
-    found = form(ins, ("to", *_SPACES), [_SPACES])
-    require(found.types == ("u64",) and len(ins.operands) == 2, ins, "types")
-    space, to = found.one_of(*_SPACES), "to" in found.flags
-    require(space, ins, "no state space")
-    window = _WINDOWS.get(space.split("::")[0])
+    window = _WINDOWS.get(form.named["space"].split("::")[0])
     if window is None:
         d, a = target(ins, 0, "u64"), value(ins, 1, "u64")
         return lambda warp, mask: d(warp, a(warp), mask)
     bit = np.uint64(window)
-    if to:
+    if "to" in form.flags:
         return lanewise(ins, "u64", ("u64",), lambda a: a & (bit - np.uint64(1)))
     return lanewise(ins, "u64", ("u64",), lambda a: a | bit)
 
@@ -188,12 +170,10 @@ def in_window(addresses: Array, window: int) -> Array:
 
 
 @translates("isspacep")
-def isspacep(ins: Instruction) -> Step:
+def isspacep(ins: Instruction, form: Form) -> Step:
     """Query if a generic address lies in global, local or shared memory; shared::cta is the executing
     CTA's."""
-    found = form(ins, _SPACES, [_SPACES])
-    space = found.one_of(*_SPACES)
-    require(not found.types and space not in ("", "const", "param", "param::entry"), ins, "state space")
+    (space,) = form.flags
     p, a = target(ins, 0, "pred"), value(ins, 1, "u64")
     window = _WINDOWS.get(space.split("::")[0], 0)
     if window != SHARED_WINDOW:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ptxsim.ptx.nodes import WIDTHS, Discard, Imm, Negated, Operand, Reg, Special, Symbol
+from ptxsim.ptx.nodes import WIDTHS, Discard, Imm, Negated, Operand, Reg, Special, Symbol, Vector
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.special import SPECIAL, VARYING
@@ -28,13 +28,17 @@ Write = Callable[[Warp, Any, Mask], None]
 VIEWS = {"pred": "pred", "b8": "u16", "u8": "u16", "s8": "s16", "b128": "u128", "bf16": "u16"}
 VIEWS |= {"f16x2": "u32", "bf16x2": "u32", "f32x2": "u64", "b16": "u16", "b32": "u32", "b64": "u64"}
 """Name of a warp's view that holds a type: its own name for u16 ... f64, the unsigned bits for the rest."""
-_BITS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "usf" for bits in (16, 32, 64, 128)}
+_BITS = {"pred": 1, "u128": 128} | {f"{kind}{bits}": bits for kind in "usf" for bits in (16, 32, 64)}
 """Width of the file that a view belongs to."""
 DTYPES = {"pred": np.bool_, "u128": np.uint64} | {
     f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}")
     for kind, letter in zip("usf", "uif")
     for bits in (16, 32, 64)
 }
+
+
+class WrongOperand(TypeError):
+    """An operand that an instruction cannot have: a register of another width, or no value at all."""
 
 
 def view_of(type: str) -> str:
@@ -58,11 +62,13 @@ def read(operand: Operand, type: str) -> Read:
         case Symbol(name, offset):
             return constant_of(operand, DTYPES[view], lambda warp: warp.cta.symbols[name] + offset)
         case Special(name):
+            if name not in SPECIAL:
+                raise WrongOperand(f"{name} is not known")
             give, dtype = SPECIAL[name], DTYPES[view]
             if name not in VARYING:
                 return constant_of(operand, dtype, give)
             return lambda warp: np.broadcast_to(np.asarray(give(warp)), LANES).astype(dtype, copy=False)
-    raise TypeError(f"a {operand.__class__.__name__} is not a value")
+    raise WrongOperand(f"a {operand.__class__.__name__} is not a value")
 
 
 def _readers() -> dict[str, Callable[[int], Read]]:
@@ -100,7 +106,7 @@ def write(operand: Operand, type: str) -> Write:
     if isinstance(operand, Discard):
         return lambda warp, values, mask: None
     if not isinstance(operand, Reg):
-        raise TypeError(f"a {operand.__class__.__name__} cannot be written")
+        raise WrongOperand(f"a {operand.__class__.__name__} cannot be written")
     view = view_of(type)
     _same_file(operand, view)
     find = _reader(view, operand.index)
@@ -129,9 +135,14 @@ def literal(value: int | float, view: str) -> Any:
     return np.frombuffer((value % (1 << bits)).to_bytes(bits // 8, "little"), dtype)[0]
 
 
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    """The values of a vector, or the operand itself."""
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
 def _same_file(register: Reg, view: str) -> None:
     if register.file != _BITS.get(view):
-        raise TypeError(f"{register.name} has {WIDTHS[register.type]} bits and is used as {view}")
+        raise WrongOperand(f"{register.name} has {WIDTHS[register.type]} bits and is used as {view}")
 
 
 def as_bits(value: float) -> int:

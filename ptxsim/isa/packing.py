@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from ptxsim.isa.formats import FORMATS, decode_scale, encode, encode_scale, f16_bits
-from ptxsim.isa.lanewise import Form, Function, elementwise, lanewise, require, target, value
+from ptxsim.isa.lanewise import Function, elementwise, lanewise, target, value
 from ptxsim.isa.operands import Array
 from ptxsim.isa.rounding import SINGLE, rectified, single
-from ptxsim.isa.table import Step, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Step, translates
 from ptxsim.ptx.nodes import Instruction, Reg
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
@@ -24,33 +25,27 @@ _SMALL_PAIRS = {"e4m3x2": 8, "e5m2x2": 8, "e3m2x2": 8, "e2m3x2": 8, "e2m1x2": 4}
 PACKED_FORMATS = {*_HALF_PAIRS, *_SMALL_PAIRS, "ue8m0x2"}
 
 
-def packed_conversion(ins: Instruction, found: Form) -> Step:
+def packed_conversion(ins: Instruction, form: Form) -> Step:
     """The first operand, or the upper half of a packed one, goes to the upper half of the result."""
-    to, of = found.types
-    if to == "ue8m0x2" and of in ("f32", "bf16x2"):
-        return _to_scales(ins, found, of)
-    if to in _HALF_PAIRS and of == "f32":
-        return _singles_to_halves(ins, found, to)
-    if to in _SMALL_PAIRS and of in ("f32", *_HALF_PAIRS):
-        return _to_small(ins, found, to, of)
-    if to in _HALF_PAIRS and of in _SMALL_PAIRS:
-        return _from_small(ins, found, to, of)
-    if (to, of) == ("bf16x2", "ue8m0x2"):
-        require(found.flags == {"rn"}, ins, "modifiers")
+    to, of = form.types
+    if to == "ue8m0x2":
+        return _to_scales(ins, form, of)
+    if of == "ue8m0x2":
         return _widening(ins, to, 8, decode_scale)
-    raise Unmodelled(ins, "types")
+    if to in _SMALL_PAIRS:
+        return _to_small(ins, form, to, of)
+    return _from_small(ins, form, to, of) if of in _SMALL_PAIRS else _singles_to_halves(ins, form, to)
 
 
 # --- two fp32 numbers to two halves -------------------------------------------------------------------------
 
 
-def _singles_to_halves(ins: Instruction, found: Form, to: str) -> Step:
-    mode = found.one_of("rn", "rz")
-    require(mode and found.flags <= {mode, "relu", "satfinite"}, ins, "modifiers")
-    if to == "bf16x2" and found.flags == {"rn"}:
+def _singles_to_halves(ins: Instruction, kind: Form, to: str) -> Step:
+    mode = kind.one_of("rn", "rz")
+    if to == "bf16x2" and kind.flags == {"rn"}:
         return _nearest_bf16(ins)
-    name, relu, finite = to.removesuffix("x2"), "relu" in found.flags, "satfinite" in found.flags
-    plain = to == "f16x2" and found.flags == {"rn"}
+    name, relu, finite = to.removesuffix("x2"), "relu" in kind.flags, "satfinite" in kind.flags
+    plain = to == "f16x2" and kind.flags == {"rn"}
 
     def convert(a: Array, b: Array) -> Array:
         both = np.empty(2 * LANES, np.float32)
@@ -76,7 +71,6 @@ def _nearest_bf16(ins: Instruction) -> Step:
     as in rounding.py: the bits shifted out carry into those kept, and no number's sum reaches the next
     lane."""
     a, b, d = value(ins, 1, "b32"), value(ins, 2, "b32"), target(ins, 0, "b32")
-    require(len(ins.operands) == 3, ins, "another number of operands")
     single, whole = SINGLE[LANES], int.from_bytes
     magnitude, above_infinity, signs = single.magnitude, single.above_infinity, single.signs
 
@@ -118,10 +112,9 @@ def _with_nan(bits: Array) -> Array:
 # --- 8, 6 and 4 bits ----------------------------------------------------------------------------------------
 
 
-def _to_small(ins: Instruction, found: Form, to: str, of: str) -> Step:
+def _to_small(ins: Instruction, kind: Form, to: str, of: str) -> Step:
     """To nearest, the largest number for what is too large."""
-    require({"rn", "satfinite"} <= found.flags <= {"rn", "satfinite", "relu"}, ins, "modifiers")
-    form, relu, shift = FORMATS[to.removesuffix("x2")], "relu" in found.flags, _SMALL_PAIRS[to]
+    form, relu, shift = FORMATS[to.removesuffix("x2")], "relu" in kind.flags, _SMALL_PAIRS[to]
 
     def codes(values: Array) -> Array:
         return encode(rectified(values) if relu else values, form, "rn", finite=True)
@@ -129,10 +122,8 @@ def _to_small(ins: Instruction, found: Form, to: str, of: str) -> Step:
     return _narrowing(ins, of, shift, codes)
 
 
-def _to_scales(ins: Instruction, found: Form, of: str) -> Step:
-    mode = found.one_of("rz", "rp")
-    require(mode and found.flags <= {mode, "satfinite"}, ins, "modifiers")
-    finite = "satfinite" in found.flags
+def _to_scales(ins: Instruction, kind: Form, of: str) -> Step:
+    mode, finite = kind.one_of("rz", "rp"), "satfinite" in kind.flags
     return _narrowing(ins, of, 8, lambda values: encode_scale(values, mode, finite))
 
 
@@ -155,12 +146,10 @@ def _narrowing(ins: Instruction, of: str, shift: int, codes: Function) -> Step:
     return lanewise(ins, kind, ("b16x2",), convert)
 
 
-def _from_small(ins: Instruction, found: Form, to: str, of: str) -> Step:
+def _from_small(ins: Instruction, kind: Form, to: str, of: str) -> Step:
     """Exact. NaN is 0x7FFF."""
-    legal = {"rn", "relu"} | ({"satfinite"} if to == "bf16x2" else set())
-    require("rn" in found.flags and found.flags <= legal, ins, "modifiers")
-    name, relu, shift = of.removesuffix("x2"), "relu" in found.flags, _SMALL_PAIRS[of]
-    finite = "satfinite" in found.flags
+    name, relu, shift = of.removesuffix("x2"), "relu" in kind.flags, _SMALL_PAIRS[of]
+    finite = "satfinite" in kind.flags
 
     def values(codes: Array) -> Array:
         wide = decode(name, codes.astype(np.uint8)).astype(np.float64)
@@ -183,7 +172,7 @@ def _widening(ins: Instruction, to: str, shift: int, values: Function, finite: b
 
 def _small_register(ins: Instruction, index: int) -> str:
     """The type to access a register of 8 or 16 bits, or a wider one, with."""
-    operand = ins.operands[index] if index < len(ins.operands) else None
+    operand = ins.operands[index]
     return f"b{operand.file}" if isinstance(operand, Reg) else "b16"
 
 
@@ -193,14 +182,11 @@ _LIMITS = {f"{kind}{bits}": (kind, bits) for kind in "us" for bits in (2, 4, 8, 
 
 
 @translates("cvt.pack")
-def pack(ins: Instruction) -> Step:
+def pack(ins: Instruction, form: Form) -> Step:
     """d, a, b or d, a, b, c: two s32 clamped to a narrow type, a above b, and above them the low bits of
     c."""
-    kinds = [m for m in ins.modifiers if m in _LIMITS]
-    require(len(kinds) == 1, ins, "types")
-    kind, bits = _LIMITS[kinds[0]]
+    kind, bits = _LIMITS[ins.modifiers[2]]
     third = ("b32",) if bits < 16 else ()
-    require(ins.modifiers == ("pack", "sat", kinds[0], "s32", *third), ins, "modifiers")
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if kind == "s" else (0, (1 << bits) - 1)
     field = (1 << bits) - 1
 

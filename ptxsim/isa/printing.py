@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from ptxsim.isa.access import Accessor
+from ptxsim.isa.operands import WrongOperand, items_of
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step, Unmodelled, translates
-from ptxsim.ptx.nodes import Instruction, Operand, Symbol, Vector
+from ptxsim.ptx.nodes import Instruction, Operand, Symbol
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask
 
@@ -28,11 +30,11 @@ Take = Callable[[int], bytes]
 
 
 @translates("call")
-def call(instruction: Instruction) -> Step:
+def call(instruction: Instruction, form: Form) -> Step:
     """call (returned), vprintf, (format, arguments): every lane's text, one after the other."""
     results, name, given = instruction.operands
-    format, arguments = _symbols(given, instruction, 2)
-    (returned,) = _symbols(results, instruction, 1)
+    format, arguments = _symbols(given)
+    (returned,) = _symbols(results)
     if name != Symbol("vprintf"):
         raise Unmodelled(instruction, "a function other than vprintf")
     access = Accessor(instruction, "")
@@ -54,11 +56,10 @@ def call(instruction: Instruction) -> Step:
     return step
 
 
-def _symbols(operand: Operand, instruction: Instruction, count: int) -> list[str]:
-    items = operand.items if isinstance(operand, Vector) else ()
-    names = [item.name for item in items if isinstance(item, Symbol)]
-    if len(names) != count:
-        raise Unmodelled(instruction, "other arguments than a format and where its arguments lie")
+def _symbols(operand: Operand) -> list[str]:
+    names = [item.name for item in items_of(operand) if isinstance(item, Symbol)]
+    if len(names) != len(items_of(operand)):
+        raise WrongOperand("other arguments than a format and where its arguments lie")
     return names
 
 

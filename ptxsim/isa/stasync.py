@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from ptxsim.isa.access import Accessor, bandwidth, granules, locate
 from ptxsim.isa.asynchronous import Errand, submit
-from ptxsim.isa.bulk import fault
+from ptxsim.isa.bulk import REDUCTIONS, fault
 from ptxsim.isa.mbarriers import barrier_at, cta_and_offset, distinct, must_know_init
-from ptxsim.isa.operands import Read, read
-from ptxsim.isa.table import Act, Unmodelled, translates
-from ptxsim.ptx.nodes import WIDTHS, Instruction, Operand, Reg, Vector
+from ptxsim.isa.operands import Read, items_of, read
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, translates
+from ptxsim.ptx.nodes import WIDTHS, Instruction
 from ptxsim.state.barriers import MBarrier
 from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.memory import BadAccess
@@ -33,49 +34,21 @@ Values = NDArray[Any]
 Store = Callable[[Cta, Values, Values], None]
 """Changes what lies at offsets [lanes] of a CTA's shared memory, by values [lanes, count]."""
 
-COUNTS = {"v2": 2, "v4": 4}
-STORED = {f"{kind}{bits}" for kind in "bus" for bits in (32, 64)} | {"f32", "f64"}
-REDUCED = {
-    "inc": {"u32"},
-    "dec": {"u32"},
-    "min": {"u32", "s32"},
-    "max": {"u32", "s32"},
-    "add": {"u32", "s32", "u64"},
-    "and": {"b32"},
-    "or": {"b32"},
-    "xor": {"b32"},
-}
-"""Types that the ISA has for each operation."""
-TO_CLUSTER = {"async", "shared::cluster", "mbarrier::complete_tx::bytes"}
-
 
 @translates("st.async")
-def st(instruction: Instruction) -> Act:
+def st(instruction: Instruction, form: Form) -> Act:
     """[address], value or vector, [mbarrier]."""
-    given = set(instruction.modifiers)
-    kinds, counts = given & STORED, given & set(COUNTS)
-    extra = given - TO_CLUSTER - kinds - counts - {"weak", "cluster"}
-    if extra or not given >= TO_CLUSTER or len(kinds) != 1 or len(counts) > 1:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}" if extra else "")
-    count = COUNTS[counts.pop()] if counts else 1
 
     def store(cta: Cta, offsets: Values, values: Values) -> None:
         cta.shared.store(offsets, values)
 
-    return _operation(instruction, _reads(instruction, WIDTHS[kinds.pop()], count), store, reduces=False)
+    return _operation(instruction, _reads(instruction, WIDTHS[form.type]), store, reduces=False)
 
 
 @translates("red.async")
-def red(instruction: Instruction) -> Act:
+def red(instruction: Instruction, form: Form) -> Act:
     """[address], value, [mbarrier]. Lanes act one after the other."""
-    given = set(instruction.modifiers)
-    operations = given & set(REDUCED)
-    operation = operations.pop() if len(operations) == 1 else ""
-    kinds = given & REDUCED.get(operation, set())
-    extra = given - TO_CLUSTER - kinds - {operation, "relaxed", "cluster"}
-    if extra or not given >= TO_CLUSTER or len(kinds) != 1:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}" if extra else "")
-    kind = kinds.pop()
+    operation, kind = form.one_of(*REDUCTIONS), form.type
 
     def store(cta: Cta, offsets: Values, values: Values) -> None:
         for lane in range(len(offsets)):
@@ -86,24 +59,15 @@ def red(instruction: Instruction) -> Act:
             )
             cta.shared.store(here, after.astype(DTYPES[kind]).view(values.dtype))
 
-    return _operation(instruction, _reads(instruction, WIDTHS[kind], 1), store, reduces=True)
+    return _operation(instruction, _reads(instruction, WIDTHS[kind]), store, reduces=True)
 
 
-def _reads(instruction: Instruction, bits: int, count: int) -> list[Read]:
-    operand: Operand = instruction.operands[1]
-    items = operand.items if isinstance(operand, Vector) else (operand,)
-    if len(items) != count or len(instruction.operands) != 3:
-        raise Unmodelled(instruction, f"{len(items)} registers for {count} values")
-    if any(isinstance(item, Reg) and item.file != bits for item in items):
-        raise Unmodelled(instruction, f"registers of another width than {bits} bits")
-    return [read(item, f"u{bits}") for item in items]
+def _reads(instruction: Instruction, bits: int) -> list[Read]:
+    return [read(item, f"u{bits}") for item in items_of(instruction.operands[1])]
 
 
 def _operation(instruction: Instruction, sources: list[Read], store: Store, reduces: bool) -> Act:
-    target, signal = (
-        locate(instruction.operands[0], instruction),
-        locate(instruction.operands[2], instruction),
-    )
+    target, signal = locate(instruction.operands[0]), locate(instruction.operands[2])
     access = Accessor(instruction, "shared")
 
     def run(warp: Warp, mask: Mask) -> None:

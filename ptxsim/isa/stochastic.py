@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxsim.isa.lanewise import require, target, value
+from ptxsim.isa.lanewise import target, value
 from ptxsim.isa.operands import Array
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Step
 from ptxsim.ptx.nodes import Instruction
 from ptxsim.state.cta import Warp
@@ -14,24 +15,20 @@ from ptxsim.state.registers import Mask
 _MAGNITUDE, _INFINITY, _LARGEST, _NAN = (np.uint32(x) for x in (0x7FFFFFFF, 0x7F800000, 0x7F7F0000, 0x7FFF))
 
 
-def stochastic(ins: Instruction) -> Step:
+def stochastic(ins: Instruction, form: Form) -> Step:
     """d, a, b, bits: a goes to the upper half, by the upper 16 bits, and b to the lower half."""
-    flags = ins.modifiers[1:-2]
-    require(ins.modifiers[-2:] == ("bf16x2", "f32"), ins, "types")
-    require(flags in ((), ("relu",), ("satfinite",), ("relu", "satfinite")), ins, "modifiers")
-    require(len(ins.operands) == 4, ins, "another number of operands")
     a, b, bits = (value(ins, i, "b32") for i in (1, 2, 3))
     d = target(ins, 0, "b32")
 
     def step(warp: Warp, mask: Mask) -> None:
         drawn = bits(warp)
-        high = _rounded(a(warp), drawn >> np.uint32(16), flags)
-        d(warp, high << np.uint32(16) | _rounded(b(warp), drawn & np.uint32(0xFFFF), flags), mask)
+        high = _rounded(a(warp), drawn >> np.uint32(16), form.flags)
+        d(warp, high << np.uint32(16) | _rounded(b(warp), drawn & np.uint32(0xFFFF), form.flags), mask)
 
     return step
 
 
-def _rounded(x: Array, drawn: Array, flags: tuple[str, ...]) -> Array:
+def _rounded(x: Array, drawn: Array, flags: frozenset[str]) -> Array:
     """Bits of x in bf16, rounded away from zero where the drawn bits and the 16 that are dropped have a
     carry."""
     magnitude = x & _MAGNITUDE

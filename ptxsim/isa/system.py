@@ -6,6 +6,7 @@ mapa, getctarank", "Miscellaneous Instructions: nanosleep, setmaxnreg, trap, brk
 from __future__ import annotations
 
 from ptxsim.isa.operands import read, write
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Act, Step, Unmodelled, translates
 from ptxsim.ptx.nodes import Imm, Instruction
 from ptxsim.state.cta import Warp
@@ -13,36 +14,21 @@ from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from ptxsim.watch.findings import Fault, Finding
 
-_EVICTIONS = {f"L2::evict_{how}" for how in ("last", "normal", "first", "unchanged")}
-_HINTS = {
-    "prefetch": {"global", "local", "const", "param", "tensormap", "L1", "L2"} | _EVICTIONS,
-    "prefetchu": {"L1"},
-    "applypriority": {"global", "L2::evict_normal"},
-    "discard": {"global", "L2"},
-}
-"""Modifiers of instructions without effect: there are no caches."""
-_BULK = {"async", "bulk", "prefetch", "tensor", "L2", "global", "L2::cache_hint", "tile", "tile::gather4"}
-_BULK |= {"im2col", "im2col::w", "im2col::w::128"} | {f"{rank}d" for rank in range(1, 6)}
-_HINTS["cp"] = _BULK
 FEWEST_REGISTERS, MOST_REGISTERS = 24, 256
 REGISTER_FILE = 1 << 16
 """Registers of 32 bits of a multiprocessor."""
 
 
 @translates("prefetch", "prefetchu", "applypriority", "discard", "cp.async.bulk.prefetch")
-def hint(instruction: Instruction) -> Step:
-    extra = set(instruction.modifiers) - _HINTS[instruction.name]
-    if extra or not instruction.modifiers:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
+def hint(instruction: Instruction, form: Form) -> Step:
+    """Without effect: there are no caches."""
     return _nothing
 
 
 @translates("griddepcontrol")
-def griddepcontrol(instruction: Instruction) -> Step:
+def griddepcontrol(instruction: Instruction, form: Form) -> Step:
     """Launches run one after another; what that hides, watch/launches.py finds."""
-    (what,) = instruction.modifiers or ("",)
-    if what not in ("launch_dependents", "wait"):
-        raise Unmodelled(instruction)
+    (what,) = instruction.modifiers
 
     def step(warp: Warp, mask: Mask) -> None:
         cluster, dependence = warp.cta.cluster, warp.cta.launch.dependence
@@ -56,25 +42,17 @@ def griddepcontrol(instruction: Instruction) -> Step:
 
 
 @translates("createpolicy")
-def createpolicy(instruction: Instruction) -> Step:
+def createpolicy(instruction: Instruction, form: Form) -> Step:
     """A cache policy is opaque, and nothing that takes one looks at it: 0."""
-    how, *rest = instruction.modifiers
-    if how not in ("range", "fractional", "cvt") or set(rest) - _EVICTIONS - {"b64", "global", "L2"}:
-        raise Unmodelled(instruction)
     d = write(instruction.operands[0], "b64")
     return lambda warp, mask: d(warp, 0, mask)
 
 
 @translates("setmaxnreg")
-def setmaxnreg(instruction: Instruction) -> Step:
+def setmaxnreg(instruction: Instruction, form: Form) -> Step:
     """Checked only: a multiple of 8 between 24 and 256, and not too many in all warps of a CTA. Warps that do
     not ask are not counted: how many they have is not in the PTX."""
     count = instruction.operands[0]
-    if instruction.modifiers[1:] != ("sync", "aligned", "u32") or instruction.modifiers[0] not in (
-        "inc",
-        "dec",
-    ):
-        raise Unmodelled(instruction)
     if not isinstance(count, Imm) or count.value % 8 or not FEWEST_REGISTERS <= count.value <= MOST_REGISTERS:
         allowed = f"a multiple of 8 from {FEWEST_REGISTERS} to {MOST_REGISTERS}"
         raise Unmodelled(instruction, f"the register count must be {allowed}")
@@ -93,26 +71,19 @@ def setmaxnreg(instruction: Instruction) -> Step:
 
 
 @translates("pmevent")
-def pmevent(instruction: Instruction) -> Step:
+def pmevent(instruction: Instruction, form: Form) -> Step:
     """Nobody counts performance events here."""
-    if instruction.modifiers not in ((), ("mask",)):
-        raise Unmodelled(instruction)
     return _nothing
 
 
 @translates("nanosleep")
-def nanosleep(instruction: Instruction) -> Act:
+def nanosleep(instruction: Instruction, form: Form) -> Act:
     """Others get their turn; how long it takes is nobody's business."""
-    if instruction.modifiers != ("u32",):
-        raise Unmodelled(instruction)
     return Act(_nothing)
 
 
 @translates("trap", "brkpt")
-def trap(instruction: Instruction) -> Step:
-    if instruction.modifiers:
-        raise Unmodelled(instruction)
-
+def trap(instruction: Instruction, form: Form) -> Step:
     def step(warp: Warp, mask: Mask) -> None:
         raise Fault(Finding("trap", f"{warp} executes {instruction.name}", instruction))
 
@@ -120,9 +91,9 @@ def trap(instruction: Instruction) -> Step:
 
 
 @translates("mapa")
-def mapa(instruction: Instruction) -> Step:
+def mapa(instruction: Instruction, form: Form) -> Step:
     """d, a, b: the address in CTA b of the cluster that corresponds to `a`."""
-    kind = _kind_of_address(instruction)
+    kind = form.type
     d, a, b = instruction.operands
     put, address, rank = write(d, kind), read(a, kind), read(b, "u32")
     offset = _kept(kind)
@@ -135,20 +106,12 @@ def mapa(instruction: Instruction) -> Step:
 
 
 @translates("getctarank")
-def getctarank(instruction: Instruction) -> Step:
-    kind = _kind_of_address(instruction)
+def getctarank(instruction: Instruction, form: Form) -> Step:
+    kind = form.type
     d, a = instruction.operands
     put, address = write(d, "u32"), read(a, kind)
     plain = SHARED_WINDOW - 1 if kind == "u64" else 2**32 - 1
     return lambda warp, mask: put(warp, (address(warp) & plain) >> RANK_SHIFT, mask)
-
-
-def _kind_of_address(instruction: Instruction) -> str:
-    """ "u32" or "u64"; generic addresses have 64 bits."""
-    *space, kind = instruction.modifiers
-    if (space, kind) not in ((["shared::cluster"], "u32"), (["shared::cluster"], "u64"), ([], "u64")):
-        raise Unmodelled(instruction)
-    return kind
 
 
 def _kept(kind: str) -> int:

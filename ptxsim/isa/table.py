@@ -1,17 +1,22 @@
 """Table of translators by instruction.
 
 A translator reads an Instruction once, before the kernel runs, and returns what is executed every time: a
-Step, or an Act where the instruction may have to wait or where other warps should get their turn. It raises
-Unmodelled for any modifier, type or operand that it does not know: nothing is guessed.
+Step, or an Act where the instruction may have to wait or where other warps should get their turn. It is
+called for what a row of the grammar (grammar.py) knows, with the form that the row gives it; for any other
+modifier, type or operand Unmodelled is raised: nothing is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ptxsim.errors import UnsupportedError
+from ptxsim.isa import grammar, syntax
+from ptxsim.isa.operands import WrongOperand
+from ptxsim.isa.syntax import Fitting, Form, Row
 from ptxsim.ptx.nodes import Instruction
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import Mask
@@ -46,19 +51,20 @@ class Act:
     """True if others may be waiting for what this does: late timing lets them go first."""
 
 
-Translator = Callable[[Instruction], Step | Act]
+Translator = Callable[[Instruction, Form], Step | Act]
 _TABLE: dict[str, Translator] = {}
 
 
 class Unmodelled(UnsupportedError):
     """An instruction, modifier or operand that the simulator does not know."""
 
-    def __init__(self, instruction: Instruction, why: str = "") -> None:
+    def __init__(self, instruction: Instruction, why: str = "", known: Sequence[str] = ()) -> None:
         operands = ", ".join(type(o).__name__ for o in instruction.operands)
+        rows = "".join(f"\n    {text}" for text in dict.fromkeys(known))
         super().__init__(
             f"{instruction} with operands ({operands}){': ' + why if why else ''}",
-            "an instruction that the simulator models (docs/simulator.md lists them)",
-            "compile without it, or add a translator in ptxsim/isa",
+            f"one of{rows}" if rows else "an instruction that the simulator models (docs/simulator.md)",
+            "compile without it, or add a row to ptxsim/isa/grammar.py and what it does to its translator",
         )
 
 
@@ -75,15 +81,82 @@ def translates(*names: str) -> Callable[[Translator], Translator]:
 
 
 def translate(instruction: Instruction) -> Step | Act:
-    """The translation by the longest registered name. Raises Unmodelled."""
-    parts = instruction.parts
-    for length in range(len(parts), 0, -1):
-        found = _TABLE.get(".".join(parts[:length]))
-        if found is not None:
-            return found(instruction)
-    raise Unmodelled(instruction)
+    """The translation by the row that the instruction fits. Raises Unmodelled."""
+    row, form = _matched(instruction)
+    try:
+        return _TABLE[_name(instruction.parts)](instruction, form)
+    except WrongOperand as error:
+        raise Unmodelled(instruction, str(error), [row.text]) from None
+
+
+def form_of(instruction: Instruction) -> Form:
+    """The form that the grammar gives an instruction. Raises Unmodelled."""
+    return _matched(instruction)[1]
+
+
+def _matched(instruction: Instruction) -> tuple[Row, Form]:
+    """The first row that an instruction fits."""
+    fitting = _fitting(instruction.opcode)
+    for one in fitting:
+        if one.takes(instruction.operands):
+            return one.row, one.form
+    if fitting:
+        raise Unmodelled(instruction, "operands", [one.row.text for one in fitting])
+    raise Unmodelled(instruction, *_why(instruction))
+
+
+def _name(parts: Sequence[str]) -> str:
+    """The longest name of a translator that an opcode begins with, or ""."""
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in _TABLE), "")
+
+
+@lru_cache(maxsize=4096)
+def _fitting(opcode: str) -> list[Fitting]:
+    """The rows that the modifiers of an opcode fit."""
+    parts = tuple(opcode.split("."))
+    name = _name(parts)
+    matched = ((row, row.match(parts, name.count(".") + 1)) for row in rows_of(name))
+    return [Fitting(row, form, row.choices(form)) for row, form in matched if form is not None]
+
+
+@lru_cache(maxsize=1024)
+def rows_of(name: str) -> tuple[Row, ...]:
+    """Rows of a translator's name: they begin with it, and with no longer one."""
+    word = name.partition(".")[0]
+    named = [other.split(".") for other in _TABLE if other.partition(".")[0] == word]
+    found = []
+    for row in grammar.rows(word):
+        fitting = [".".join(other) for other in named if row.begins(other)]
+        if name in fitting and not any(other.startswith(f"{name}.") for other in fitting):
+            found.append(row)
+    return tuple(found)
+
+
+def _why(instruction: Instruction) -> tuple[str, list[str]]:
+    """What no row has of the modifiers, and the rows that know most of them."""
+    rows = rows_of(_name(instruction.parts)) or grammar.rows(instruction.name)
+    if not rows:
+        return "", []
+    if refused := next((row.refused for row in rows if row.refused), ""):
+        return refused, []
+    shared = {row: sum(any(m in g.tokens for g in row.groups) for m in instruction.parts) for row in rows}
+    nearest = [row.text for row in rows if shared[row] == max(shared.values())]
+    known = {token for row in rows for group in row.groups for token in group.tokens}
+    unknown = [f".{part}" for part in instruction.modifiers if part not in known]
+    return f"modifiers {', '.join(unknown)}" if unknown else "modifiers that do not go together", nearest
 
 
 def registered() -> dict[str, Any]:
-    """Names and their translators, for the documentation and its test."""
+    """Names and their translators."""
     return dict(sorted(_TABLE.items()))
+
+
+def listing() -> str:
+    """The instructions that are modelled as lines of a Markdown table: what docs/simulator.md has."""
+    lines = []
+    for section, text in grammar.ROWS.items():
+        texts = set(syntax.rows(text))
+        names = [name for name in registered() if any(row.text in texts for row in rows_of(name))]
+        lines.append(f"| {section} | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines)

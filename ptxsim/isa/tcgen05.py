@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from ptxsim.isa.access import Accessor, locate
 from ptxsim.isa.asynchronous import Errand, groups, submit
-from ptxsim.isa.operands import Read, read
-from ptxsim.isa.table import Act, Unmodelled, Wait, translates
+from ptxsim.isa.operands import items_of, read
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Wait, translates
 from ptxsim.isa.together import rows_of
-from ptxsim.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
+from ptxsim.ptx.nodes import Imm, Instruction, Operand, Reg
 from ptxsim.state.cta import TENSOR_BAND, TENSOR_COLUMNS, TENSOR_LANES, Cta, Warp
 from ptxsim.state.registers import LANES, Mask
 from ptxsim.units import tensor
@@ -35,11 +36,11 @@ def fail(kind: str, text: str, instruction: Instruction) -> Fault:
 
 
 @translates("tcgen05.alloc")
-def alloc(instruction: Instruction) -> Act:
+def alloc(instruction: Instruction, form: Form) -> Act:
     """The lowest free columns; waits while too few are free. Writes the address to shared memory. A pair's
     CTAs allocate together: neither goes on before both have their columns (PTX ISA, tcgen05.alloc)."""
     pair = instruction.has("cta_group::2")
-    where, count = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u32")
+    where, count = locate(instruction.operands[0]), read(instruction.operands[1], "u32")
     access = Accessor(instruction, "shared")
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
@@ -122,7 +123,7 @@ def _free(cta: Cta, columns: int) -> int | None:
 
 
 @translates("tcgen05.dealloc")
-def dealloc(instruction: Instruction) -> Act:
+def dealloc(instruction: Instruction, form: Form) -> Act:
     """All earlier uses must be known to be over: freeing counts as a write."""
     address, count = read(instruction.operands[0], "u32"), read(instruction.operands[1], "u32")
 
@@ -146,7 +147,7 @@ def dealloc(instruction: Instruction) -> Act:
 
 
 @translates("tcgen05.relinquish_alloc_permit")
-def relinquish(instruction: Instruction) -> Act:
+def relinquish(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> None:
         warp.cta.may_allocate = False
 
@@ -179,43 +180,23 @@ def must_be_allocated(
         cta.launch.findings.add(Finding("tensor memory", text, instruction))
 
 
-def tensor_address(operand: Operand, instruction: Instruction) -> Read:
-    where = locate(operand, instruction)
-    return lambda warp: where(warp)
-
-
 # --- between registers and tensor memory --------------------------------------------------------------------
 
 
-def register_list(operand: Operand, instruction: Instruction) -> tuple[Operand, ...]:
-    items = operand.items if isinstance(operand, Vector) else (operand,)
-    if not all(isinstance(i, Reg | Imm) for i in items):
-        raise Unmodelled(instruction, "operands that are no registers")
-    return items
-
-
-def transfer_of(instruction: Instruction) -> tensor.Transfer:
+def transfer_of(instruction: Instruction, form: Form) -> tensor.Transfer:
     """The table of a .16x64b ... .32x32b shape and its repetition."""
-    shape = next((m for m in instruction.modifiers if m in SHAPES), None)
-    times = next((int(m[1:]) for m in instruction.modifiers if m[0] == "x" and m[1:].isdigit()), None)
-    packs = any(m in ("pack::16b", "unpack::16b") for m in instruction.modifiers)
-    known = {"sync", "aligned", "ld", "st", "b32", shape, f"x{times}", "pack::16b", "unpack::16b"}
-    if shape is None or times is None or set(instruction.modifiers) - known:
-        raise Unmodelled(instruction)
-    split = None
-    if shape == "16x32bx2":
-        offset = instruction.operands[2 if instruction.has("ld") else 1]
-        if not isinstance(offset, Imm):
-            raise Unmodelled(instruction, "an offset of the second half that is no literal")
-        split = int(offset.value)
+    times = next(int(name[1:]) for name in form.named.values() if name)
+    packs = bool(form.one_of("pack::16b", "unpack::16b"))
+    shape, literals = form.one_of(*SHAPES), [o for o in instruction.operands[1:] if isinstance(o, Imm)]
+    split = int(literals[0].value) if shape == "16x32bx2" else None
     return tensor.transfer(shape, times, packs, split)
 
 
 @translates("tcgen05.st")
-def st(instruction: Instruction) -> Act:
-    table = transfer_of(instruction)
-    where = tensor_address(instruction.operands[0], instruction)
-    sources = [read(o, "u32") for o in register_list(instruction.operands[-1], instruction)]
+def st(instruction: Instruction, form: Form) -> Act:
+    table = transfer_of(instruction, form)
+    where = locate(instruction.operands[0])
+    sources = [read(o, "u32") for o in items_of(instruction.operands[-1])]
     rows = register_rows(instruction.operands[-1])
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -239,7 +220,7 @@ def st(instruction: Instruction) -> Act:
 
 def register_rows(operand: Operand) -> Any:
     """Rows of the table of 32-bit registers, if it is these that are named."""
-    items = operand.items if isinstance(operand, Vector) else (operand,)
+    items = items_of(operand)
     named = [item.index for item in items if isinstance(item, Reg) and item.file == 32]
     return rows_of(named) if len(named) == len(items) else None
 
@@ -269,7 +250,7 @@ def place_checked(warp: Warp, table: tensor.Transfer, address: int, instruction:
 
 
 @translates("tcgen05.wait::st")
-def wait_st(instruction: Instruction) -> Act:
+def wait_st(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> Wait | None:
         kind = groups(warp, STORES)
         kind.commit(_FIRST, instruction.line)
@@ -282,6 +263,6 @@ _FIRST = np.arange(32) == 0
 
 
 @translates("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
-def fence(instruction: Instruction) -> Act:
+def fence(instruction: Instruction, form: Form) -> Act:
     """Order between threads comes from their barriers here; kernels are not required to have these."""
     return Act(lambda warp, mask: None)

@@ -11,7 +11,8 @@ import numpy as np
 from ptxsim.isa.access import locate
 from ptxsim.isa.asynchronous import Errand, submit
 from ptxsim.isa.operands import read
-from ptxsim.isa.table import Act, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, translates
 from ptxsim.isa.tcgen05 import granules, must_be_allocated
 from ptxsim.isa.tcgen05_mma import matrix_unit, pair_of
 from ptxsim.ptx.nodes import Instruction
@@ -19,30 +20,19 @@ from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.registers import Mask, lanes_of
 from ptxsim.units import descriptors, packing, tensor
 
-SHAPES = {"128x256b", "128x128b", "4x256b", "64x128b", "32x128b"}
-REPEATS = {"warpx4", "warpx2::02_13", "warpx2::01_23"}
+SHAPES = ("128x256b", "128x128b", "4x256b", "64x128b", "32x128b")
+REPEATS = ("warpx4", "warpx2::02_13", "warpx2::01_23")
 UNPACKED = {"b4x16_p64": 4, "b6x16_p32": 6}
 """Bits of the elements that a copy decompresses to bytes."""
 WORD = np.dtype(np.uint32)
 
 
 @translates("tcgen05.cp")
-def cp(instruction: Instruction) -> Act:
+def cp(instruction: Instruction, form: Form) -> Act:
     """[tensor address], matrix descriptor."""
-    given = instruction.modifiers[1:]
-    shapes = [m for m in given if m in SHAPES]
-    repeats = [m for m in given if m in REPEATS]
-    sources = [m for m in given if m in UNPACKED]
-    group = 2 if instruction.has("cta_group::2") else 1
-    extra = set(given) - {f"cta_group::{group}", *shapes, *repeats, *sources, "b8x16"}
-    formats = len(sources) == ("b8x16" in given)
-    if extra or len(shapes) != 1 or len(repeats) > 1 or not formats or len(instruction.operands) != 2:
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}" if extra else "")
-    copy, bits = (
-        tensor.copy(shapes[0], repeats[0] if repeats else None),
-        UNPACKED[sources[0]] if sources else 0,
-    )
-    target, source = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u64")
+    copy = tensor.copy(form.one_of(*SHAPES), form.one_of(*REPEATS) or None)
+    bits, group = UNPACKED.get(form.one_of(*UNPACKED), 0), int(form.named["cg"][-1])
+    target, source = locate(instruction.operands[0]), read(instruction.operands[1], "u64")
 
     def run(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):

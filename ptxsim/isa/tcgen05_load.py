@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptxsim.isa.operands import write
+from ptxsim.isa.access import locate
+from ptxsim.isa.operands import items_of, write
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Act, Wait, translates
 from ptxsim.isa.tcgen05 import (
     cells_of,
     place_checked,
-    register_list,
     register_rows,
-    tensor_address,
     transfer_of,
 )
 from ptxsim.ptx.nodes import Instruction, Reg
@@ -43,11 +43,11 @@ def loads_of(warp: Warp) -> Loads:
 
 
 @translates("tcgen05.ld")
-def ld(instruction: Instruction) -> Act:
-    table, rows = transfer_of(instruction), register_rows(instruction.operands[0])
-    operands = register_list(instruction.operands[0], instruction)
+def ld(instruction: Instruction, form: Form) -> Act:
+    table, rows = transfer_of(instruction, form), register_rows(instruction.operands[0])
+    operands = items_of(instruction.operands[0])
     targets = [write(o, "u32") for o in operands]
-    where = tensor_address(instruction.operands[1], instruction)
+    where = locate(instruction.operands[1])
     held = {(o.file, o.index): instruction for o in operands if isinstance(o, Reg)}
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -79,7 +79,7 @@ def ld(instruction: Instruction) -> Act:
 
 
 @translates("tcgen05.wait::ld")
-def wait_ld(instruction: Instruction) -> Act:
+def wait_ld(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> Wait | None:
         pending = loads_of(warp).pending
         if pending and not pending[-1].landed:

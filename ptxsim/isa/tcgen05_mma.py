@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from ptxsim.isa.access import Accessor, locate
 from ptxsim.isa.asynchronous import Errand, chunk_granules, submit
 from ptxsim.isa.mbarriers import barrier_at, cta_and_offset, guarded
-from ptxsim.isa.operands import Read, read
+from ptxsim.isa.operands import Read, items_of, read
+from ptxsim.isa.syntax import Form
 from ptxsim.isa.table import Act, Unmodelled, translates
-from ptxsim.isa.tcgen05 import Cells, granules, must_be_allocated, register_list, tensor_address
-from ptxsim.ptx.nodes import Address, Discard, Imm, Instruction, Negated, Operand, Reg, Vector
+from ptxsim.isa.tcgen05 import Cells, granules, must_be_allocated
+from ptxsim.ptx.nodes import Address, Imm, Instruction, Operand, Vector
 from ptxsim.state.cta import Cta, Warp
 from ptxsim.state.registers import Mask, lanes_of
 from ptxsim.state.window import RANK_SHIFT
@@ -27,54 +28,37 @@ from ptxsim.units import accumulators, descriptors, numbers, packing, scales, te
 from ptxsim.units import instruction as idesc
 from ptxsim.watch.shadow import distinct
 
-USAGES = ("fill", "use", "lastuse", "discard")
 BLOCKS = {"block16": 16, "block32": 32}
 BLOCKS |= {f"scale_vec::{count}X": 0 for count in (1, 2, 4)}
 """Elements that share a scale factor; .scale_vec counts factors of a row instead."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """Modifiers of an instruction: `block` is 0 without block scaling."""
+class Kind:
+    """Kind of product that an instruction's modifiers ask for: `block` is 0 without block scaling."""
 
-    kind: str
+    name: str
     group: int
     ws: bool
     block: int
 
+    @classmethod
+    def of(cls, form: Form) -> Kind:
+        name = next(flag for flag in form.flags if flag.startswith("kind::")).removeprefix("kind::")
+        group = 2 if "cta_group::2" in form.flags else 1
+        block = _block(name, form.one_of(*BLOCKS)) if "block_scale" in form.flags else 0
+        return cls(name, group, "ws" in form.flags, block)
+
     def shape(self, bits: int) -> idesc.InstructionDescriptor:
         """The instruction descriptor of these bits."""
-        return idesc.decode(bits, self.kind, self.group, self.ws, self.block)
+        return idesc.decode(bits, self.name, self.group, self.ws, self.block)
 
 
-def form_of(instruction: Instruction) -> Form:
-    """Raises Unmodelled for modifiers that are not known, or do not go together."""
-    given = set(instruction.modifiers) - {"mma"}
-    kind = next((m[6:] for m in given if m.startswith("kind::")), "")
-    group = next((int(m[-1]) for m in given if m in ("cta_group::1", "cta_group::2")), 0)
-    ws, scaled = "ws" in given, "block_scale" in given
-    buffers = [f"b{i}" for i in range(4)] if ws else ["a"]
-    known = {f"kind::{kind}", f"cta_group::{group}", "ws", "block_scale"}
-    known |= {f"collector::{buffer}::{usage}" for buffer in buffers for usage in USAGES}
-    vectors = [m for m in given if m in BLOCKS]
-    extra = given - known - set(vectors if scaled else ())
-    if extra or not group or len(vectors) > 1 or scaled != (kind in idesc.BLOCKS) or (ws and group == 2):
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}" if extra else "modifiers")
-    block = _block(instruction, kind, vectors) if scaled else 0
-    return Form(kind, group, ws, block)
-
-
-def _block(instruction: Instruction, kind: str, vectors: list[str]) -> int:
+def _block(kind: str, size: str) -> int:
     """Elements that share a factor, by the modifier or the kind's default."""
-    possible = idesc.BLOCKS[kind]
-    if not vectors:
-        if len(possible) > 1:
-            raise Unmodelled(instruction, "no size of a block")
-        return next(iter(possible))
-    block = BLOCKS[vectors[0]] or idesc.DEPTH[kind] // int(vectors[0][-2])
-    if block not in possible:
-        raise Unmodelled(instruction, f".{vectors[0]}")
-    return block
+    if not size:
+        return next(iter(idesc.BLOCKS[kind]))
+    return BLOCKS[size] or idesc.DEPTH[kind] // int(size[-2])
 
 
 @dataclass(frozen=True)
@@ -113,17 +97,17 @@ class Job:
 
 
 @translates("tcgen05.mma")
-def mma(instruction: Instruction) -> Act:
-    form = form_of(instruction)
-    operands = _operands(instruction, form)
+def mma(instruction: Instruction, form: Form) -> Act:
+    kind = Kind.of(form)
+    operands = _operands(instruction, kind)
 
     def run(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
             if operands.zeros is not None and int(operands.zeros(warp)[lane]) >> NON_ZERO_MASK & 1:
                 raise Unmodelled(instruction, "a mask of columns of B that are zero")
             job = Job(
-                form.shape(int(operands.shape(warp)[lane])),
-                form.group,
+                kind.shape(int(operands.shape(warp)[lane])),
+                kind.group,
                 int(operands.d(warp)[lane]),
                 int(operands.a(warp)[lane]),
                 operands.a_in_tensor,
@@ -144,35 +128,30 @@ NON_ZERO_MASK = 39
 """Bit of a zero-column mask descriptor; where it is 0 no column is masked."""
 
 
-def _operands(instruction: Instruction, form: Form) -> Operands:
+def _operands(instruction: Instruction, kind: Kind) -> Operands:
     """d, a, b, descriptor, and then: two scale factors and a predicate; or perhaps lanes that are disabled, a
     predicate, and perhaps by how much D is scaled or, with .ws, a mask descriptor."""
     d, a, b, shape, *rest = instruction.operands
     factors: list[Operand] = []
-    if form.block:
+    if kind.block:
         factors, rest = rest[:2], rest[2:]
     disabled = [rest.pop(0)] if rest and isinstance(rest[0], Vector) else []
-    adds, *last = rest or [Discard()]
-    scalable = form.kind in ("f16", "tf32") and not form.ws
-    fits = not last or (len(last) == 1 and (form.ws or (scalable and isinstance(last[0], Imm))))
-    wrong = not isinstance(adds, Reg | Imm | Negated) or not fits or (disabled and (form.ws or form.block))
-    if wrong or len(factors) != (2 if form.block else 0):
-        raise Unmodelled(instruction, f"{len(instruction.operands)} operands")
-    halvings = int(last[0].value) if last and isinstance(last[0], Imm) and not form.ws else 0
+    adds, *last = rest
+    halvings = int(last[0].value) if last and isinstance(last[0], Imm) and not kind.ws else 0
     if not 0 <= halvings <= 15:
         raise Unmodelled(instruction, f"D scaled by 2**-{halvings}; 0 to 15 are legal")
     in_tensor = isinstance(a, Address)
     return Operands(
-        tensor_address(d, instruction),
-        tensor_address(a, instruction) if in_tensor else read(a, "u64"),
+        locate(d),
+        locate(a) if in_tensor else read(a, "u64"),
         in_tensor,
         read(b, "u64"),
         read(shape, "u32"),
         read(adds, "pred"),
         halvings,
-        tuple(tensor_address(factor, instruction) for factor in factors),
-        tuple(read(word, "u32") for word in register_list(disabled[0], instruction)) if disabled else (),
-        read(last[0], "u64") if last and form.ws else None,
+        tuple(locate(factor) for factor in factors),
+        tuple(read(word, "u32") for word in items_of(disabled[0])) if disabled else (),
+        read(last[0], "u64") if last and kind.ws else None,
     )
 
 
@@ -316,9 +295,9 @@ def _disabled(job: Job, cta: Cta) -> NDArray[np.bool_] | None:
 
 
 @translates("tcgen05.commit")
-def commit(instruction: Instruction) -> Act:
+def commit(instruction: Instruction, form: Form) -> Act:
     """An arrival on the mbarrier after all that this CTA's matrix unit was given before."""
-    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
+    where, access = locate(instruction.operands[0]), Accessor(instruction, "shared")
     multicast = instruction.has("multicast::cluster")
     ranks = read(instruction.operands[1], "u16") if multicast else None
 

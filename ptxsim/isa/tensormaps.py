@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxsim.isa.access import Accessor, locate
+from ptxsim.isa.access import Accessor, locate, space_of
 from ptxsim.isa.mbarriers import cta_and_offset
 from ptxsim.isa.operands import read
-from ptxsim.isa.table import Act, Step, Unmodelled, translates
-from ptxsim.ptx.nodes import Imm, Instruction
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Unmodelled, translates
+from ptxsim.ptx.nodes import WIDTHS, Imm, Instruction
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import Mask
 from ptxsim.watch.findings import Fault, Finding
@@ -67,34 +68,18 @@ TYPES = {code: (code, 0) for code in range(11)} | {
 }
 """Element types as the map has them, and whether they round to tf32, by the instruction's numbers."""
 ROUNDS = 64 + 16
-IMMEDIATE = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
-"""Fields whose new value must be a literal."""
 
 
 @translates("tensormap.replace.tile")
-def replace(instruction: Instruction) -> Act:
+def replace(instruction: Instruction, form: Form) -> Act:
     """[map], new value; or [map], dimension, new value."""
     name = instruction.modifiers[2]
-    field = FIELDS.get(name)
-    space = {"global": "global", "shared::cta": "shared"}.get(instruction.modifiers[3], "")
-    wide = name in ("global_address", "global_stride")
-    expected = ("b1024", "b64" if wide else "b32")
-    if (
-        field is None
-        or instruction.modifiers[-2:] != expected
-        or len(instruction.modifiers) != 5 + (space != "")
-    ):
-        raise Unmodelled(instruction)
-    where, *rest = instruction.operands
-    if len(rest) != (2 if field.dimensions else 1):
-        raise Unmodelled(instruction, "another number of operands")
-    if not isinstance(rest[0], Imm) and (field.dimensions or name in IMMEDIATE):
-        raise Unmodelled(instruction, "a dimension or a new value that is no literal")
+    field, (where, *rest) = FIELDS[name], instruction.operands
     dimension = int(rest[0].value) if field.dimensions and isinstance(rest[0], Imm) else 0
     if field.dimensions and not 0 <= dimension < field.dimensions:
         raise Unmodelled(instruction, f"dimension {dimension}")
-    address, given = locate(where, instruction), read(rest[-1], "u64" if wide else "u32")
-    access = Accessor(instruction, space)
+    address, given = locate(where), read(rest[-1], f"u{WIDTHS[form.type]}")
+    access = Accessor(instruction, space_of(instruction))
 
     def run(warp: Warp, mask: Mask) -> None:
         lanes = slice(None) if mask is None else mask
@@ -140,17 +125,9 @@ def _put(access: Accessor, warp: Warp, at: int, bit: int, width: int, part: int)
 
 
 @translates("tensormap.cp_fenceproxy")
-def copy(instruction: Instruction) -> Act:
+def copy(instruction: Instruction, form: Form) -> Act:
     """[global], [shared], 128: all lanes copy a map together."""
-    known = ("global", "shared::cta", "tensormap::generic", "release")
-    scopes = ("cta", "cluster", "gpu", "sys")
-    to, of, size = instruction.operands
-    modifiers = instruction.modifiers[1:]
-    if modifiers[:4] != known or modifiers[4] not in scopes or modifiers[5:] != ("sync", "aligned"):
-        raise Unmodelled(instruction)
-    if not isinstance(size, Imm) or size.value != SIZE:
-        raise Unmodelled(instruction, f"a size that is not {SIZE}")
-    target, source = locate(to, instruction), locate(of, instruction)
+    target, source = (locate(operand) for operand in instruction.operands[:2])
     takes, puts = Accessor(instruction, "shared"), Accessor(instruction, "global")
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -170,8 +147,3 @@ def copy(instruction: Instruction) -> Act:
 
 def _first(values: np.ndarray, mask: Mask) -> int:
     return int(values[0] if mask is None else values[mask][0])
-
-
-@translates("multimem")
-def multimem(instruction: Instruction) -> Step:
-    raise Unmodelled(instruction, "multicast addresses belong to several GPUs, and one is simulated")

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.isa.operands import read, write
-from ptxsim.isa.table import Act, Step, Unmodelled, translates
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Step, translates
 from ptxsim.ptx.nodes import Discard, Imm, Instruction, Operand, Pair
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, ONE_LANE, Mask
@@ -96,27 +97,18 @@ def _results(operand: Operand) -> tuple[Operand, Operand]:
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, Discard())
 
 
-def _expect(instruction: Instruction, operands: int) -> None:
-    if len(instruction.operands) != operands:
-        raise Unmodelled(instruction, f"{operands} operands are expected")
-
-
 # --- exchange -----------------------------------------------------------------------------------------------
 
 
 @translates("shfl")
-def shfl(instruction: Instruction) -> Step:
+def shfl(instruction: Instruction, form: Form) -> Step:
     """d|p, a, b, c, membermask: a lane outside its segment keeps its own value, and p tells."""
-    parts = instruction.parts
-    if len(parts) != 4 or parts[1] != "sync" or parts[2] not in _SOURCES or parts[3] != "b32":
-        raise Unmodelled(instruction)
-    _expect(instruction, 5)
     first, second = _results(instruction.operands[0])
     d, p = write(first, "b32"), write(second, "pred")
     _, a, b, c, named = instruction.operands
     value, teams = read(a, "b32"), members(named, instruction)
     wants_inside = not isinstance(second, Discard)
-    sources = _sources(parts[2], b, c)
+    sources = _sources(form.one_of(*_SOURCES), b, c)
 
     def step(warp: Warp, mask: Mask) -> None:
         source, inside = sources(warp)
@@ -177,25 +169,19 @@ def _segments(mode: str, c: Operand) -> Callable[[Warp], tuple[Any, Any, Any]]:
 # --- votes and reductions -----------------------------------------------------------------------------------
 
 _Vote = Callable[[Lanes, Mask], Any]
-_VOTES: dict[tuple[str, ...], _Vote] = {
-    ("any", "pred"): lambda chosen, team: chosen.any(),
-    ("all", "pred"): lambda chosen, team: (chosen if team is None else chosen | ~team).all(),
-    ("uni", "pred"): lambda chosen, team: (
-        not chosen.any() or (chosen if team is None else chosen | ~team).all()
-    ),
-    ("ballot", "b32"): lambda chosen, team: _as_bits(chosen),
+_VOTES: dict[str, _Vote] = {
+    "any": lambda chosen, team: chosen.any(),
+    "all": lambda chosen, team: (chosen if team is None else chosen | ~team).all(),
+    "uni": lambda chosen, team: not chosen.any() or (chosen if team is None else chosen | ~team).all(),
+    "ballot": lambda chosen, team: _as_bits(chosen),
 }
 
 
 @translates("vote")
-def vote(instruction: Instruction) -> Step:
-    parts = instruction.parts
-    decide = _VOTES.get(parts[2:])
-    if decide is None or parts[1] != "sync":
-        raise Unmodelled(instruction)
-    _expect(instruction, 3)
+def vote(instruction: Instruction, form: Form) -> Step:
+    decide = _VOTES[form.one_of(*_VOTES)]
     result, source, named = instruction.operands
-    d, value, teams = write(result, parts[3]), read(source, "pred"), members(named, instruction)
+    d, value, teams = write(result, form.type), read(source, "pred"), members(named, instruction)
 
     def step(warp: Warp, mask: Mask) -> None:
         values = value(warp)
@@ -206,30 +192,17 @@ def vote(instruction: Instruction) -> Step:
 
 
 @translates("activemask")
-def activemask(instruction: Instruction) -> Step:
-    if instruction.modifiers != ("b32",):
-        raise Unmodelled(instruction)
+def activemask(instruction: Instruction, form: Form) -> Step:
     d = write(instruction.operands[0], "b32")
     return lambda warp, mask: d(warp, _as_bits(_ALL if mask is None else mask), mask)
 
 
 @translates("match")
-def match(instruction: Instruction) -> Step:
+def match(instruction: Instruction, form: Form) -> Step:
     """any: the lanes with the same value. all: the lanes if they have one value, else none, and p tells
     which."""
-    parts = instruction.parts
-    if (
-        len(parts) != 4
-        or parts[1] not in ("any", "all")
-        or parts[2] != "sync"
-        or parts[3] not in ("b32", "b64")
-    ):
-        raise Unmodelled(instruction)
-    _expect(instruction, 3)
     first, second = _results(instruction.operands[0])
-    if parts[1] == "any" and not isinstance(second, Discard):
-        raise Unmodelled(instruction, "match.any has one result")
-    d, p, value = write(first, "b32"), write(second, "pred"), read(instruction.operands[1], parts[3])
+    d, p, value = write(first, "b32"), write(second, "pred"), read(instruction.operands[1], form.type)
     teams = members(instruction.operands[2], instruction)
 
     def any_step(warp: Warp, mask: Mask) -> None:
@@ -246,19 +219,15 @@ def match(instruction: Instruction) -> Step:
             d(warp, _as_bits(_ALL if lanes is None else lanes) if agree else 0, lanes)
             p(warp, agree, lanes)
 
-    return any_step if parts[1] == "any" else all_step
+    return any_step if "any" in form.flags else all_step
 
 
 @translates("redux")
-def redux(instruction: Instruction) -> Step:
+def redux(instruction: Instruction, form: Form) -> Step:
     """min and max of f32 take +0 for larger than -0; without .NaN they pass over NaNs if a number is left."""
-    parts = instruction.parts
-    reduce = _REDUCTIONS.get(parts[2:])
-    if reduce is None or parts[1] != "sync":
-        raise Unmodelled(instruction)
-    _expect(instruction, 3)
+    reduce = _REDUCTIONS[instruction.parts[2:]]
     result, source, named = instruction.operands
-    kind = "u32" if parts[-1] in ("b32", "f32") or parts[2] == "add" else parts[-1]
+    kind = "u32" if form.type in ("b32", "f32") or "add" in form.flags else form.type
     d, value, teams = write(result, kind), read(source, kind), members(named, instruction)
 
     def step(warp: Warp, mask: Mask) -> None:
@@ -303,11 +272,8 @@ for _op, _take in (("min", np.argmin), ("max", np.argmax)):
 
 
 @translates("elect")
-def elect(instruction: Instruction) -> Step:
+def elect(instruction: Instruction, form: Form) -> Step:
     """d is the lowest lane that takes part, and p is true there only."""
-    if instruction.modifiers != ("sync",):
-        raise Unmodelled(instruction)
-    _expect(instruction, 2)
     first, second = _results(instruction.operands[0])
     d, p, teams = write(first, "b32"), write(second, "pred"), members(instruction.operands[1], instruction)
 
@@ -321,11 +287,8 @@ def elect(instruction: Instruction) -> Step:
 
 
 @translates("bar.warp", "barrier.warp")
-def warp_barrier(instruction: Instruction) -> Act:
+def warp_barrier(instruction: Instruction, form: Form) -> Act:
     """Lanes run in step and see each other's memory at once: there is nothing left to wait for."""
-    if instruction.modifiers != ("warp", "sync"):
-        raise Unmodelled(instruction)
-    _expect(instruction, 1)
     teams = members(instruction.operands[0], instruction)
 
     def run(warp: Warp, mask: Mask) -> None:

@@ -8,7 +8,6 @@ has waited for it knows that all four parts are over.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.isa.asynchronous import Errand, chunk_granules
-from ptxsim.isa.operands import Read, read
-from ptxsim.isa.table import Act, Unmodelled, Wait, translates
+from ptxsim.isa.operands import Read, WrongOperand, items_of, read
+from ptxsim.isa.syntax import Form
+from ptxsim.isa.table import Act, Wait, translates
 from ptxsim.isa.together import rows_of
 from ptxsim.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
 from ptxsim.state.cta import Cta, Warp
@@ -117,8 +117,8 @@ class Products:
 
 
 @translates("wgmma.mma_async")
-def mma_async(instruction: Instruction) -> Act:
-    multiply = _decode(instruction)
+def mma_async(instruction: Instruction, form: Form) -> Act:
+    multiply = _decode(instruction, form)
     # A hundred registers: a dictionary and a set know their hashes, a sequence does not.
     users = dict.fromkeys(multiply.registers, instruction)
     keys = frozenset(users)
@@ -212,7 +212,7 @@ def _granules(
 
 
 @translates("wgmma.fence")
-def fence(instruction: Instruction) -> Act:
+def fence(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> None:
         warp.fenced = True
         warp.unfenced.clear()
@@ -221,7 +221,7 @@ def fence(instruction: Instruction) -> Act:
 
 
 @translates("wgmma.commit_group")
-def commit_group(instruction: Instruction) -> Act:
+def commit_group(instruction: Instruction, form: Form) -> Act:
     def run(warp: Warp, mask: Mask) -> None:
         mine = Products.of(warp)
         mine.groups.append((mine.open, instruction.line))
@@ -231,7 +231,7 @@ def commit_group(instruction: Instruction) -> Act:
 
 
 @translates("wgmma.wait_group")
-def wait_group(instruction: Instruction) -> Act:
+def wait_group(instruction: Instruction, form: Form) -> Act:
     """Until at most so many of the warp's groups are under way: then all four parts of each product in the
     others are known to be over."""
     left = read(instruction.operands[0], "u32")
@@ -274,33 +274,26 @@ def _learns(warp: Warp, product: Product, lines: tuple[int, int]) -> None:
             order.learns(warp.agent, lines)
 
 
-def _decode(instruction: Instruction) -> Multiply:
-    match = re.fullmatch(
-        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16|s32)\.(\w+)\.(\w+)", instruction.opcode
-    )
-    if match is None or match[4] not in BITS or match[5] not in BITS:
-        raise Unmodelled(instruction)
+def _decode(instruction: Instruction, form: Form) -> Multiply:
+    n, k = instruction.parts[4].removeprefix("m64n").split("k")
     d, a, b, accumulate, *rest = instruction.operands
     immediate = [int(o.value) for o in rest if isinstance(o, Imm)]
     in_registers = isinstance(a, Vector)
-    scales = immediate[:2] if match[3] != "s32" else [1, 1]
-    transposed = immediate[2:] if match[3] != "s32" else []
-    if in_registers:
-        transposed = [0, *transposed]
+    scales = immediate[:2] or [1, 1]
+    transposed = [0, *immediate[2:]] if in_registers else immediate[2:]
     majors: list[Major] = ["MN" if t else "K" for t in (*transposed, 0, 0)]
-    shape = Shape(int(match[1]), int(match[2]), *match.groups()[2:], *scales, *majors[:2])  # type: ignore[arg-type]
+    shape = Shape(int(n), int(k), *form.types, *scales, *majors[:2])  # type: ignore[arg-type]
     return Multiply(
         shape,
-        _registers(d, instruction),
-        _registers(a, instruction) if in_registers else read(a, "u64"),
+        _registers(d),
+        _registers(a) if in_registers else read(a, "u64"),
         read(b, "u64"),
         read(accumulate, "pred"),
     )
 
 
-def _registers(operand: Operand, instruction: Instruction) -> tuple[Reg, ...]:
-    items = operand.items if isinstance(operand, Vector) else ()
-    found = tuple(r for r in items if isinstance(r, Reg))
-    if not found or len(found) != len(items) or found[0].file != 32:
-        raise Unmodelled(instruction, "operands that are no 32-bit registers")
+def _registers(operand: Operand) -> tuple[Reg, ...]:
+    found = tuple(item for item in items_of(operand) if isinstance(item, Reg))
+    if found[0].file != 32:
+        raise WrongOperand(f"{found[0].name} has no 32 bits")
     return found

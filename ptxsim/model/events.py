@@ -16,7 +16,8 @@ from ptxsim.isa.access import Accessor, locate
 from ptxsim.isa.bulk import Tile
 from ptxsim.isa.mbarriers import barrier_at, cta_and_offset, distinct
 from ptxsim.isa.operands import read
-from ptxsim.isa.tcgen05_mma import form_of
+from ptxsim.isa.table import form_of
+from ptxsim.isa.tcgen05_mma import Kind
 from ptxsim.ptx.nodes import Address, Discard, Instruction
 from ptxsim.state.cta import Warp
 from ptxsim.state.registers import LANES, Mask, lanes_of
@@ -159,7 +160,7 @@ def _key(access: Accessor, warp: Warp, address: int) -> Key:
 
 
 def _init(instruction: Instruction) -> Observer:
-    where, count = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u32")
+    where, count = locate(instruction.operands[0]), read(instruction.operands[1], "u32")
     access = Accessor(instruction, "shared")
 
     def after(warp: Warp, mask: Mask, before: Any) -> Event | None:
@@ -173,7 +174,7 @@ def _init(instruction: Instruction) -> Observer:
 
 
 def _wait(instruction: Instruction) -> Observer:
-    done, where = read(instruction.operands[0], "pred"), locate(instruction.operands[1], instruction)
+    done, where = read(instruction.operands[0], "pred"), locate(instruction.operands[1])
     access = Accessor(instruction, "shared")
 
     def before(warp: Warp, mask: Mask) -> Any:
@@ -195,7 +196,7 @@ def _arrive(instruction: Instruction) -> Observer:
     operands = instruction.operands
     if not isinstance(operands[0], Address):
         operands = operands[1:] if isinstance(operands[0], Discard) or len(operands) > 1 else operands
-    where, expects = locate(operands[0], instruction), instruction.has("expect_tx")
+    where, expects = locate(operands[0]), instruction.has("expect_tx")
     amount = read(operands[1], "u32") if len(operands) > 1 else None
     access = Accessor(instruction, "shared")
     arrives = instruction.has("arrive") or instruction.has("arrive_drop")
@@ -217,7 +218,7 @@ def _sent(instruction: Instruction) -> Observer:
     """st.async: as many bytes fewer are expected where they go."""
     count = next((int(m[1]) for m in instruction.modifiers if m in ("v2", "v4")), 1)
     size = count * next(int(m[1:]) for m in instruction.modifiers if m[1:] in ("32", "64")) // 8
-    where, access = locate(instruction.operands[2], instruction), Accessor(instruction, "shared")
+    where, access = locate(instruction.operands[2]), Accessor(instruction, "shared")
 
     def after(warp: Warp, mask: Mask, before: Any) -> Event | None:
         found = [
@@ -254,11 +255,11 @@ def _cluster(instruction: Instruction) -> Observer:
 def _tensor_copy(instruction: Instruction) -> Observer:
     spaces = [m for m in instruction.modifiers if m in ("global", "shared::cta", "shared::cluster")]
     if spaces[0] == "global":
-        stored = Tile.of(instruction.operands[0], instruction)
+        stored = Tile.of(instruction.operands[0])
         return Observer(lambda warp, mask, b: Stored(stored.at(warp, lanes_of(mask)[0])[0].box_bytes))
     access, multicast = Accessor(instruction, "shared"), instruction.has("multicast::cluster")
-    target, tile = locate(instruction.operands[0], instruction), Tile.of(instruction.operands[1], instruction)
-    barrier = locate(instruction.operands[2], instruction)
+    target, tile = locate(instruction.operands[0]), Tile.of(instruction.operands[1])
+    barrier = locate(instruction.operands[2])
     ranks = read(instruction.operands[3], "u16") if multicast else None
     pair = instruction.has("cta_group::2")
 
@@ -284,8 +285,8 @@ def _copy(instruction: Instruction) -> Observer:
     size = read(instruction.operands[2], "u32")
     if spaces[0] == "global":
         return Observer(lambda warp, mask, b: Stored(int(size(warp)[lanes_of(mask)].sum())))
-    access, target = Accessor(instruction, "shared"), locate(instruction.operands[0], instruction)
-    barrier = locate(instruction.operands[3], instruction)
+    access, target = Accessor(instruction, "shared"), locate(instruction.operands[0])
+    barrier = locate(instruction.operands[3])
 
     def after(warp: Warp, mask: Mask, before: Any) -> Event | None:
         return Loaded(
@@ -308,24 +309,24 @@ def _drain(instruction: Instruction) -> Observer:
 
 
 def _mma(instruction: Instruction) -> Observer:
-    form = form_of(instruction)
+    kind = Kind.of(form_of(instruction))
     in_tensor = isinstance(instruction.operands[1], Address)
     shape = read(instruction.operands[3], "u32")
 
     def after(warp: Warp, mask: Mask, before: Any) -> Event | None:
         found: list[Event] = []
         for lane in lanes_of(mask):
-            it = form.shape(int(shape(warp)[lane]))
-            rows = (0 if in_tensor else it.m // form.group) + it.n // form.group
+            it = kind.shape(int(shape(warp)[lane]))
+            rows = (0 if in_tensor else it.m // kind.group) + it.n // kind.group
             small = numbers.raw_dtype(it.a_type).itemsize == 1
-            found.append(Multiplied(form.group, 2 * it.m * it.n * it.k, rows * ROW_BYTES, small))
+            found.append(Multiplied(kind.group, 2 * it.m * it.n * it.k, rows * ROW_BYTES, small))
         return _several(found)
 
     return Observer(after)
 
 
 def _commit(instruction: Instruction) -> Observer:
-    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
+    where, access = locate(instruction.operands[0]), Accessor(instruction, "shared")
     multicast = instruction.has("multicast::cluster")
     ranks = read(instruction.operands[1], "u16") if multicast else None
 

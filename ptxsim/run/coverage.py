@@ -31,6 +31,16 @@ class Coverage:
         text += f" and {_share(len(waits) - len(missed), len(waits))} barriers" if waits else ""
         return f"{text}, not those on PTX lines {_lines(missed)}" if missed else text
 
+    def unexecuted(self) -> str:
+        """Instructions that no launch came to, a line for each opcode: how many, and their PTX lines."""
+        lines: dict[str, list[int]] = {}
+        for instruction in self.missed:
+            lines.setdefault(instruction.opcode, []).append(instruction.line)
+        most = sorted(lines.items(), key=lambda each: (-len(each[1]), each[0]))
+        return "\n".join(
+            f"  never executed: {len(at)} {opcode}, PTX lines {_ranges(at)}" for opcode, at in most
+        )
+
 
 def coverage(results: Iterable[Result]) -> list[Coverage]:
     """Coverage of each kernel by all of its launches, in the order of the first ones."""
@@ -58,3 +68,14 @@ def _share(executed: int, of: int) -> str:
 def _lines(instructions: list[Instruction]) -> str:
     """Their PTX lines, ascending, each once."""
     return ", ".join(map(str, sorted({instruction.line for instruction in instructions})))
+
+
+def _ranges(lines: list[int]) -> str:
+    """Lines ascending, those that follow one another from the first to the last."""
+    found: list[list[int]] = []
+    for line in sorted(set(lines)):
+        if found and found[-1][-1] == line - 1:
+            found[-1].append(line)
+        else:
+            found.append([line])
+    return ", ".join(f"{some[0]}-{some[-1]}" if len(some) > 1 else str(some[0]) for some in found)

@@ -11,7 +11,8 @@ from planted import START, text
 
 from ptxsim.doors.device import Gpu
 from ptxsim.doors.launch import Launch
-from ptxsim.run.coverage import coverage
+from ptxsim.ptx.nodes import Instruction
+from ptxsim.run.coverage import Coverage, coverage
 
 BODY = """
     setp.lt.u32 %p3, %r1, 32;
@@ -53,3 +54,29 @@ def test_launches_add_up(gpu: Gpu) -> None:
     (found,) = coverage(gpu.results)
     assert not found.missed
     assert str(found) == f"executed {len(found.body)} of {len(found.body)} instructions and 3 of 3 barriers"
+
+
+def test_what_was_never_executed_is_listed(gpu: Gpu) -> None:
+    """By opcode, those of which most are left first, with their lines."""
+    launch(gpu, 64)
+    (found,) = coverage(gpu.results)
+    assert not found.missed and gpu.report(unexecuted=True) == gpu.report()
+    more = Gpu("sm_90a", "eager", 0)
+    launch(more, 32)
+    (found,) = coverage(more.results)
+    line = START + BODY.strip().split("\n").index("    bar.sync 1, 32;")
+    listed = [
+        f"  never executed: 1 {name}, PTX lines {at}" for name, at in (("bar.sync", line), ("bra", line + 1))
+    ]
+    assert more.report(unexecuted=True).splitlines() == [*more.report().splitlines(), *listed]
+    assert "never executed" not in more.report()
+
+
+def test_lines_that_follow_one_another_are_joined() -> None:
+    moves = (Instruction("mov.b32", (), line) for line in (4, 5, 6, 9, 12, 11))
+    missed = (*moves, Instruction("ret", (), 13))
+    told = Coverage("planted", missed, missed).unexecuted()
+    assert told.splitlines() == [
+        "  never executed: 6 mov.b32, PTX lines 4-6, 9, 11-12",
+        "  never executed: 1 ret, PTX lines 13",
+    ]

@@ -188,7 +188,7 @@ def test_scaled_accumulator() -> None:
 @pytest.mark.parametrize(
     ("opcode", "why"),
     (
-        ("tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale", "no size of a block"),
+        ("tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale", "scale_vec::4X"),
         ("tcgen05.mma.cta_group::1.kind::mxf4.block_scale.block16", "block16"),
         ("tcgen05.mma.cta_group::1.kind::mxf4", "modifiers"),
         ("tcgen05.mma.ws.cta_group::2.kind::f16", "modifiers"),

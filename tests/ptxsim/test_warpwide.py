@@ -11,7 +11,7 @@ import pytest
 from machine import at, execute, instruction, kinds, machine, reg, some_lanes, written
 
 from ptxsim.isa.table import Act, Unmodelled, translate
-from ptxsim.ptx.nodes import Discard, Imm, Negated, Pair
+from ptxsim.ptx.nodes import Address, Discard, Imm, Negated, Pair
 from ptxsim.state.window import RANK_SHIFT, SHARED_WINDOW
 from ptxsim.watch.findings import Fault
 
@@ -279,7 +279,8 @@ def test_instructions_without_effect() -> None:
     execute(warp, "discard.global.L2", at(reg("b64", 1)), Imm(128))
     execute(warp, "applypriority.global.L2::evict_normal", at(reg("b64", 1)), Imm(128))
     execute(warp, "cp.async.bulk.prefetch.L2.global", at(reg("b64", 1)), Imm(128))
-    execute(warp, "cp.async.bulk.prefetch.tensor.2d.L2.global.tile", at(reg("b64", 1)))
+    tile = Address(reg("b64", 1), 0, (Imm(0), Imm(0)))
+    execute(warp, "cp.async.bulk.prefetch.tensor.2d.L2.global.tile", tile)
     execute(warp, "createpolicy.fractional.L2::evict_first.b64", reg("b64", 2), Imm(1.0))
     assert (warp.u64[2] == 0).all()
     assert isinstance(translate(instruction("nanosleep.u32", Imm(40))), Act)

@@ -227,7 +227,7 @@ def _observer(instruction: Instruction) -> Observer | None:
 
 def _landing(instruction: Instruction) -> Observer:
     """Each lane arrives, once its copies so far have landed."""
-    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
+    where, access = locate(instruction.operands[0]), Accessor(instruction, "shared")
 
     def before(warp: Warp, mask: Mask) -> Any:
         found = []
@@ -240,7 +240,7 @@ def _landing(instruction: Instruction) -> Observer:
 
 
 def _wait(instruction: Instruction) -> Observer:
-    done, where = read(instruction.operands[0], "pred"), locate(instruction.operands[1], instruction)
+    done, where = read(instruction.operands[0], "pred"), locate(instruction.operands[1])
     parity, access = read(instruction.operands[2], "u32"), Accessor(instruction, "shared")
 
     def before(warp: Warp, mask: Mask) -> Any:
@@ -258,7 +258,7 @@ def _wait(instruction: Instruction) -> Observer:
 
 def _asking(instruction: Instruction) -> Observer:
     """The answer comes as a copy does, to each CTA of a cluster where it is multicast."""
-    where, access = locate(instruction.operands[1], instruction), Accessor(instruction, "shared")
+    where, access = locate(instruction.operands[1]), Accessor(instruction, "shared")
     everywhere = any(modifier.startswith("multicast") for modifier in instruction.modifiers)
 
     def after(warp: Warp, mask: Mask, before: Any) -> Any:

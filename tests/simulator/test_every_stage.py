@@ -14,14 +14,18 @@ from typing import Any
 from unittest.mock import patch
 
 import decoding
+import executed
 import pytest
 import test_decode_fp8 as fp8
 import torch
 from executed import Executed, Waited, comparing
+from paged_pools import Size, drawn
 from pairs import in_pairs
+from test_forward_paged import chunks
 
 import fa4flex
 import ptxsim
+from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.plan import splitting
 from fa4flex.variants import causal, sliding_window
 from ptxsim.run.coverage import barriers, coverage
@@ -69,6 +73,28 @@ def decode_fp8() -> Call:
     return lambda: MASKED(given.q, given.k, given.v, kv_scales=given.scales)
 
 
+def mixed() -> Call:
+    """Tiles of few and of many rows in one launch, a sequence without keys, masked tiles at both ends of a
+    row; then a sequence whose keys several blocks share.
+
+    The graph is that of many rows, which has all rings. No graph has tiles of both kinds: what blocks do is
+    compared with it in test_mixed.py, for one kind each.
+    """
+    attn = fa4flex.compile(mask=causal & sliding_window(600))
+    given = (
+        chunks(drawn(Size(4, 2, lengths=(1000, 600, 560, 133, 0))), (9, 400, 3, 1, 1)),
+        chunks(drawn(Size(4, 2, lengths=(600, 150))), (1, 2)),
+    )
+
+    def call() -> None:
+        uncompared = patch.object(executed, "differences", lambda *given: [])
+        with patch.object(MixedPlan, "topology", MixedPlan.many), uncompared:
+            for batch in given:
+                batch(attn)
+
+    return call
+
+
 @dataclass(frozen=True)
 class Case:
     """`missed` are barriers that no launch comes to, by opcode, `once` mbarriers of which one phase is waited
@@ -95,6 +121,7 @@ CASES = {
         "sm_100a", "decode_sm100", lambda: decode(1500), None, once=frozenset(("Q full", "o_full"))
     ),
     "decode of 8-bit keys": Case("sm_90a", "decode_fp8_sm90", decode_fp8, None),
+    "mixed, sm_90a": Case("sm_90a", "mixed_sm90", mixed),
     "backward, sm_90a": Case(
         "sm_90a",
         "bwd_sm90",
@@ -121,7 +148,7 @@ def waited_once(run: Executed) -> set[str]:
     return {name for name in names.values() if len(parities[name]) < 2}
 
 
-LONG = ("backward, sm_90a", "backward, sm_100a", "backward of pairs")
+LONG = ("mixed, sm_90a", "backward, sm_90a", "backward, sm_100a", "backward of pairs")
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,10 @@ def test_outside_of_the_device_nothing_changed() -> None:
 
 def test_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     picture = tmp_path / "warps.svg"
-    assert main(["simulate", "causal", "--q-len", "128", "--timeline", str(picture)]) == 0
+    options = "--unexecuted", "--timeline", str(picture)
+    assert main(["simulate", "causal", "--q-len", "128", *options]) == 0
     printed = capsys.readouterr().out
+    assert "never executed: " in printed
     assert "findings: none" in printed and "largest error against float64" in printed
     assert picture.read_text().startswith("<svg")
     assert main(["simulate", "causal", "--timing", "slow"]) == 2
