@@ -189,7 +189,7 @@ for line in sys.stdin:
         tell(at=name)
         if name == "FA3": os.abort()
         if name == "FA4": time.sleep(60)
-        if row["row"]["name"] == "ours": sys.exit("the fault")
+        if row["row"]["name"] == "ours": sys.exit(f"the fault beside {len(row['peers'])}")
     tell(at="")
     if row["row"]["name"] == "timing" and row["peers"]: os._exit(70)
     tell(answer={"peers": {name: {} for name in ["fa4flex", *row["peers"]]}, "verdicts": []})
@@ -226,7 +226,7 @@ def test_a_peer_that_hangs_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_death_of_ours_is_an_error_of_the_row() -> None:
     doing = running()
     found = doing.row(row_named("ours"), "dense")
-    assert "status 1" in found["error"] and "the fault" in found["error"]
+    assert "status 1" in found["error"] and "the fault beside 2" in found["error"]
     assert report.failures([found]) == [f"ours: {found['error']}"] and status([found]) == 1
     after = doing.row(row_named("timing"), "dense")  # nobody knows who broke the device
     assert "not compared: while all were timed" in after["peers"]["cuDNN"]["reason"]
@@ -338,10 +338,10 @@ def test_failures_decide_the_exit_status() -> None:
 
 def test_the_plot_has_every_row(tmp_path: Path) -> None:
     path = tmp_path / "ratios.svg"
-    save_ratios({"forward": [0.9, 1.0, 1.1], "backward": [0.61] * 7}, "random rows, seed 1", path)
+    save_ratios({"forward": [0.9, 1.0, 1.1], "backward": [0.61] * 40}, "random rows, seed 1", path)
     written = path.read_text()
-    assert "forward, 3 rows" in written and "backward, 7 rows" in written and "seed 1" in written
-    assert written.count("<use") >= 10
+    assert "forward, 3 rows" in written and "backward, 40 rows" in written and "seed 1" in written
+    assert written.count("<use") >= 43
     save_ratios({"forward": []}, "nothing was compared", path)
 
 
