@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from fa4flex.bench.report import OURS, RowReport
 
@@ -46,8 +47,9 @@ def save_ratios(curves: Mapping[str, Sequence[float]], title: str, path: Path) -
         label = f"{name}, {len(values)} rows"
         axes.plot(places, values, ".-", label=label, color=_COLOURS[number], linewidth=0.8, markersize=5)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(MaxNLocator(8))  # powers of ten are too far apart
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:.2f}")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
     axes.set_xlim(0, 100)
     axes.set_xlabel("rows, %")
     axes.set_ylabel("speed over the best peer's")
