@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     tasks = tasks_of(device, arguments.cases, seed)
     about = report.about(device, seed)
     print(report.heading(about), flush=True)
-    bar, done = Bar(len(tasks)), []
+    bar, done = Bar(len(tasks)), list[Done]()
     for part, until in parts_of(tasks, start, arguments.time_limit):
         # What is timed runs alone.
         at_once = AT_ONCE if device == "cuda" and part[0].step == "right" else 1
