@@ -109,10 +109,9 @@ def _peers(rows: Sequence[Row]) -> list[str]:
 
 def _speed(row: Row, peer: str) -> str:
     measured = row["peers"].get(peer, {})
-    if "tflops" not in measured:
-        return "-"
-    wrong = measured.get("errors", {}).get("over plain", 0) > WRONG
-    return "wrong" if wrong else f"{measured['tflops']:.0f}"
+    if not measured.get("errors", {}).get("over plain", 0) <= WRONG:  # nor is NaN
+        return "wrong"
+    return f"{measured['tflops']:.0f}" if "tflops" in measured else "-"
 
 
 def _ratios(row: Row) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from fa4flex.bench import first_call, peers
-from fa4flex.bench.accuracy import accuracy, truth
+from fa4flex.bench.accuracy import Truth, accuracy, truth
 from fa4flex.bench.environment import environment, state_under_load
 from fa4flex.bench.measure import Clock, Samples, clock_for, host_overhead, interleave
 from fa4flex.bench.options import ROUNDS
-from fa4flex.bench.peers import Absent, Peer, Run, attempt, make_problem
+from fa4flex.bench.peers import Absent, Peer, Problem, Run, absent, attempt, make_problem
 from fa4flex.bench.report import (
     OURS,
     Measured,
@@ -53,14 +53,17 @@ class Options:
     seed: int
     deadline: float
     peers: tuple[Peer, ...]
+    tell: Callable[[str], None] = lambda name: None
+    """Called with a peer's name before it is prepared, and with an empty one before all are timed."""
 
     @property
     def clock(self) -> Clock:
         return clock_for(self.device)
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
-    """Raises InputError where there is no such device, or no such peer."""
+def options_of(arguments: argparse.Namespace, minutes: float | None = None) -> Options:
+    """Options, with `minutes` for a run whose command line has no limit. Raises InputError where there is no
+    such device, or no such peer."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "no CUDA device is visible", "a CUDA device", "add --device cpu --smoke for a dry run"
@@ -71,15 +74,34 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if rounds < 1:
         raise InputError(f"--rounds {rounds}", "at least 1", "leave it out")
     offered = peers.SMOKE_PEERS if arguments.smoke else peers.PEERS
-    limit = arguments.time_limit
+    seconds = _seconds(arguments, minutes)
     return Options(
         torch.device(arguments.device),
         arguments.smoke,
         rounds,
         secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,
-        float("inf") if limit is None else time.monotonic() + limit,
+        time.monotonic() + seconds,
         _chosen(offered, [name for name in arguments.peers.split(",") if name]),
     )
+
+
+def _seconds(arguments: argparse.Namespace, minutes: float | None) -> float:
+    """Seconds that the run may take."""
+    if arguments.time_limit is not None and arguments.minutes is not None:
+        raise InputError("--time-limit and --minutes", "one of them", "leave one out")
+    if arguments.time_limit is not None:
+        return float(arguments.time_limit)
+    minutes = minutes if arguments.minutes is None else arguments.minutes
+    return float("inf") if minutes is None else 60.0 * minutes
+
+
+def environment_of(options: Options) -> dict[str, str]:
+    """Names and versions of the device, packages and peers, which are printed with the seed."""
+    result = environment(options.device)
+    result |= {f"peer {peer.name}": peer.version() for peer in options.peers}
+    print("\n".join(f"{name:20} {value}" for name, value in result.items()))
+    print(f"{'inputs':20} standard normal, bf16, seed {options.seed}")
+    return result
 
 
 def _chosen(offered: tuple[Peer, ...], names: Sequence[str]) -> tuple[Peer, ...]:
@@ -92,12 +114,14 @@ def _chosen(offered: tuple[Peer, ...], names: Sequence[str]) -> tuple[Peer, ...]
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status: 1 where a target was missed, else 0. A smoke run judges errors alone."""
+    if "random" in arguments.suite:
+        from fa4flex.bench import random_suite
+
+        return random_suite.run(arguments)
     options = options_of(arguments)
+    _refuse_alien(arguments)
     chosen = select_all(arguments.suite, [pattern for pattern in arguments.rows.split(",") if pattern])
-    result = environment(options.device)
-    result |= {f"peer {peer.name}": peer.version() for peer in options.peers}
-    print("\n".join(f"{name:20} {value}" for name, value in result.items()))
-    print(f"{'inputs':20} standard normal, bf16, seed {options.seed}")
+    result = environment_of(options)
     judged: list[Verdict] = []
     for name in arguments.suite:
         if name == "latency":
@@ -113,6 +137,13 @@ def run(arguments: argparse.Namespace) -> int:
     unjudged = sum(verdict.passed is None for verdict in judged)
     print(f"\n{failed} of {len(judged)} targets missed, {unjudged} not judged")
     return 1 if failed else 0
+
+
+def _refuse_alien(arguments: argparse.Namespace) -> None:
+    """Raises InputError for options that named rows do not have."""
+    for name in ("kind", "widths", "only"):
+        if getattr(arguments, name):
+            raise InputError(f"--{name} {getattr(arguments, name)}", "--suite random with it", "leave it out")
 
 
 # --- suites -------------------------------------------------------------------------------------------------
@@ -135,22 +166,23 @@ def _measure_suite(name: str, rows: Sequence[Row], options: Options) -> list[Row
 
 
 def measure_group(rows: Sequence[Row], offered: Sequence[Peer], options: Options) -> list[RowReport]:
-    """Rows and peers taken in turns, on the same q, k and v where shapes are equal."""
+    """Rows and peers taken in turns, on the same q, k and v where shapes are equal. All are judged before any
+    is timed, and what is wrong is not."""
     problems = {row.name: make_problem(row, options.device, options.seed) for row in rows}
-    known = {name: truth(problem, options.seed) for name, problem in problems.items()}
     runs: dict[Entry, Run] = {}
     measured: dict[Entry, Measured] = {}
     for row in rows:
+        problem = problems[row.name]
+        known = truth(problem, options.seed)
         for peer in offered:
-            prepared = attempt(peer, problems[row.name])
-            if isinstance(prepared, Absent):
-                measured[row.name, peer.name] = Measured(reason=prepared.reason)
-            else:
-                runs[row.name, peer.name] = prepared
+            options.tell(peer.name)
+            entry, prepared = (row.name, peer.name), attempt(peer, problem)
+            measured[entry] = _judged(prepared, problem, known)
+            if not isinstance(prepared, Absent) and not measured[entry].why:
+                runs[entry] = prepared
+    options.tell("")
     times = interleave(runs, options.clock, options.rounds)
-    for entry, samples in times.items():
-        errors = accuracy(problems[entry[0]], runs[entry], known[entry[0]])
-        measured[entry] = Measured(samples, errors)
+    measured |= {entry: replace(measured[entry], samples=samples) for entry, samples in times.items()}
     reports = []
     for row in rows:
         state = _state(options, runs.get((row.name, OURS)), times.get((row.name, OURS)))
@@ -158,6 +190,16 @@ def measure_group(rows: Sequence[Row], offered: Sequence[Peer], options: Options
         by_peer = {peer.name: measured[row.name, peer.name] for peer in offered}
         reports.append(RowReport(row, flops(row, blocks), by_peer, state))
     return reports
+
+
+def _judged(prepared: Run | Absent, problem: Problem, known: Truth) -> Measured:
+    """Errors of a call, or the reason why there are none."""
+    try:
+        if not isinstance(prepared, Absent):
+            return Measured(accuracy=accuracy(problem, prepared, known))
+    except Exception as error:
+        prepared = absent(error)
+    return Measured(reason=prepared.reason)
 
 
 def _state(options: Options, call: Run | None, samples: Samples | None) -> dict[str, str]:
@@ -172,13 +214,20 @@ def _write(
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"bench-{name}.json"
     path.write_text(json.dumps({"suite": name, **about, "rows": as_json(reports)}, indent=1) + "\n")
-    picture = arguments.out / f"bench-{name}.{arguments.format}"
+    title = f"{name}: {about['environment']['device']}"
+    write_plot(path, arguments.format, lambda plot, picture: plot.save(reports, title, picture))
+
+
+def write_plot(path: Path, ending: str, draw: Callable[[Any, Path], None]) -> None:
+    """Write the plot that belongs to a file of numbers, by `draw` of fa4flex.bench.plot, if that can be
+    imported; tell of both files."""
+    picture = path.with_suffix(f".{ending}")
     try:
-        from fa4flex.bench.plot import save
+        from fa4flex.bench import plot
     except ImportError as error:
         print(f"\nwrote {path}; no plot: {error}")
         return
-    save(reports, f"{name}: {about['environment']['device']}", picture)
+    draw(plot, picture)
     print(f"\nwrote {path} and {picture}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 SUITE_NAMES = (
     "dense", "variants", "cost", "backward", "backward-variants", "shapes", "backward-shapes", "latency",
+    "random",
 )  # fmt: skip
 ROUNDS = 11
 
@@ -14,11 +15,20 @@ ROUNDS = 11
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--suite", nargs="+", choices=SUITE_NAMES, default=["dense"], help="default: dense")
-    add("--rows", default="", metavar="A,B", help="only these rows: names, patterns or parts of names")
+    add(
+        "--rows",
+        default="",
+        metavar="A,B",
+        help="only these rows: names, patterns or parts of names; of random rows, how many of each kind",
+    )
+    add("--kind", default="", metavar="A,B", help="of random rows: dense (default), packed, masks")
+    add("--widths", default="", metavar="A,B", help="of random rows: 96,192:128 and so on (default: 64,128)")
+    add("--only", default="", metavar="A,B", help="only these random rows: numbers, patterns, parts of names")
     add("--peers", default="", metavar="A,B", help="only these peers, beside fa4flex (default: all)")
     add("--rounds", type=int, metavar="N", help=f"samples per peer and row (default {ROUNDS})")
-    add("--seed", type=int, metavar="N", help="of the random inputs (default: fresh, and printed)")
+    add("--seed", type=int, metavar="N", help="of random inputs and rows (default: fresh, and printed)")
     add("--time-limit", type=float, metavar="SECONDS", help="start no row that would not fit")
+    add("--minutes", type=float, metavar="N", help="the same in minutes (default of --suite random: 20)")
     add("--device", default="cuda", choices=["cuda", "cpu"], help="default: cuda")
     add(
         "--smoke",

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa4flex.bench.environment import version_of
-from fa4flex.bench.suites import Draw, Mods, Row, build_mods
+from fa4flex.bench.suites import BLOCK, Draw, Mod, Mods, Row, build_mods
 
 Run = Callable[[], Tensor | tuple[Tensor, ...]]
 """The output; of a backward row, the gradients of q, k and v."""
@@ -88,9 +88,14 @@ def attempt(peer: Peer, problem: Problem) -> Run | Absent:
         if problem.q.is_cuda:
             torch.cuda.synchronize()
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Absent(f"{type(error).__name__}: {lines[0][:200]}")
+        return absent(error)
     return run
+
+
+def absent(error: Exception) -> Absent:
+    """The first line of an error, as a reason."""
+    lines = str(error).strip().splitlines() or [""]
+    return Absent(f"{type(error).__name__}: {lines[0][:200]}")
 
 
 def _backward(peer: Peer, problem: Problem, dout: Tensor) -> Run | Absent:
@@ -232,6 +237,62 @@ class FlashAttention:
         return lambda: _first(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class CudnnFlex:
+    """flex_attention of cuDNN's frontend, for masks: intervals of keys per query, planned beforehand."""
+
+    name: str = "cuDNN-flex"
+
+    def version(self) -> str:
+        return _version("nvidia-cudnn-frontend")
+
+    def prepare(self, problem: Problem) -> Run | Absent:
+        row, mask_mod = problem.row, problem.mods.mask_mod
+        if problem.mods.score_mod is not None or mask_mod is None or row.sequences:
+            return Absent("is asked for masks alone")
+        if not problem.q.is_cuda:
+            return Absent("runs on CUDA only")
+        module = importlib.import_module("cudnn.flex_attention")
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
+        plan = module.create_mask_plan(interval_ends(row, mask_mod, problem.q.device), q, k, v)
+        return lambda: _first(module.flex_attn_func(q, k, v, mask_plan=plan)).transpose(1, 2)
+
+
+def interval_ends(row: Row, mask_mod: Mod, device: torch.device) -> Tensor:
+    """int32 [1, N, batch * length], N odd: query i sees keys [0, F0), [F1, F2), [F3, F4) and so on, in order,
+    where F are its numbers. A mask that lets no query see key 0 before others has F0 = 0."""
+    entries = range(row.batch) if row.mask_batched else range(1)
+    strips = [
+        _borders(row, mask_mod, b, queries)
+        for b in entries
+        for queries in torch.arange(row.length, device=device).split(BLOCK)
+    ]
+    widest = max(strip.shape[1] for strip in strips)
+    ends = torch.cat([torch.nn.functional.pad(x, (0, widest - x.shape[1]), value=row.keys) for x in strips])
+    if ends[:, :1].any():  # the first interval of some query begins behind key 0
+        ends = torch.nn.functional.pad(ends, (1, 0))
+    else:
+        ends = ends[:, 1:]
+    repeats = 1 if row.mask_batched else row.batch
+    return ends.T.repeat(1, repeats).to(torch.int32)[None].contiguous()
+
+
+def _borders(row: Row, mask_mod: Mod, entry: int, queries: Tensor) -> Tensor:
+    """int64 [queries, 2 * intervals]: where each interval of allowed keys begins and ends; intervals that a
+    query does not have begin and end behind the last key."""
+    device = queries.device
+    b, h = (torch.tensor(i, device=device) for i in (entry, 0))
+    allowed = mask_mod(b, h, queries[:, None], torch.arange(row.keys, device=device)[None, :])
+    allowed = allowed.expand(len(queries), row.keys)
+    steps = torch.nn.functional.pad(allowed.to(torch.int8), (1, 1)).diff(dim=1)
+    query, place = steps.nonzero(as_tuple=True)
+    counts = torch.bincount(query, minlength=len(queries))
+    which = torch.arange(len(query), device=device) - (counts.cumsum(0) - counts)[query]
+    found = torch.full((len(queries), max(2, int(counts.max()))), row.keys, device=device)
+    found[query, which] = place
+    return found
+
+
 def _fa4() -> Any:
     return importlib.import_module("flash_attn.cute")
 
@@ -267,7 +328,7 @@ _FA4 = FlashAttention("FA4", "flash-attn-4", _fa4)
 _FA3 = FlashAttention("FA3", "fa3-fwd", _fa3, forward_only=True)
 _CUDNN, _SDPA = Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION), Sdpa("SDPA", None)
 PEERS: tuple[Peer, ...] = (
-    Fa4flex(), _CUDNN, Sdpa("FA2", SDPBackend.FLASH_ATTENTION), Flex(), _FA4, _FA3,
+    Fa4flex(), _CUDNN, Sdpa("FA2", SDPBackend.FLASH_ATTENTION), Flex(), _FA4, _FA3, CudnnFlex(),
 )  # fmt: skip
 SMOKE_PEERS: tuple[Peer, ...] = (Fa4flex(), _CUDNN, _SDPA, Flex(compiled=False), _FA4, _FA3)
 HOST_PEERS: tuple[Peer, ...] = (Fa4flex(), _SDPA, Flex(), _FA4)

@@ -1,12 +1,13 @@
-"""Bars of TFLOP/s. Imported only when a plot is written: matplotlib is optional."""
+"""Bars of TFLOP/s, and curves of ratios. Imported only when a plot is written: matplotlib is optional."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from fa4flex.bench.report import OURS, RowReport
 
@@ -30,5 +31,29 @@ def save(reports: Sequence[RowReport], title: str, path: Path) -> None:
     axes.set_ylabel("TFLOP/s, forward, bf16")
     axes.set_title(title, fontsize=10, loc="left")
     axes.legend(frameon=False, ncols=len(names), fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def save_ratios(curves: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    """Speeds over those of the best peer, by pass, each sorted from the slowest to the fastest row; what lies
+    below the line of 1 is behind."""
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axhline(1.0, color=_COLOURS[3], linewidth=0.8)
+    for number, (name, values) in enumerate(curves.items()):
+        places = [100 * (i + 0.5) / len(values) for i in range(len(values))]
+        label = f"{name}, {len(values)} rows"
+        axes.plot(places, values, ".-", label=label, color=_COLOURS[number], linewidth=0.8, markersize=5)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(MaxNLocator(8))  # powers of ten are too far apart
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:.2f}")
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("rows, %")
+    axes.set_ylabel("speed over the best peer's")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

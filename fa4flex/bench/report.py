@@ -15,16 +15,24 @@ OURS = "fa4flex"
 
 @dataclass(frozen=True)
 class Measured:
-    """One peer in one row: times and errors, or the reason why there are none."""
+    """One peer in one row: times and errors, or the reason why there are none. A wrong result has no
+    times."""
 
     samples: Samples | None = None
     accuracy: Accuracy | None = None
     reason: str = ""
 
     @property
-    def usable(self) -> bool:
-        """Timed, and within ten times plain PyTorch's error: a wrong result is no competitor."""
-        return self.samples is not None and (self.accuracy is None or self.accuracy.ratio <= 10)
+    def right(self) -> bool:
+        """True within ten times plain PyTorch's error: a wrong result is no competitor."""
+        return self.accuracy is None or self.accuracy.ratio <= 10
+
+    @property
+    def why(self) -> str:
+        """Reason why there are no times to compare; empty where there are."""
+        if self.right or self.accuracy is None:
+            return self.reason
+        return f"WRONG RESULT, {self.accuracy.ratio:.3g} times plain PyTorch's error"
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class RowReport:
     def seconds(self, peer: str) -> float | None:
         """Median, or None where the peer has no usable time."""
         result = self.peers.get(peer)
-        return result.samples.median if result and result.usable and result.samples else None
+        return result.samples.median if result and result.right and result.samples else None
 
     def tflops(self, peer: str) -> float | None:
         seconds = self.seconds(peer)
@@ -75,9 +83,7 @@ class RowReport:
         """Reason why there is no time of `peer`."""
         name = self.best_peer if peer == "best" else peer
         result = self.peers.get(name) if name else None
-        if result is None:
-            return "not measured"
-        return result.reason or ("its result is wrong" if not result.usable else "")
+        return "not measured" if result is None else result.why
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -137,8 +143,8 @@ def full_table(reports: Sequence[RowReport]) -> str:
 
 def _line(report: RowReport, name: str, measured: Measured) -> str:
     head = f"{report.row.name:24} {name:8}"
-    if measured.samples is None:
-        return f"{head} -- {measured.reason}"
+    if measured.samples is None or measured.why:
+        return f"{head} -- {measured.why}"
     low, high = (1e3 * t for t in measured.samples.quartiles)
     median = measured.samples.median
     rate = report.flops / median / 1e12
@@ -148,8 +154,7 @@ def _line(report: RowReport, name: str, measured: Measured) -> str:
     if measured.accuracy is None:
         return text
     a = measured.accuracy
-    flag = "" if measured.usable else "  WRONG RESULT, not compared"
-    return f"{text} {a.element:14.2e} {a.row:10.2e} {a.ratio:7.2f}{flag}"
+    return f"{text} {a.element:14.2e} {a.row:10.2e} {a.ratio:7.2f}"
 
 
 def short_table(reports: Sequence[RowReport]) -> str:
@@ -207,13 +212,13 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
 
 
 def _measured_json(report: RowReport, measured: Measured) -> dict[str, Any]:
-    if measured.samples is None:
-        return {"reason": measured.reason}
-    results: dict[str, Any] = {
-        "median_ms": 1e3 * measured.samples.median,
-        "tflops": report.flops / measured.samples.median / 1e12,
-        "samples_ms": [1e3 * t for t in measured.samples.seconds],
-    }
+    results: dict[str, Any] = {"reason": measured.why} if measured.why else {}
+    if measured.samples is not None and measured.right:
+        results = {
+            "median_ms": 1e3 * measured.samples.median,
+            "tflops": report.flops / measured.samples.median / 1e12,
+            "samples_ms": [1e3 * t for t in measured.samples.seconds],
+        }
     if measured.accuracy is not None:
         results["errors"] = {**vars(measured.accuracy), "over plain": measured.accuracy.ratio}
     return results

@@ -59,6 +59,7 @@ class Row:
     `kv_heads`, `kv_length` and `value_dim` are those of k and v where they differ from q's; else they are 0.
     `sequences`: so many, of random lengths, lie one after another in `length` tokens; peers that take packed
     sequences get them so, with `cu_seqlens`. Causal masks end with the last query at the last key.
+    `mask_size`: keys of the mask's window or prefix, or the number of its documents; 0 for the suites' own.
     `shrink` divides every length that a mod holds (windows, prefixes), as the smoke run has divided `length`.
     `base` names the row whose time this one is compared with; such rows are measured together, and time over
     the base's, less 1, is at most `most_cost`. `backward`: gradients of q, k and v are timed, not the output;
@@ -82,6 +83,7 @@ class Row:
     kv_length: int = 0
     value_dim: int = 0
     sequences: int = 0
+    mask_size: int = 0
 
     @property
     def keys(self) -> int:
@@ -99,7 +101,8 @@ class Row:
         return self.heads // (self.kv_heads or self.heads)
 
     def scaled(self, length: int) -> int:
-        return max(1, length // self.shrink)
+        """A window or prefix at this row's size, of some keys at least: gradients of q vanish with one."""
+        return length if self.shrink == 1 else max(8, length // self.shrink)
 
     @property
     def native(self) -> Native | None:
@@ -108,7 +111,7 @@ class Row:
             return None
         return Native(
             causal=self.mask in ("causal", "packed"),
-            window=self.scaled(WINDOW) if self.mask == "sliding" else None,
+            window=self.scaled(self.mask_size or WINDOW) if self.mask == "sliding" else None,
             softcap=CAP if self.score == "softcap" else 0.0,
         )
 
@@ -143,10 +146,10 @@ class Draw:
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.generator.device, dtype=dtype)
 
-    def documents(self, batch: int, length: int) -> Tensor:
-        """int32 [batch, length]: ids of DOCUMENTS documents with uniformly random borders."""
+    def documents(self, batch: int, length: int, count: int) -> Tensor:
+        """int32 [batch, length]: ids of `count` documents with uniformly random borders."""
         device = self.generator.device
-        cuts = torch.rand(batch, DOCUMENTS - 1, generator=self.generator, device=device) * length
+        cuts = torch.rand(batch, count - 1, generator=self.generator, device=device) * length
         position = torch.arange(length, device=device)
         return (position >= cuts.unsqueeze(-1)).sum(1).to(torch.int32)
 
@@ -184,17 +187,17 @@ def _packed(row: Row, draw: Draw) -> Mod:
 
 
 def _sliding(row: Row, draw: Draw) -> Mod:
-    window = row.scaled(WINDOW)
+    window = row.scaled(row.mask_size or WINDOW)
     return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 
 
 def _document(row: Row, draw: Draw) -> Mod:
-    document = draw.documents(row.batch, row.length)
+    document = draw.documents(row.batch, row.length, row.mask_size or DOCUMENTS)
     return lambda b, h, q_idx, kv_idx: (document[b, q_idx] == document[b, kv_idx]) & (q_idx >= kv_idx)
 
 
 def _prefix(row: Row, draw: Draw) -> Mod:
-    prefix = row.scaled(PREFIX)
+    prefix = row.scaled(row.mask_size or PREFIX)
     return lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx)
 
 

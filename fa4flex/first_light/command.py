@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from fa4flex.errors import InputError
@@ -20,6 +21,11 @@ SECONDS = 600.0
 MOST_SECONDS = {"right": 90.0, "fast": 60.0}
 """Seconds after which a case is ended: kernels compile in three to ten."""
 SIMULATED_SECONDS = 600.0
+SHARES = {"right": 0.4, "fast": 0.4, "under a tool": 0.2}
+"""Shares of the time that is left for each step, in their order; what a step leaves over goes to the next.
+Tools of compute-sanitizer come last, as they may take any time."""
+END_SECONDS = 10.0
+"""Seconds for the end of the run: for processes that hardly die, and the report."""
 
 AT_ONCE = 4
 """Cases that are checked side by side: they wait for their compilers, hardly for the GPU."""
@@ -39,25 +45,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status: 1 where a case is wrong, hangs or faults, or where none ran, else 0."""
-    device = arguments.device
+    device, start = arguments.device, time.monotonic()
     _check(device)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     tasks = tasks_of(device, arguments.cases, seed)
     about = report.about(device, seed)
     print(report.heading(about), flush=True)
-    bar = Bar(len(tasks))
-    until = time.monotonic() + arguments.time_limit
-    # What is timed runs alone, after all that is checked.
-    checked = [task for task in tasks if task.step == "right"]
-    done = [*run_all(checked, AT_ONCE if device == "cuda" else 1, until, bar.tell)]
-    done += run_all([task for task in tasks if task.step == "fast"], 1, until, bar.tell)
+    bar, done = Bar(len(tasks)), list[Done]()
+    for part, until in parts_of(tasks, start, arguments.time_limit):
+        # What is timed runs alone.
+        at_once = AT_ONCE if device == "cuda" and part[0].step == "right" else 1
+        done += run_all(part, at_once, until, bar.tell)
     verdicts = [report.verdict(one) for one in done]
+    text = report.anonymous(f"{report.heading(about)}\n\n{report.text(verdicts)}\n")
+    found = report.anonymous(report.as_json(about, done, verdicts))
     print(f"\n{report.text(verdicts)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for suffix, written in (
-        ("txt", f"{report.heading(about)}\n\n{report.text(verdicts)}\n"),
-        ("json", json.dumps(report.as_json(about, done, verdicts), indent=1) + "\n"),
-    ):
+    for suffix, written in (("txt", text), ("json", json.dumps(found, indent=1) + "\n")):
         path = arguments.out / f"first-light.{suffix}"
         path.write_text(written)
         print(f"wrote {path}")
@@ -75,6 +79,22 @@ def _check(device: str) -> None:
         )
     if device not in ("cuda", "sm_90a", "sm_100a"):
         raise InputError(f"--device {device}", "cuda, sm_90a or sm_100a", "leave it out for the GPU")
+
+
+def parts_of(tasks: Sequence[Task], start: float, seconds: float) -> list[tuple[list[Task], float]]:
+    """Tasks of each step that has any, and when the last of them must have ended, by time.monotonic(): a run
+    that began at `start` takes `seconds` at most."""
+    parts = {step: [task for task in tasks if _step(task) == step] for step in SHARES}
+    shares = {step: share for step, share in SHARES.items() if parts[step]}
+    usable, found, passed = seconds - min(END_SECONDS, seconds / 2), [], 0.0
+    for step, share in shares.items():
+        passed += share / sum(shares.values())
+        found.append((parts[step], start + passed * usable))
+    return found
+
+
+def _step(task: Task) -> str:
+    return "under a tool" if task.under else task.step
 
 
 def tasks_of(device: str, patterns: str, seed: int) -> list[Task]:

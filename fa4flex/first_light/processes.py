@@ -4,9 +4,7 @@ process alone."""
 from __future__ import annotations
 
 import json
-import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from fa4flex.bench.isolated import end
 
 SANITIZERS = ("memcheck", "racecheck")
 """Tools of compute-sanitizer that are run over cases, where it is installed."""
@@ -51,7 +51,8 @@ def run_all(
     tasks: Sequence[Task], at_once: int, until: float, tell: Callable[[Done], None]
 ) -> Iterator[Done]:
     """Run tasks, `at_once` of them side by side, and `tell` of each as it ends; results come in the order of
-    tasks. None is begun after `until`, by time.monotonic()."""
+    tasks. None runs after `until`, by time.monotonic(), and none that others wait behind takes more than half
+    of the time that is left."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     results: dict[int, Done] = {}
     for n in range(len(tasks)):
@@ -64,6 +65,8 @@ def run_all(
             except queue.Empty:
                 return
             left = until - time.monotonic()
+            if not waiting.empty():
+                left /= 2
             results[n] = _run(tasks[n], left) if left > 0 else Done(tasks[n], 0.0, {"skipped": "time limit"})
             tell(results[n])
 
@@ -84,10 +87,9 @@ def _run(task: Task, most: float) -> Done:
     try:
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        # A process that waits for a broken driver may not end even so: it is left to itself.
+        end(process)
         try:
-            output, _ = process.communicate(timeout=5)
+            output, _ = process.communicate(timeout=1)
         except subprocess.TimeoutExpired:
             output = ""
         said = {"error": f"still running after {limit:.0f} s, and was ended", "output": output[-2000:]}

@@ -1,15 +1,20 @@
-"""Report of a run: verdicts in text, and all that was measured in JSON. It holds no names of people, hosts or
-folders."""
+"""Report of a run: verdicts in text, and all that was measured in JSON. It holds no names of people, hosts,
+folders or single chips."""
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
 import platform
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fa4flex.bench.random_report import failure
 from fa4flex.first_light.processes import Done
 
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -92,14 +97,47 @@ def recorded() -> dict[str, Any]:
 
 
 def _speed(name: str, row: dict[str, Any]) -> Verdict:
-    ours = row["peers"].get("fa4flex", {})
-    if "reason" in ours:
-        return Verdict(name, False, ours["reason"])
+    if why := failure(row):
+        return Verdict(name, False, why)
     rates = {peer: measured["tflops"] for peer, measured in row["peers"].items() if measured.get("tflops")}
     said = ", ".join(f"{peer} {rate:.0f}" for peer, rate in rates.items())
     others = [rate for peer, rate in rates.items() if peer != "fa4flex"]
     beside = f"; {rates['fa4flex'] / max(others):.2f} of the best peer" if others else "; no peer"
     return Verdict(name, True, f"TFLOP/s: {said}{beside}")
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+_PATH = re.compile(r"(?<![\w./:])~?/(?:[^\s/:;,'\"()]+/)+")
+"""Folders of an absolute path, up to the name of the file."""
+_CHIP = re.compile(r"\b(?:GPU|MIG)-[0-9a-fA-F]+(?:-[0-9a-fA-F]+)+")
+
+
+def anonymous(value: Any) -> Any:
+    """Text, or what holds texts, without what tells whose machine it is: folders, of which names of files
+    stay; names of the host and the user; and serial numbers of chips. Errors of libraries may hold any of
+    them."""
+    if isinstance(value, dict):
+        return {key: anonymous(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [anonymous(held) for held in value]
+    if not isinstance(value, str):
+        return value
+    for folder in (Path.cwd(), Path.home()):  # which may have spaces in their names
+        value = value.replace(f"{folder}/", "") if len(folder.parts) > 1 else value
+    value = _CHIP.sub("a chip", _PATH.sub("", value))
+    for name, word in _names():
+        value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", word, value)
+    return value
+
+
+def _names() -> list[tuple[str, str]]:
+    """Names that tell whose machine it is, longest first, each with a word instead."""
+    host = socket.gethostname()
+    names = {host: "a host", host.split(".")[0]: "a host"}
+    with contextlib.suppress(KeyError, OSError):  # of a user without a name
+        names[getpass.getuser()] = "a user"
+    return sorted(((name, word) for name, word in names.items() if len(name) > 1), key=lambda x: -len(x[0]))
 
 
 # --- text and JSON ------------------------------------------------------------------------------------------

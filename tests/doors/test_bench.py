@@ -43,7 +43,7 @@ def at(row: Row, length: int) -> Row:
 
 
 def test_the_command_line_knows_every_suite() -> None:
-    assert set(SUITE_NAMES) == {*SUITES, "latency"}
+    assert set(SUITE_NAMES) == {*SUITES, "latency", "random"}
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -198,7 +198,8 @@ def test_ratio_is_to_the_fastest_peer() -> None:
 def test_a_wrong_result_is_no_competitor() -> None:
     row = row_with(Target("best", 1.0))
     found = report(row, fa4flex=timed(2.0), FA4=timed(0.1, BAD), flex=timed(4.0))
-    assert found.best_peer == "flex" and "WRONG" in full_table([found])
+    assert found.best_peer == "flex" and "WRONG RESULT, 1e+03 times" in full_table([found])
+    assert "tflops" not in as_json([found])[0]["peers"]["FA4"]
     # ... and our own wrong result, however fast, passes nothing.
     assert judged(report(row, fa4flex=timed(0.1, BAD), flex=timed(4.0))) == [(False, None), (False, 1000)]
     unwritten = Accuracy(math.nan, math.nan, 1e-3, 2e-3)

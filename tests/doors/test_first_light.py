@@ -15,9 +15,16 @@ import pytest
 import torch
 
 from fa4flex.__main__ import main
-from fa4flex.first_light import report
+from fa4flex.first_light import report, worker
 from fa4flex.first_light.cases import CASES, Draw, case_named
-from fa4flex.first_light.command import MOST_SECONDS, SECONDS, tasks_of
+from fa4flex.first_light.command import (
+    END_SECONDS,
+    MOST_SECONDS,
+    RECORDED_SEED,
+    SECONDS,
+    parts_of,
+    tasks_of,
+)
 from fa4flex.first_light.judge import judge
 from fa4flex.first_light.processes import Done, Task, run_all
 from fa4flex.first_light.rows import ROWS
@@ -136,11 +143,79 @@ def test_a_report_fits_ten_minutes_and_names_nobody(tmp_path: Path, monkeypatch:
         assert not re.search(rf"\b{re.escape(private)}\b", written)
 
 
+def test_every_step_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools come last, and are asked for where they are installed; nothing is left of a step that has no
+    tasks."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    tasks = tasks_of("cuda", "", 0)
+    parts = parts_of(tasks, 1000.0, SECONDS)
+    assert sorted(map(id, tasks)) == sorted(id(task) for part, _ in parts for task in part)
+    assert [{(task.step, bool(task.under)) for task in part} for part, _ in parts] == [
+        {("right", False)}, {("fast", False)}, {("right", True)},
+    ]  # fmt: skip
+    ends = [end - 1000.0 for _, end in parts]
+    assert ends == sorted(ends) and ends[0] > 200 and ends[1] - ends[0] > 200 and ends[2] - ends[1] > 100
+    assert ends[2] == SECONDS - END_SECONDS
+    assert {task.under[-1] for task in parts[2][0]} == {"memcheck", "racecheck"}
+    (only,) = parts_of(tasks_of("sm_100a", "", 0), 1000.0, SECONDS)
+    assert only[1] == 1000.0 + SECONDS - END_SECONDS
+
+
+def test_one_case_leaves_time_for_those_behind_it() -> None:
+    """Cases that hang take half of what is left each, and all end within the limit."""
+    hangs, well = script("import time; time.sleep(60)"), script("print('{\"results\": []}')")
+    start = time.monotonic()
+    done = list(run_all([hangs, hangs, well], 1, start + 8, lambda done: None))
+    assert time.monotonic() - start < 12
+    assert 3 < done[0].seconds < 5 and 1 < done[1].seconds < 3
+    assert [report.verdict(one).passed for one in done[:2]] == [None, None]  # nothing says that they hang
+    assert done[2].said["results"] == []
+
+
+def test_reports_name_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where errors of libraries do."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "lab-17.uni.edu")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/Ada Lovelace"))
+    error = (
+        "OSError: /home/ada/env/lib/site-packages/torch/cuda.py:33 on lab-17.uni.edu (lab-17), ada's; "
+        "GPU-8f1b2c3d-0123-4567-89ab-0123456789ab, '/home/Ada Lovelace/x.toml', ~/.cache/a/b.o, "
+        "1/2 of q/k/v, https://docs.example.org/a/page"
+    )
+    done = replace(right(), said={"error": error})
+    verdicts = [report.verdict(done)]
+    about = {"nvidia-smi": f"not read: {error}"}
+    told = report.anonymous(report.as_json(about, [done], verdicts))
+    privates = "lab-17", "ada", "Ada", "home", "site-packages", "8f1b2c3d", "0123456789ab", ".cache"
+    rest = "OSError: cuda.py:33", "x.toml", "b.o", "1/2 of q/k/v", "https://docs.example.org/a/page"
+    for written in (json.dumps(told), report.anonymous(report.text(verdicts))):
+        assert not [x for x in privates if x in written]
+        assert all(x in written for x in rest)
+    assert told["cases"][0]["passed"] is False and told["cases"][0]["seconds"] == 0.0
+
+
 def test_unknown_devices_and_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--device", "sm_80"], ["--device", "sm_90a", "--cases", "no such"]):
         assert main(["first-light", *arguments]) == 2
     errors = capsys.readouterr().err
     assert "cuda, sm_90a or sm_100a" in errors and "causal d64" in errors
+
+
+def test_a_simulated_b200_has_the_recorded_bits() -> None:
+    """The smallest case as its process computes it, at every run of the tests."""
+    done = Done(Task("sm_100a", "right", "decode d128", RECORDED_SEED, 1.0, recorded=True), 0.0, {})
+    verdict = report.verdict(replace(done, said=worker.right("sm_100a", "decode d128", RECORDED_SEED)))
+    assert verdict.passed and verdict.says.endswith("bits as simulated"), verdict.says
+
+
+@pytest.mark.slow
+def test_the_command_on_a_simulated_b200(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--device", "sm_100a", "--cases", "decode d128", "--out", str(tmp_path)]
+    assert main(["first-light", *chosen]) == 0
+    assert "1 ok, 0 failed, 0 not run" in capsys.readouterr().out
+    (case,) = json.loads((tmp_path / "first-light.json").read_text())["cases"]
+    assert case["passed"] and case["arch"] == "sm_100a" and case["says"].endswith("bits as simulated")
+    assert "bits as simulated" in (tmp_path / "first-light.txt").read_text()
 
 
 @pytest.mark.slow

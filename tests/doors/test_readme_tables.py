@@ -33,14 +33,18 @@ def row(**peers: Any) -> dict[str, Any]:
     }
 
 
-def peer(tflops: float, over_plain: float = 1.0) -> dict[str, Any]:
-    return {"tflops": tflops, "errors": {"over plain": over_plain}}
+def peer(tflops: float) -> dict[str, Any]:
+    return {"tflops": tflops, "errors": {"over plain": 1.0}}
+
+
+def wrong(over_plain: float) -> dict[str, Any]:
+    return {"reason": "WRONG RESULT", "errors": {"over plain": over_plain}}
 
 
 def test_tables(tables: ModuleType, tmp_path: Path) -> None:
     about = {"name": "NVIDIA H200", "torch": "2.11.0"}
-    rows = [row(FA4=peer(499.6), fa4flex=peer(627.5), flex=peer(9, 11.0), cuDNN={"reason": "takes no mods"})]
-    rows.append(row(fa4flex=peer(1.0), cuDNN=peer(2.0)))
+    rows = [row(FA4=peer(499.6), fa4flex=peer(627.5), flex=wrong(11.0), cuDNN={"reason": "takes no mods"})]
+    rows.append(row(fa4flex=peer(1.0), cuDNN=peer(2.0), flex=peer(1.0), FA4=wrong(float("nan"))))
     same = {**row(fa4flex=peer(61.0)), "row": "causal ordered"}
     for suite, given in {"dense": rows, "cost": rows, "backward": [*rows[:1], same]}.items():
         text = json.dumps({"environment": about, "rows": given})
@@ -49,10 +53,11 @@ def test_tables(tables: ModuleType, tmp_path: Path) -> None:
     assert "NVIDIA H200" in found and "torch 2.11.0" in found
     assert "|  | fa4flex | FA4 | flex | cuDNN | over the best other | over flex |" in found
     assert "| causal | 628 | 500 | wrong | - | 1.26 (FA4) | - |" in found
-    assert "No number: cuDNN: takes no mods." in found
+    assert "| causal | 1 | wrong | 1 | 2 | 1.26 (FA4) | - |" in found
+    assert "cuDNN: takes no mods" in found
     assert "| causal | full | +3.1% |" in found
-    assert "|  | fa4flex | the same bits | FA4 | flex | over the best other | over flex |" in backward
-    assert "| causal | 628 | 61 | 500 | wrong | 1.26 (FA4) | - |" in backward
+    assert "|  | fa4flex | the same bits | FA4 | over the best other | over flex |" in backward
+    assert "| causal | 628 | 61 | 500 | 1.26 (FA4) | - |" in backward
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tables: ModuleType) -> None:

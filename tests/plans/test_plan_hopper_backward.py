@@ -184,7 +184,11 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert planned(narrow).persistent and planned(replace(LIGHT, sloped=True)).persistent
     assert planned(LIGHT).persistent and planned(LIGHT).stages[2] == 1
     assert not planned(replace(narrow, head_dim_v=128)).persistent  # dV is wider
-    assert not planned(replace(narrow, deterministic=True)).persistent
+    ordered = replace(narrow, deterministic=True, mask_form="none")
+    assert planned(ordered).persistent and planned(ordered).config().takes_first
+    for changes in ({"mask_form": "tables"}, {"lengths": "packed"}, {"lengths": "used"}):
+        assert not planned(replace(ordered, **changes)).persistent
+    assert not planned(replace(ordered, gradients=((0, "sum"),))).persistent
     assert planned(replace(LIGHT, head_dim=192)).persistent
     assert not planned(replace(LIGHT, head_dim=192, lengths="packed")).persistent
     assert not planned(replace(LIGHT, head_dim=192, head_dim_v=192)).persistent
@@ -361,7 +365,9 @@ KINDS = {
     "one stage of dQ": Problem(128, 128),
     "sums cleared": Problem(64, 64, mask_form="queries"),
     "sums cleared, one stage of dQ": LIGHT,
-    "a block per tile": Problem(64, 64, deterministic=True),
+    "a block per tile": Problem(64, 64, long_scores=True),
+    "ordered sums": Problem(64, 64, deterministic=True),
+    "ordered sums, one stage of dQ": Problem(128, 128, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
     "dQ stored": Problem(128, 128),
     "few tiles": Problem(64, 64),

@@ -71,7 +71,7 @@ class Config:
 
     persistent = False
     stores_dq = False
-    clears = False
+    clears = takes_first = False
     columns = None
 
     @property

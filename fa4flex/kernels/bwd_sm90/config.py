@@ -77,6 +77,12 @@ class Config:
         return self.workers > 0
 
     @property
+    def takes_first(self) -> bool:
+        """True if blocks take their first tile of keys from the counter, too: what a tile waits for (cleared
+        sums, a turn) then comes from tiles that have been taken before it."""
+        return self.persistent and (self.clears or self.deterministic)
+
+    @property
     def told(self) -> int:
         """Warps beside consumers that a persistent block's producer tells of its next tile of keys."""
         return 2 if self.clears else 1

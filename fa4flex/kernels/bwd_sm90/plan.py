@@ -138,9 +138,13 @@ class HopperBackwardPlan(Checked):
     @property
     def persistent(self) -> bool:
         """True if blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
-        dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
-        need, and ragged batches of wide heads."""
-        if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
+        dQ. Where sums are ordered, each tile has a block of its own, except in dense batches without masks
+        and captured gradients, which have sums of each tile. It takes registers that long scores need, and
+        ragged batches of wide heads."""
+        if self.problem.long_scores or self.split == "columns":
+            return False
+        plain = self.problem.mask_form == "none" and self.problem.lengths == "dense"
+        if self.problem.deterministic and (not plain or self.problem.gradients):
             return False
         if self.split == "products" and (self.ctas > 1 or self.head_dim > ROOMY_PRODUCTS):
             return False

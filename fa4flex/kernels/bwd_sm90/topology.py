@@ -163,8 +163,8 @@ def _producer(config: Config) -> Role:
     before = (_work("await", "keys_empty", -1),) * persistent
     keys = (*before, _work("load", "k"), _work("load", "v"))
     # Of persistent blocks, the first tiles of Q and dO do not wait until K and V may be overwritten.
-    publish = tuple(_work(action, "next", config.clears) for action in ("acquire", "fill")) * persistent
-    opening = tuple(replace(event, tile=0) for event in publish) * config.clears
+    publish = tuple(_work(action, "next", config.takes_first) for action in ("acquire", "fill")) * persistent
+    opening = tuple(replace(event, tile=0) for event in publish) * config.takes_first
     step = tuple(Event(action, name) for name in ("q", "dout") for action in ("acquire", "load"))
     empty = (*keys, *publish)
     first = (*step, *keys) if persistent else (*keys, *step)
@@ -211,11 +211,11 @@ def _clearer(config: Config) -> Role:
 
 def _received(config: Config) -> tuple[Events, Events]:
     """Events by which a warp learns its first tile of keys, and each following one. All come from the counter
-    where blocks clear; else the first one is the block's own number."""
+    where tiles wait for earlier ones; else the first one is the block's own number."""
     if not config.persistent:
         return (), ()
-    begun = tuple(_work(action, "next") for action in RECEIVE) * config.clears
-    return begun, tuple(_work(action, "next", config.clears) for action in RECEIVE)
+    begun = tuple(_work(action, "next") for action in RECEIVE) * config.takes_first
+    return begun, tuple(_work(action, "next", config.takes_first) for action in RECEIVE)
 
 
 def _consumer(config: Config, w: int) -> Role:

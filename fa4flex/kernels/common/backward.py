@@ -146,9 +146,9 @@ class BackwardTileScheduler:
         number, phase = self.first(), Int32(0)
         if const_expr(self.config.persistent):
             begun = cute.arch.grid_dim()[0]
-            if const_expr(self.config.clears):
-                # The first one, too: blocks wait for what tiles before theirs clear, so that none may wait
-                # for one that has not begun.
+            if const_expr(self.config.takes_first):
+                # The first one, too: blocks wait for what tiles before theirs clear, or add, so that none may
+                # wait for one that has not begun.
                 begun = Int32(0)
                 if const_expr(takes):
                     number = take(arguments.counters, begun)
@@ -158,7 +158,7 @@ class BackwardTileScheduler:
             while number < grid.total:
                 work = self.work(number, grid, arguments)
                 carry = body(work, phase, carry)
-                told = phase ^ 1 if const_expr(self.config.clears) else phase
+                told = phase ^ 1 if const_expr(self.config.takes_first) else phase
                 if const_expr(takes):
                     # Not before: what a block took at the start of a long tile would wait for its end.
                     number = take(arguments.counters, begun)
