@@ -1,8 +1,9 @@
 """Trees of rollouts: sequences that share prefixes, as groups of samples and turns do, with each token once.
 
-`fold` lays the tokens of a prefix tree (a trie) out in depth-first order. A token then attends exactly the tokens
+`fold` lays the tokens of a prefix tree (a trie) out in depth-first order. A token then attends exactly those
 above it, `enter[k] <= enter[q] < leave[k]`, and every layer of a causal model computes for it what it would
-compute in any of the sequences that hold it. Values per token unfold to sequences; gradients and weights fold.
+compute in any of the sequences that hold it. Values per token unfold to sequences; gradients and weights
+fold.
 
 Which tokens are one is decided from contents, on the host. Nothing after that reads any.
 """
@@ -29,7 +30,7 @@ from fa4flex.variants.prefix_tree import prefix_tree
 __all__ = ["Folded", "fold"]
 
 Ragged = Sequence[Any] | Tensor
-"""One value per token of each sequence: tensors [len, ..], or one [B, S, ..] with the first len of each row."""
+"""One value per token of each sequence: tensors [len, ..], or one [B, S, ..], of whose rows the first len."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,7 +89,9 @@ class Folded:
         elif callable(settled):
             as_mod = as_score(settled) if _takes_a_score(settled) else as_mask(settled)
         else:
-            raise InputError(f"at_positions({kind_of(mod)})", "a mask or a score mod", "pass a function of indices")
+            raise InputError(
+                f"at_positions({kind_of(mod)})", "a mask or a score mod", "pass a function of indices"
+            )
         kind = PlacedScore if isinstance(as_mod, ScoreMod) else PlacedMask
         return kind(as_mod, self.positions.to(torch.int32), self.longest)
 
@@ -118,12 +121,12 @@ class Folded:
         return flat.new_zeros(len(self.tokens), *flat.shape[1:]).index_add(0, self.index, flat)
 
     def first(self, values: Ragged) -> Tensor:
-        """The value that the first sequence with a token gives it, [T, ..], for values that all agree about."""
+        """The value that the first sequence with a token gives it, [T, ..], where all of them agree."""
         flat = self._flat(values, "values")
         return flat.index_select(0, self._holders())
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """The log-probability of each token behind the tokens above it, float32 [T], of logits [T, vocabulary].
+        """The log-probability of each token behind those above it, float32 [T], of logits [T, vocabulary].
 
         The last token of a shared prefix has a target in each branch; so this is a value of the token that is
         predicted, not of the one that predicts: 0 for the first of a sequence. Float64 for float64.
@@ -152,8 +155,9 @@ class Folded:
         roots = int((self.parents < 0).sum())
         return (
             f"{len(self.lengths)} sequences of {len(self.index)} tokens in {roots} "
-            f"tree{'s' * (roots != 1)} of {len(self.tokens)}: {_times(len(self.index), len(self.tokens))} fewer"
-            f" tokens, {_times(unfolded, pairs)} fewer pairs of a query and a key"
+            f"tree{'s' * (roots != 1)} of {len(self.tokens)}: "
+            f"{_times(len(self.index), len(self.tokens))} fewer tokens, "
+            f"{_times(unfolded, pairs)} fewer pairs of a query and a key"
         )
 
     def __repr__(self) -> str:
@@ -176,8 +180,8 @@ def fold(
 
     sequences  N sequences of token ids, lists or integer tensors [len]; or a padded batch, integer [N, S]
     lengths    those of a padded batch, [N]; None: S each
-    also       values per token, in the form of `sequences` with any further dimensions, in which tokens have to
-               agree, bit by bit, to be shared: masks, images, adapters, whatever else a model is given
+    also       values per token, in the form of `sequences` with any further dimensions, in which tokens have
+               to agree, bit by bit, to be shared: images, adapters, whatever else a model is given
 
     Trees, and the branches of a node, lie in the order in which sequences first come to them. The result lies
     where the tokens lie. Equal sequences are one path; an empty one has no token. Raises InputError.
@@ -186,7 +190,7 @@ def fold(
     sizes = tuple([len(row) for row in rows])
     extra = [_one_after_another(values, sizes, f"also[{n}]") for n, values in enumerate(also)]
     trie = Trie.of(_records(rows, sizes, extra))
-    made = {name: torch.from_numpy(x).to(device) for name, x in trie.arrays().items()}
+    made: dict[str, Any] = {name: torch.from_numpy(x).to(device) for name, x in trie.arrays().items()}
     tokens = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(dtype).to(device)
     result = Folded(tokens[:0], lengths=sizes, longest=max(sizes, default=0), **made)
     result = replace(result, tokens=tokens.new_zeros(len(result.parents)))

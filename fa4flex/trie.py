@@ -1,14 +1,15 @@
-"""The trie of some sequences of records: which of their elements are one, and the order of a depth-first walk.
+"""The trie of sequences of records: which of their elements are one, and the order of a depth-first walk.
 
 Sequences are sorted; neighbours then share the longest prefixes that there are, and one walk over them finds
-every node (as suffix arrays with longest common prefixes do: Kasai et al., 2001). The work is that of sorting N
-strings, and a few operations of numpy for each sequence; none is done for single elements in Python.
+every node (as suffix arrays with longest common prefixes do: Kasai et al., 2001). The work is that of sorting
+N strings, and a few operations of numpy for each sequence; none is done for single elements in Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ Block = tuple[int, Any]
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """positions, parents [T] int64, leave [T] int32; index int64: the node of each element, in the order given"""
+    """positions, parents [T] int64, leave [T] int32; index int64: each element's node, in the order given"""
 
     positions: Array
     parents: Array
@@ -70,7 +71,7 @@ def _order_of_walk(rows: Sequence[Array]) -> list[int]:
     """Rows such that those with a common prefix lie together, each group where its first row comes."""
     keys = [row.tobytes() for row in rows]
     in_order = sorted(range(len(rows)), key=keys.__getitem__)
-    shared = [_common(rows[a], rows[b]) for a, b in zip(in_order, in_order[1:], strict=False)]
+    shared = [_common(rows[a], rows[b]) for a, b in pairwise(in_order)]
     groups: list[tuple[int, list[Block]]] = [(0, [])]  # that are open, by the length of what they share
     for row, depth in zip(in_order, [*shared, 0], strict=False):
         block: Block = row, row

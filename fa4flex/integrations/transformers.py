@@ -74,10 +74,12 @@ def check(model: torch.nn.Module) -> None:
 
 
 def folded_inputs(model: torch.nn.Module, folded: Folded) -> dict[str, Any]:
-    """Keyword arguments for a call of a causal language model on folded sequences: `model(**folded_inputs(model,
-    folded)).logits[0]` are those of the folded tokens [T, vocabulary]. Pass no labels: a token that several
-    continue has several; `Folded.log_probs` knows them. Raises UnsupportedError for a model that does not run
-    under this library."""
+    """Keyword arguments of a causal language model's call on folded sequences.
+
+    `model(**folded_inputs(model, folded)).logits[0]` are those of the folded tokens, [T, vocabulary]. Pass no
+    labels: a token that several continue has several; `Folded.log_probs` knows them. Raises UnsupportedError
+    for a model that does not run under this library.
+    """
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if name not in _names:
         raise UnsupportedError(

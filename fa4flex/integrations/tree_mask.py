@@ -1,7 +1,7 @@
 """Folded sequences in Hugging Face models: the mask of a prefix tree, which a model hands on to its layers.
 
-transformers passes a 4-D mask on untouched, to layers of all kinds: what a layer adds to causal attention, its
-sliding window, is added where it computes, from the positions of the tokens.
+transformers passes a 4-D mask on untouched, to layers of all kinds: what a layer adds to causal attention,
+its sliding window, is added where it computes, from the positions of the tokens.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ class TreeMask(ModelMask):
     def __init__(self, leave: Tensor, positions: Tensor) -> None:
         """leave and positions [T], as `fa4flex.trees.fold` makes them."""
         tokens = len(leave)
-        mod = prefix_tree(leave).mod
-        source = {
-            "q_offset": 0, "kv_offset": 0, "mask_function": mod, "attention_mask": None, "device": leave.device,
-        }  # fmt: skip
+        mod = prefix_tree(leave)
+        source = {"q_offset": 0, "kv_offset": 0, "mask_function": mod, "attention_mask": None}
+        source["device"] = leave.device
         super().__init__(mod, (1, tokens, tokens), source)
         self.leave, self.positions = leave, positions
 
     def at_layer(self, module: Any, causal: bool, window: int | None) -> MaskFunction:
-        """The mask_mod of a layer, with its sliding window. Raises UnsupportedError for layers that are neither
-        causal nor causal within a window."""
+        """The mask_mod of a layer, with its sliding window. Raises UnsupportedError for layers that are
+        neither causal nor causal within a window."""
         kind = _kind(module)
         if not causal or kind not in _READ or (kind == "sliding_attention" and window is None):
             raise UnsupportedError(
@@ -42,7 +41,7 @@ class TreeMask(ModelMask):
                 "causal attention, with a sliding window or without, that names its window",
                 "run the sequences of this model one by one, or padded",
             )
-        tree: MaskFunction = self.mask_mod  # type: ignore[assignment]
+        tree: MaskFunction = self.mask_mod
         if window is None:
             return tree
         positions = self.positions

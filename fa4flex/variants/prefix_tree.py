@@ -2,9 +2,9 @@
 
     allowed(q, kv) = kv <= q < leave[kv]
 
-Tokens lie in depth-first order: those of the subtree below token kv, and kv itself, are kv up to leave[kv] - 1.
+Tokens lie in depth-first order: token kv and those of the subtree below it are kv up to leave[kv] - 1.
 
-Source: times of a depth-first search, as in Cormen et al., Introduction to Algorithms, the parenthesis theorem.
+Source: times of a depth-first search, Cormen et al., Introduction to Algorithms, the parenthesis theorem.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def _rows(s: Sizes) -> Drawn:
     tokens = s.of(300)
     rows = [_parents(tokens, 3) for _ in range(s.batch)]
     leave = torch.tensor([_leave(parents) for parents in rows])
-    return masked_by_batch(
-        s.square(tokens), prefix_tree(leave), lambda b, q, kv: definition(q, kv, rows[b])
-    )
+    return masked_by_batch(s.square(tokens), prefix_tree(leave), lambda b, q, kv: definition(q, kv, rows[b]))
 
 
 CASES = (Case(_one_tree), Case(_rows))
