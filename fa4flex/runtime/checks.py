@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
 from fa4flex.errors import InputError, UnsupportedError
@@ -18,7 +17,6 @@ from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.flex.choice import FLEX_DEVICES, by_flex, no_backend
-from fa4flex.torch_internals import forward_ad, is_wrapped, transform_level
 from fa4flex.variant import Variant
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -104,24 +102,6 @@ def check_descriptions(varlen: object, paging: object, pages: bool = False) -> N
                 f"{name} is a {type(value).__name__}",
                 f"a fa4flex.{wanted.__name__}",
                 f"pass fa4flex.{example}",
-            )
-
-
-def check_transforms(*tensors: Tensor | None) -> None:
-    """Raise UnsupportedError inside torch.func transforms and forward-mode automatic differentiation.
-
-    Forward-mode tangents would be dropped without a word; grad and vmap fail deep inside torch.
-    """
-    if transform_level() is None and forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is None or torch.compiler.is_compiling():
-            continue
-        if is_wrapped(x) or unpack_dual(x).tangent is not None:
-            raise UnsupportedError(
-                "a tensor inside torch.func.grad, vmap or jvp, or one with a forward-mode tangent",
-                "reverse-mode derivatives of batches: x.requires_grad_() and torch.autograd.grad",
-                "use torch.autograd.grad for torch.func.grad, and a batch dimension for vmap",
             )
 
 
