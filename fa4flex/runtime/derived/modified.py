@@ -37,9 +37,14 @@ class Place:
         """The same pairs at these values of axes."""
         return replace(self, symbols={**self.symbols, **axes})
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """x, 0 where the mask hides the pair: slopes may be infinite there, and 0 * inf is NaN."""
-        return x if self.allowed is None else torch.where(self.allowed, x, 0)
+    def times(self, upstream: Tensor, slope: Tensor | None) -> Tensor:
+        """upstream * slope (None: one), 0 where the mask hides the pair. Slopes may be infinite there, and
+        0 * inf is NaN, in derivatives of the product as well: the slope itself is hidden first."""
+        if self.allowed is None:
+            return upstream if slope is None else upstream * slope
+        if slope is None:
+            return torch.where(self.allowed, upstream, 0)
+        return torch.where(self.allowed, upstream, 0) * torch.where(self.allowed, slope, 0)
 
     def values(self, roots: tuple[Expr, ...], score: Tensor, operands: tuple[Tensor, ...]) -> list[Value]:
         """Values of expressions; of allowed pairs alone where one reads past a tensor, or divides by 0."""
@@ -60,7 +65,7 @@ class Place:
 
 @lru_cache(maxsize=512)
 def _derivative(root: Expr) -> ScoreGradient:
-    return score_gradient(root)
+    return score_gradient(root, again=True)
 
 
 class Modified(torch.autograd.Function):
@@ -79,8 +84,8 @@ class Modified(torch.autograd.Function):
         by, place = _derivative(ctx.root), ctx.place
         of_score = None
         if ctx.needs_input_grad[2]:
-            slope = upstream if by.by_score is ONE else upstream * value_of(by.by_score, place, score, operands)
-            of_score = place.hidden(slope)
+            slope = None if by.by_score is ONE else value_of(by.by_score, place, score, operands)
+            of_score = place.times(upstream, slope)
         needed = [slot for slot, needs in enumerate(ctx.needs_input_grad[3:]) if needs]
         gradients: list[Tensor | None] = [None] * len(operands)
         for term in by.of_slots(needed):
@@ -101,10 +106,8 @@ def _share(
     term: CapturedGradient, place: Place, upstream: Tensor, score: Tensor, operands: list[Tensor]
 ) -> Tensor:
     """What a captured tensor gets from one place where it is read, in its shape and at compute precision."""
-    share = upstream
-    if term.value is not ONE:
-        share = share * value_of(term.value, place, score, operands)
-    share = place.hidden(share)
+    value = None if term.value is ONE else value_of(term.value, place, score, operands)
+    share = place.times(upstream, value)
     operand = operands[term.slot]
     with torch.no_grad():
         found = place.values(term.index, score.detach(), tuple([x.detach() for x in operands]))

@@ -196,7 +196,9 @@ class Parts(torch.autograd.Function):
         tensors = tuple([x.detach() for x in tensors])
         if isinstance(level, Attention):
             out, lse, *_ = compute.forward(recipe.program, recipe.call(tensors))
-            return (out.transpose(0, 1)[None], lse[None]) if recipe.packed else (out, lse)
+            if recipe.packed:  # copies: what is given a tangent may not be a view
+                return torch.stack([out.transpose(0, 1)]), torch.stack([lse])
+            return out, lse
         dtype = recipe.program.precision.compute_dtype(tensors[0].dtype)
         likes, kinds = level.results(recipe, tensors), level.of_results
         totals = [
