@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
 from fa4flex.errors import InputError, UnsupportedError
@@ -17,6 +18,7 @@ from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.flex.choice import FLEX_DEVICES, by_flex, no_backend
+from fa4flex.torch_internals import forward_ad, is_wrapped, transform_level
 from fa4flex.variant import Variant
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -103,6 +105,26 @@ def check_descriptions(varlen: object, paging: object, pages: bool = False) -> N
                 f"a fa4flex.{wanted.__name__}",
                 f"pass fa4flex.{example}",
             )
+
+
+def in_transforms(*tensors: Tensor | None) -> bool:
+    """True if one of the tensors has a forward-mode tangent, or is one of a transform of torch.func."""
+    if transform_level() is None and forward_ad._current_level < 0:
+        return False
+    return any(x is not None and (is_wrapped(x) or unpack_dual(x).tangent is not None) for x in tensors)
+
+
+def check_transforms(*tensors: Tensor | None) -> None:
+    """Raise UnsupportedError inside torch.func transforms and forward-mode automatic differentiation.
+
+    Exchanges would drop tangents without a word; grad and vmap fail deep inside torch.
+    """
+    if in_transforms(*tensors):
+        raise UnsupportedError(
+            "attention over ranks of a tensor inside torch.func.grad, vmap or jvp, or with a tangent",
+            "reverse-mode derivatives of batches: x.requires_grad_() and torch.autograd.grad",
+            "use torch.autograd.grad for torch.func.grad, and a batch dimension for vmap",
+        )
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:

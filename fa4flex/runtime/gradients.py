@@ -174,8 +174,8 @@ def _backward(
 
 
 class TwiceDerived(torch.autograd.Function):
-    """The backward pass where a second derivative might be wanted: from the tensors alone, as what the forward
-    pass saved follows from these."""
+    """The backward pass where a second derivative might be wanted: from the tensors alone, as what the
+    forward pass saved follows from these."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
 from fa4flex.codegen import blame
@@ -24,6 +23,7 @@ from fa4flex.runtime.checks import (
     check_packed,
     check_tensors,
     check_variant,
+    in_transforms,
 )
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
@@ -39,7 +39,6 @@ from fa4flex.torch_internals import (
     dispatch_modes,
     forward_ad,
     is_tracing,
-    is_wrapped,
     transform_level,
 )
 from fa4flex.variant import Variant, default_scale, settings_of
@@ -332,10 +331,9 @@ def by_kernels(variant: Variant, q: Tensor) -> bool:
 def transformed(call: Call) -> bool:
     """True if a tensor that a call of contiguous keys can be differentiated by has a tangent, or is one of a
     transform of torch.func."""
-    if torch.compiler.is_compiling() or (transform_level() is None and forward_ad._current_level < 0):
+    if torch.compiler.is_compiling():
         return False
-    tensors = (call.q, call.kv.k, call.kv.v, call.sinks, *call.operands, *call.lengths)
-    return any(x is not None and (is_wrapped(x) or unpack_dual(x).tangent is not None) for x in tensors)
+    return in_transforms(call.q, call.kv.k, call.kv.v, call.sinks, *call.operands, *call.lengths)
 
 
 def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -106,7 +106,9 @@ def _plus(a: Expr, b: Expr) -> Expr:
     """a + b, with a selection by `where(c, x, 0)` kept outermost where both have one."""
     if a.op == b.op == "where" and a.args[0] is b.args[0]:
         condition, *ends = a.args
-        return apply("where", condition, *[_plus_or_other(x, y) for x, y in zip(ends, b.args[1:], strict=True)])
+        return apply(
+            "where", condition, *[_plus_or_other(x, y) for x, y in zip(ends, b.args[1:], strict=True)]
+        )
     guards = [_selected_by(x) for x in (a, b)]
     if guards[0] is None or guards[1] is None:
         return apply("add", a, b)
@@ -232,7 +234,8 @@ def _sum(a: Expr, b: Expr) -> Expr:
 def score_gradient(score: Expr, again: bool = False) -> ScoreGradient:
     """Differentiate a score expression by sym("score") and by each floating load in it.
 
-    again   whether derivatives are differentiated in turn: sums of what selections feed into one node then stay
+    again   whether derivatives are differentiated in turn: sums of what selections feed into one node then
+    stay
             behind a selection, as its own slope may be infinite where neither is selected
     """
     plus = _plus if again else _sum

@@ -1,4 +1,5 @@
-"""Calls whose derivatives are of other kinds than a backward pass, and second derivatives of such as are not."""
+"""Calls whose derivatives are of other kinds than a backward pass, and second derivatives of such as are
+not."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.call import Call, Results
-from fa4flex.runtime.derived.parts import Attention, Parts, Pull, Recipe
+from fa4flex.runtime.derived.parts import Attention, Pull, Recipe, applied
 from fa4flex.runtime.programs import Published
-from fa4flex.torch_internals import is_wrapped
+from fa4flex.torch_internals import is_functional
 
 
 def attend(program: Published, call: Call) -> Results:
@@ -23,14 +24,14 @@ def attend(program: Published, call: Call) -> Results:
             "out and lse",
             "leave it out, or ask for it in a call of its own, outside",
         )
-    if any(x is not None and is_wrapped(x) for x in call.lengths):
-        raise UnsupportedError(
-            "lengths inside torch.func.vmap",
-            "lengths that are the same for all mapped entries",
-            "call it for one entry after another",
-        )
     recipe, tensors = _split(program, call)
-    out, lse = Parts.apply(Attention(recipe.kinds(len(tensors))), recipe, *tensors)
+    if any(map(is_functional, tensors)):
+        raise UnsupportedError(
+            "a tensor inside torch.func.functionalize",
+            "torch.func.grad, vjp, jvp, vmap and what is made of these",
+            "leave functionalize out: attention changes none of its inputs",
+        )
+    out, lse = applied(Attention(recipe.kinds(len(tensors))), recipe, *tensors)
     return (out.squeeze(0).transpose(0, 1), lse.squeeze(0), None) if recipe.packed else (out, lse, None)
 
 
@@ -57,7 +58,7 @@ def second_derivatives(
     given = [_laid(call.turn(x), recipe.packed) if n < 3 else x for n, x in enumerate(tangents)]
     level = Pull(Attention(recipe.kinds(len(tensors))), by)
     floating = tuple([n for n, x in enumerate((*tensors, *above)) if x.is_floating_point()])
-    found = Parts.apply(Pull(level, floating), recipe, *tensors, *above, *given)
+    found = applied(Pull(level, floating), recipe, *tensors, *above, *given)
     placed = dict(zip(floating, found, strict=True))
     of_tensors = [
         call.turn(_unlaid(placed[n], recipe.packed)) if n < 3 else placed.get(n) for n in range(len(tensors))

@@ -1,8 +1,7 @@
 """Expressions of scores as functions of autograd whose derivatives are the expressions that analysis derives.
 
-Autograd of torch would differentiate what computes them instead: branches that are not selected would give NaN
-where their slope is infinite, and slopes that a function of the user states would be lost.
-"""
+Autograd of torch would differentiate what computes them instead: branches that are not selected would give
+NaN where their slope is infinite, and slopes that a function of the user states would be lost."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Functions of a call's tensors that are computed piece by piece, and their derivatives, which are such, too.
 
-Let f take parts of tensors to parts of results, for each piece; results are written side by side, or added up. Its
-vector-Jacobian product takes the same parts, and those of upstream gradients, to parts of gradients: `Pull(f)`. Its
-Jacobian-vector product takes parts of tensors and tangents to parts of tangents: `Push(f)`. Both are computed again
-from the tensors, piece by piece, and have derivatives of their own by the same rules. So no derivative, of whatever
-order, keeps more than the tensors.
+Let f take parts of tensors to parts of results, for each piece; results are written side by side, or added
+up. Its vector-Jacobian product takes the same parts, and those of upstream gradients, to parts of gradients:
+`Pull(f)`. Its Jacobian-vector product takes parts of tensors and tangents to parts of tangents: `Push(f)`.
+Both are computed again from the tensors, piece by piece, and have derivatives of their own by the same rules.
+So no derivative, of whatever order, keeps more than the tensors.
 
 Source of the second rule: J t is the gradient of <J^T u, t> by u (Townsend, "A new trick for calculating
 Jacobian vector products", 2017).
@@ -28,14 +28,15 @@ from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.derived.pieces import Kind, Piece, attend, pieces
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.programs import Published
+from fa4flex.torch_internals import MappedDimension
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A call without the tensors that it can be differentiated by.
 
-    `tensors` of a call are q, k, v [B, H, S, D], of packed sequences [1, H, T, D]; sinks if it has them; operands.
-    """
+    `tensors` of a call are q, k, v [B, H, S, D], of packed sequences [1, H, T, D]; sinks if it has them;
+    operands."""
 
     program: Published
     scalars: tuple[Any, ...]
@@ -49,8 +50,12 @@ class Recipe:
 
     def kinds(self, count: int) -> tuple[Kind, ...]:
         """How each of `count` tensors of the call is cut."""
-        fixed: tuple[Kind, ...] = ("queries", "keys", "keys", *(("heads",) if self.sinks else ()))
-        return (*fixed, *(("whole",) * (count - len(fixed))))
+        fixed: list[Kind] = ["queries", "keys", "keys"]
+        if self.sinks:
+            fixed.append("heads")
+        while len(fixed) < count:
+            fixed.append("whole")
+        return tuple(fixed)
 
     def call(self, tensors: Sequence[Tensor]) -> Call:
         """The call, of packed tensors where it has such."""
@@ -128,7 +133,8 @@ class Pull:
 
 @dataclass(frozen=True)
 class Push:
-    """The Jacobian-vector product of `of`: of its tensors, and of a tangent for each of those number `moved`."""
+    """The Jacobian-vector product of `of`: of its tensors, and of a tangent for each of those number
+    `moved`."""
 
     of: Level
     moved: tuple[int, ...]
@@ -176,7 +182,9 @@ def _gradients(
         return [torch.zeros_like(x) for x in by]
     found, upstream = zip(*pairs, strict=True)
     return list(
-        torch.autograd.grad(found, by, upstream, create_graph=create, allow_unused=True, materialize_grads=True)
+        torch.autograd.grad(
+            found, by, upstream, create_graph=create, allow_unused=True, materialize_grads=True
+        )
     )
 
 
@@ -202,16 +210,26 @@ class Parts(torch.autograd.Function):
         dtype = recipe.program.precision.compute_dtype(tensors[0].dtype)
         likes, kinds = level.results(recipe, tensors), level.of_results
         totals = [
-            torch.zeros(like.shape, dtype=torch.float64 if kind in ("heads", "whole") else dtype, device=tensors[0].device)
+            torch.zeros(
+                like.shape,
+                dtype=torch.float64 if kind in ("heads", "whole") else dtype,
+                device=tensors[0].device,
+            )
             for like, kind in zip(likes, kinds, strict=True)
         ]  # elements of captured tensors may be sums of a term per pair
-        wide = [x.to(dtype) if kind == "whole" and x.is_floating_point() else x for x, kind in zip(tensors, level.kinds, strict=True)]
+        wide = [
+            x.to(dtype) if kind == "whole" and x.is_floating_point() else x
+            for x, kind in zip(tensors, level.kinds, strict=True)
+        ]
         with _default_device(tensors[0].device):
             for piece in recipe.pieces(tensors):
                 cut = [piece.cut(x, kind) for x, kind in zip(wide, level.kinds, strict=True)]
                 cut = [x.to(dtype) if x.is_floating_point() else x for x in cut]
-                for total, kind, part in zip(totals, kinds, level.part(piece, cut), strict=True):
+                found = level.part(piece, cut)
+                totals = [
                     piece.add(total, kind, part.detach())
+                    for total, kind, part in zip(totals, kinds, found, strict=True)
+                ]
         return tuple([x.to(like.dtype) for x, like in zip(totals, likes, strict=True)])
 
     @staticmethod
@@ -224,7 +242,7 @@ class Parts(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         needs = tuple([n for n, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted])
-        found = Parts.apply(Pull(ctx.level, needs), ctx.recipe, *tensors, *upstream)
+        found = applied(Pull(ctx.level, needs), ctx.recipe, *tensors, *upstream)
         placed: list[Tensor | None] = [None] * len(tensors)
         for n, gradient in zip(needs, found, strict=True):
             placed[n] = gradient
@@ -235,7 +253,7 @@ class Parts(torch.autograd.Function):
         given = tangents[2:]
         moved = tuple([n for n, x in enumerate(given) if x is not None])
         primals = [unpack_dual(x).primal for x in ctx.saved_tensors]
-        return Parts.apply(Push(ctx.level, moved), ctx.recipe, *primals, *[given[n] for n in moved])
+        return applied(Push(ctx.level, moved), ctx.recipe, *primals, *[x for x in given if x is not None])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, level: Level, recipe: Recipe, *tensors: Tensor) -> Any:
@@ -244,11 +262,28 @@ class Parts(torch.autograd.Function):
             results = _folded(info.batch_size, dims, level, recipe, tensors)
         else:
             rows = [
-                Parts.apply(level, recipe, *[x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)])
+                Parts.apply(
+                    level,
+                    recipe,
+                    *[x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)],
+                )
                 for i in range(info.batch_size)
             ]
             results = tuple([torch.stack(row) for row in zip(*rows, strict=True)])
         return results, (0,) * len(results)
+
+
+def applied(level: Level, recipe: Recipe, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Results of a function of a call's tensors. Where torch.autograd maps some by the vmap that it has of
+    its own (vectorize=True, is_grads_batched=True), of one after another."""
+    mapped = (MappedDimension.of(x) for x in tensors)
+    batch = next((x for x in mapped if x is not None and x.legacy), None)
+    if batch is None:
+        results: tuple[Tensor, ...] = Parts.apply(level, recipe, *tensors)
+        return results
+    rows = zip(*[batch.rows(x) for x in tensors], strict=True)
+    each = [applied(level, recipe, *row) for row in rows]
+    return tuple([batch.stacked(result) for result in zip(*each, strict=True)])
 
 
 _BATCHED = ("queries", "keys", "rows")

@@ -1,4 +1,5 @@
-"""Pieces of a call: a block of queries with the keys that they see, and how tensors are cut into such pieces."""
+"""Pieces of a call: a block of queries with the keys that they see, and how tensors are cut into such
+pieces."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.runtime.cpu.sequences import Sequences, check_within, extents_of, inputs_of
 from fa4flex.runtime.cpu.tiles import QUERY_TILE, Heads, Inputs, Span, Walk, fitted_call, spans
 from fa4flex.runtime.derived.modified import Place, value_of
+from fa4flex.torch_internals import dispatch_modes
 
 Kind = Literal["queries", "keys", "rows", "heads", "whole"]
-"""How a tensor is cut: q [B, H, Sq, D], k or v [B, Hkv, Skv, D], lse [B, H, Sq], sinks [H], captured tensors."""
+"""How a tensor is cut: q [B, H, Sq, D], k or v [B, Hkv, Skv, D], lse [B, H, Sq], sinks [H], captured
+tensors."""
 
 SCORES = 1 << 20
 """Scores of a piece, where 16 queries have fewer."""
@@ -53,8 +56,8 @@ class Piece:
         return entries.stop - entries.start, heads.groups, heads.ratio, rows.stop - rows.start
 
     def cut(self, x: Tensor, kind: Kind) -> Tensor:
-        """The part of a tensor: [entries, groups, ratio, rows, ..] of queries, [entries, groups, keys, D] of keys,
-        [groups, ratio, 1, 1] of what there is by head."""
+        """The part of a tensor: [entries, groups, ratio, rows, ..] of queries, [entries, groups, keys, D] of
+        keys, [groups, ratio, 1, 1] of what there is by head."""
         heads, rows = self.heads, self.rows
         if kind == "whole":
             return x
@@ -67,17 +70,24 @@ class Piece:
         own = x[self.entries, heads.start : heads.stop, self.q_at + rows.start : self.q_at + rows.stop]
         return own.unflatten(1, (heads.groups, heads.ratio))
 
-    def add(self, total: Tensor, kind: Kind, part: Tensor) -> None:
-        """Add a part to the place that it would be cut from."""
+    def add(self, total: Tensor, kind: Kind, part: Tensor) -> Tensor:
+        """The total with a part added to the place that it would be cut from: itself, changed. Where
+        operators are intercepted it is another tensor, as graphs whose constants are changed in place are
+        folded wrongly."""
+        if dispatch_modes():
+            places = self.cut(torch.arange(total.numel(), device=total.device).view(total.shape), kind)
+            flat = total.reshape(-1).index_add(0, places.reshape(-1), part.reshape(-1).to(total.dtype))
+            return flat.view(total.shape)
         if kind != "keys":
             self.cut(total, kind).add_(part)
-            return
+            return total
         own = total[self.entries, self.heads.kv_start : self.heads.kv_start + self.heads.groups]
         start = 0
         for span in self.spans:
             size = span.stop - span.start
             own[:, :, self.k_at + span.start : self.k_at + span.stop].add_(part[:, :, start : start + size])
             start += size
+        return total
 
     def place(self, device: torch.device) -> Place:
         """The pairs of this piece."""
@@ -98,7 +108,10 @@ class Piece:
         allowed, mask, shape = None, self.facts.mask, (*self.shape, self.keys)
         if mask is not TRUE and any(span.partial for span in self.spans):
             # Entries and heads with masks of their own are pieces of their own.
-            alone = {"h": heads.start, "b": self.entries.start if inputs.sequence is None else inputs.sequence}
+            alone = {
+                "h": heads.start,
+                "b": self.entries.start if inputs.sequence is None else inputs.sequence,
+            }
             (found,) = evaluate([mask], {**symbols, **alone}, inputs.captured, inputs.precision)
             allowed = torch.as_tensor(found, device=device).expand(shape[3:])
         return Place(symbols, shape, inputs.captured.scalars, inputs.precision, allowed)
@@ -112,7 +125,8 @@ class Rows(NamedTuple):
 
 
 def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Rows:
-    """Attention of a piece, by operations that autograd knows. rest: sinks, if there are any, and operands."""
+    """Attention of a piece, by operations that autograd knows. rest: sinks, if there are any, and
+    operands."""
     inputs, facts = piece.inputs, piece.facts
     sinks, operands = (rest[0], rest[1:]) if inputs.sinks is not None else (None, rest)
     place = piece.place(q.device)
@@ -147,9 +161,9 @@ def pieces(facts: Facts, inputs: Inputs, sequences: Sequences | None) -> Iterato
     facts, inputs = fitted_call(facts, inputs, extents_of(inputs, sequences))
     for n, one in inputs_of(inputs, sequences):
         entry = 0 if sequences.packed else n
-        places = {"q_at": sequences.queries[n][0], "k_at": sequences.keys[n][0]}
+        q_at, k_at = sequences.queries[n][0], sequences.keys[n][0]
         for piece in _dense(facts, one):
-            yield replace(piece, entries=slice(entry, entry + 1), **places)
+            yield replace(piece, entries=slice(entry, entry + 1), q_at=q_at, k_at=k_at)
 
 
 def _dense(facts: Facts, inputs: Inputs) -> Iterator[Piece]:
@@ -163,7 +177,9 @@ def _dense(facts: Facts, inputs: Inputs) -> Iterator[Piece]:
     for b in range(tiles.map_batch):
         entries = [slice(b, b + 1)] if tiles.map_batch > 1 else [slice(0, batch)]
         for h in range(tiles.map_heads):
-            whole = Heads(b, 0, heads, ratio, 0) if tiles.map_heads == 1 else Heads(b, h, h + 1, 1, h // ratio)
+            whole = (
+                Heads(b, 0, heads, ratio, 0) if tiles.map_heads == 1 else Heads(b, h, h + 1, 1, h // ratio)
+            )
             for row in range(-(-q_len // walk.rows)):
                 rows = slice(row * walk.rows, min((row + 1) * walk.rows, q_len))
                 cut = tuple(spans(tiles.runs(b, h, row), walk.keys, kv_len, kv_len))
@@ -173,7 +189,7 @@ def _dense(facts: Facts, inputs: Inputs) -> Iterator[Piece]:
 
 def _few(piece: Piece) -> Iterator[Piece]:
     """A piece as some of so many entries, and heads, as have SCORES."""
-    entries, groups, ratio, rows = piece.shape
+    _, groups, ratio, rows = piece.shape
     together = max(SCORES // max(ratio * rows * piece.keys, 1), 1)
     of_heads, of_entries = min(together, groups), max(together // groups, 1)
     for start in range(piece.entries.start, piece.entries.stop, of_entries):
