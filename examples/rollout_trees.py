@@ -115,7 +115,7 @@ def policy_loss(log_probs: Sequence[Tensor], advantages: Tensor, prompt: int) ->
 
 @dataclass
 class Run:
-    """What a number of steps took, and the loss and gradients of the first."""
+    """Time and memory of a number of steps, and loss and gradients of the first."""
 
     loss: float
     gradients: list[Tensor]

@@ -53,7 +53,7 @@ class TreeMask(ModelMask):
 
 
 def _kind(module: Any) -> str:
-    """What a layer's config calls it; full attention where it has no kinds."""
+    """The kind that a layer's config gives it; full attention where it has none."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
     return "full_attention" if not kinds or index is None else kinds[index]

@@ -93,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, folded: Folded) -> Any:
 
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_other_trees_compile_nothing_anew(dynamic: bool | None) -> None:
-    """By default torch takes the first number of tokens for a constant, and the second as any number."""
+    """The first number of tokens is a constant to torch by default, and the second any number."""
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=dynamic)

@@ -74,7 +74,7 @@ PLAIN: dict[str, Any] = {
 
 
 STAND_IN: dict[Any, dict[str, Any]] = {steep: {"score_mod": flat}}
-"""What the dense formula has, where torch's own derivatives are NaN."""
+"""The dense formula's mods, where torch's own derivatives are NaN."""
 
 
 def pair(composition: dict[str, Any]) -> tuple[Function, Function]:

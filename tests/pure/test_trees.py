@@ -184,8 +184,8 @@ def tiles(folded: Folded, tile: tuple[int, int]) -> Any:
 
 @pytest.mark.parametrize("tile", [(8, 8), (16, 8), (4, 16)])
 def test_classes_of_tiles(tile: tuple[int, int], seed: int) -> None:
-    """Of a group with boundaries off the tiles, and of random trees: what brute force counts. Bounds of tiles
-    alone find all that are full, and all that are empty."""
+    """A group with boundaries off the tiles, and random trees: tiles are those that brute force counts.
+    Bounds alone find all that are full, and all that are empty."""
     rng = random.Random(seed)
     group = [[0] * 53 + [n + 1] * rng.randint(1, 40) for n in range(5)]
     for sequences in (group, [x + y for x in drawn(seed, 2, 12, 6) for y in ([7] * 9, [8] * 5)] or [[1]]):

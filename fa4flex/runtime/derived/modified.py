@@ -20,7 +20,7 @@ from fa4flex.runtime.cpu.captured import flat_index
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where expressions are evaluated: pairs of some queries and keys.
+    """Pairs of some queries and keys, at which expressions are evaluated.
 
     symbols   indices, lengths and axes of reductions, which broadcast to `shape`
     allowed   bool that broadcasts to `shape`, or None where all pairs take part
@@ -104,7 +104,7 @@ def value_of(root: Expr, place: Place, score: Tensor, operands: Any) -> Tensor:
 def _share(
     term: CapturedGradient, place: Place, upstream: Tensor, score: Tensor, operands: list[Tensor]
 ) -> Tensor:
-    """What a captured tensor gets from one place where it is read, in its shape and at compute precision."""
+    """The gradient of a captured tensor by one place where it is read."""
     value = None if term.value is ONE else value_of(term.value, place, score, operands)
     share = place.times(upstream, value)
     operand = operands[term.slot]

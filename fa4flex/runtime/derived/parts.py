@@ -49,7 +49,7 @@ class Recipe:
         return self.lengths.cu_seqlens_q is not None
 
     def kinds(self, count: int) -> tuple[Kind, ...]:
-        """How each of `count` tensors of the call is cut."""
+        """The ways in which `count` tensors of the call are cut."""
         fixed: list[Kind] = ["queries", "keys", "keys"]
         if self.sinks:
             fixed.append("heads")

@@ -19,8 +19,8 @@ from fa4flex.runtime.derived.modified import Place, value_of
 from fa4flex.torch_internals import dispatch_modes
 
 Kind = Literal["queries", "keys", "rows", "heads", "whole"]
-"""How a tensor is cut: q [B, H, Sq, D], k or v [B, Hkv, Skv, D], lse [B, H, Sq], sinks [H], captured
-tensors."""
+"""The way in which a tensor is cut: q [B, H, Sq, D], k or v [B, Hkv, Skv, D], lse [B, H, Sq], sinks [H], or
+captured tensors."""
 
 SCORES = 1 << 20
 """Scores of a piece, where 16 queries have fewer."""
