@@ -145,6 +145,8 @@ def gradients(
     upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
     needs = [slot for slot, want in enumerate(wanted[fixed : fixed + call.operands]) if want]
     if torch.is_grad_enabled():  # create_graph=True
+        # Second derivatives follow from the tensors: through what was saved, zeros would run this pass again.
+        saved = [x if x is None else x.detach() for x in saved]
         results = list(
             TwiceDerived.apply(call, needs, (len(upstream), len(saved)), *upstream, *saved, *tensors)
         )
