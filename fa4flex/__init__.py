@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import fa4flex.nn as nn
     import fa4flex.parallel as parallel
     import fa4flex.reference as reference
+    import fa4flex.trees as trees
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, synchronize
     from fa4flex.appending import append
@@ -67,6 +68,7 @@ _HOME = {
     "reference": "fa4flex.reference",
     # deprecated: among the names below, `from fa4flex import *` would warn of it
     "simulator": "fa4flex.simulator",
+    "trees": "fa4flex.trees",
     "variants": "fa4flex.variants",
 }
 
@@ -74,7 +76,7 @@ __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
     "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
     "append", "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn",
-    "parallel", "reference", "register_op", "synchronize", "variants",
+    "parallel", "reference", "register_op", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

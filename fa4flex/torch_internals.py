@@ -113,6 +113,11 @@ is_wrapped: Callable[[Tensor], bool] = _private(
 )
 """True for tensors that mean something within a transform of torch.func alone."""
 
+is_functional: Callable[[Tensor], bool] = _private(
+    "_is_functional_tensor", "a refusal in words: torch.func.functionalize fails in torch", lambda x: False
+)
+"""True for tensors of torch.func.functionalize."""
+
 forward_ad: Any = _private("autograd.forward_ad", "forward-mode levels")
 """torch.autograd.forward_ad. Its `_current_level` is -1 outside of all levels of forward-mode derivatives."""
 if not hasattr(forward_ad, "_current_level"):

@@ -24,8 +24,10 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
 from fa4flex.integrations.paged import PagedLayer, in_batch, paged_attention
 from fa4flex.integrations.paged_cache import reads_pages
+from fa4flex.integrations.tree_mask import TreeMask, inputs_of
+from fa4flex.trees import Folded
 
-__all__ = ["attention_forward", "attention_mask", "check", "register"]
+__all__ = ["attention_forward", "attention_mask", "check", "folded_inputs", "register"]
 
 NAME = "fa4flex"
 PAGED_NAME = "fa4flex_flash"
@@ -69,6 +71,23 @@ def check(model: torch.nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             _check_class(type(part))
+
+
+def folded_inputs(model: torch.nn.Module, folded: Folded) -> dict[str, Any]:
+    """Keyword arguments of a causal language model's call on folded sequences.
+
+    `model(**folded_inputs(model, folded)).logits[0]` are those of the folded tokens, [T, vocabulary]. Pass no
+    labels: a token that several continue has several; `Folded.log_probs` knows them. Raises UnsupportedError
+    for a model that does not run under this library.
+    """
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name not in _names:
+        raise UnsupportedError(
+            f"folded sequences in a model with attn_implementation={name!r}",
+            f"{NAME!r}, which has a mask for them",
+            f'call register(), and model.set_attn_implementation("{NAME}")',
+        )
+    return inputs_of(folded.tokens, folded.positions, folded.leave)
 
 
 def _check_class(cls: type) -> None:
@@ -158,7 +177,12 @@ def attention_forward(
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
     qk, positions = (query, key), options.get("position_ids")
-    mask, bias = _from_model(attention_mask, qk, bool(causal) and query.shape[2] > 1, positions)
+    if isinstance(attention_mask, TreeMask):
+        _check_lengths(attention_mask, *qk)
+        mask: Any = attention_mask.at_layer(module, bool(causal), options.get("sliding_window"))
+        bias = None
+    else:
+        mask, bias = _from_model(attention_mask, qk, bool(causal) and query.shape[2] > 1, positions)
     score = None if softcap is None else _capped(softcap)
     starts = options.get("cu_seq_lens_q")
     if starts is not None:

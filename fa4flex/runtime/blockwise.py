@@ -23,7 +23,7 @@ Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     """See ops.forward."""
-    inputs, sequences = _inputs(program, call), _sequences(call)
+    inputs, sequences = inputs_of_call(program, call), sequences_of_call(call)
     if sequences is None and not differentiable and "max_scores" not in call.statistics:
         outcome = cpu.single_queries(program.facts, inputs)
         if outcome is not None:
@@ -35,22 +35,22 @@ def forward(program: Published, call: Call, differentiable: bool) -> Forward:
 
 def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of single queries, which capture no tensors: see cpu.single_queries."""
-    return cpu.single_queries(program.facts, _inputs(program, call))
+    return cpu.single_queries(program.facts, inputs_of_call(program, call))
 
 
 def without_keys_on_gpu(program: Published, call: Call) -> Forward:
     """No kernel has anything to do: rows, if there are any, have no keys."""
     with torch.device("cpu"):
-        inputs = _inputs(program, call)
+        inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):
-        result = _forward(program, inputs, _sequences(call))
+        result = _forward(program, inputs, sequences_of_call(call))
     none = result.lse.new_empty(0)
     return result.out, result.lse, result.max_scores if "max_scores" in call.statistics else none, none
 
 
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
     """See ops.backward."""
-    return _backward(program, call, _inputs(program, call), gradients, needs)
+    return _backward(program, call, inputs_of_call(program, call), gradients, needs)
 
 
 def backward_on_gpu(
@@ -60,7 +60,7 @@ def backward_on_gpu(
     upstream, (out, lse, *_) = gradients
     saved = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
     with torch.device("cpu"):
-        inputs = _inputs(program, call)
+        inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):
         return _backward(program, call, inputs, (upstream, saved), needs)
 
@@ -76,7 +76,7 @@ def _backward(
 ) -> list[Tensor]:
     (dout, *of_lse), saved = gradients
     dlse = of_lse[0] if of_lse else None
-    sequences, before = _sequences(call), cpu.Forward(*saved)
+    sequences, before = sequences_of_call(call), cpu.Forward(*saved)
     if sequences is None:
         result = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
     else:
@@ -85,7 +85,7 @@ def _backward(
     return [x for x in results if x is not None]
 
 
-def _inputs(program: Published, call: Call) -> cpu.Inputs:
+def inputs_of_call(program: Published, call: Call) -> cpu.Inputs:
     q, precision = call.q, program.precision
     return cpu.Inputs(
         q,
@@ -101,7 +101,7 @@ def _inputs(program: Published, call: Call) -> cpu.Inputs:
     )
 
 
-def _sequences(call: Call) -> cpu.Sequences | None:
+def sequences_of_call(call: Call) -> cpu.Sequences | None:
     if not any(x is not None for x in call.lengths):
         return None
     return cpu.Sequences.of(Varlen(*call.lengths), call.q, call.kv.k)

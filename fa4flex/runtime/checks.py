@@ -107,22 +107,24 @@ def check_descriptions(varlen: object, paging: object, pages: bool = False) -> N
             )
 
 
+def in_transforms(*tensors: Tensor | None) -> bool:
+    """True if one of the tensors has a forward-mode tangent, or is one of a transform of torch.func."""
+    if transform_level() is None and forward_ad._current_level < 0:
+        return False
+    return any(x is not None and (is_wrapped(x) or unpack_dual(x).tangent is not None) for x in tensors)
+
+
 def check_transforms(*tensors: Tensor | None) -> None:
     """Raise UnsupportedError inside torch.func transforms and forward-mode automatic differentiation.
 
-    Forward-mode tangents would be dropped without a word; grad and vmap fail deep inside torch.
+    Exchanges would drop tangents without a word; grad and vmap fail deep inside torch.
     """
-    if transform_level() is None and forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is None or torch.compiler.is_compiling():
-            continue
-        if is_wrapped(x) or unpack_dual(x).tangent is not None:
-            raise UnsupportedError(
-                "a tensor inside torch.func.grad, vmap or jvp, or one with a forward-mode tangent",
-                "reverse-mode derivatives of batches: x.requires_grad_() and torch.autograd.grad",
-                "use torch.autograd.grad for torch.func.grad, and a batch dimension for vmap",
-            )
+    if in_transforms(*tensors):
+        raise UnsupportedError(
+            "attention over ranks of a tensor inside torch.func.grad, vmap or jvp, or with a tangent",
+            "reverse-mode derivatives of batches: x.requires_grad_() and torch.autograd.grad",
+            "use torch.autograd.grad for torch.func.grad, and a batch dimension for vmap",
+        )
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:

@@ -145,6 +145,8 @@ def gradients(
     upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
     needs = [slot for slot, want in enumerate(wanted[fixed : fixed + call.operands]) if want]
     if torch.is_grad_enabled():  # create_graph=True
+        # Second derivatives follow from the tensors: through what was saved, zeros would run this pass again.
+        saved = [x if x is None else x.detach() for x in saved]
         results = list(
             TwiceDerived.apply(call, needs, (len(upstream), len(saved)), *upstream, *saved, *tensors)
         )
@@ -174,7 +176,8 @@ def _backward(
 
 
 class TwiceDerived(torch.autograd.Function):
-    """The backward pass where a second derivative might be wanted, which is refused in words."""
+    """The backward pass where a second derivative might be wanted: from the tensors alone, as what the
+    forward pass saved follows from these."""
 
     @staticmethod
     def forward(
@@ -183,12 +186,24 @@ class TwiceDerived(torch.autograd.Function):
         first, second = counts
         upstream, saved = arguments[:first], arguments[first : first + second]
         tensors = arguments[first + second :]
+        ctx.call, ctx.needs, ctx.first, ctx.second = call, needs, first, second
+        ctx.save_for_backward(*upstream, *tensors)
         return tuple(_backward(call, tensors, list(upstream), saved, needs))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        raise UnsupportedError(
-            "a second derivative of attention",
-            "first derivatives",
-            "leave out create_graph=True, or differentiate the dense formula twice, in plain PyTorch",
-        )
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        if dispatch_modes():
+            raise UnsupportedError(
+                "a second derivative of attention where something intercepts operators",
+                "second derivatives of eager calls, and first derivatives",
+                "leave out create_graph=True, or torch.compile, make_fx or whatever else intercepts",
+            )
+        from fa4flex.runtime import derived  # calls of kernels do not wait for it
+
+        upstream, tensors = ctx.saved_tensors[: ctx.first], ctx.saved_tensors[ctx.first :]
+        outline: Outline = ctx.call
+        call = outline.call(tensors)
+        found, above = derived.second_derivatives(outline.program, call, ctx.needs, upstream, tangents)
+        fixed = 3 + outline.sinks
+        lengths = [None] * (4 * outline.ragged)
+        return None, None, None, *above, *[None] * ctx.second, *found[:fixed], *lengths, *found[fixed:]

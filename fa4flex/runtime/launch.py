@@ -22,8 +22,8 @@ from fa4flex.runtime.checks import (
     check_operand_devices,
     check_packed,
     check_tensors,
-    check_transforms,
     check_variant,
+    in_transforms,
 )
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
@@ -34,7 +34,13 @@ from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Contiguous, KeySource
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
-from fa4flex.torch_internals import any_autocast, dispatch_modes, forward_ad, is_tracing, transform_level
+from fa4flex.torch_internals import (
+    any_autocast,
+    dispatch_modes,
+    forward_ad,
+    is_tracing,
+    transform_level,
+)
 from fa4flex.variant import Variant, default_scale, settings_of
 
 
@@ -180,6 +186,11 @@ def call_of(now: Calling, q: Tensor, kv: KeySource, varlen: Varlen | None, stati
 def _by_operator(now: Calling, call: Call, seen: bool) -> Results:
     """The results of a checked call by flex_attention or an operator. For `seen`, see `observed`."""
     program, turned = now.prepared.program, call.turned()
+    if seen and transformed(turned):
+        from fa4flex.runtime import derived  # calls of kernels do not wait for it
+
+        out, lse, _ = derived.attend(program, turned)
+        return call.turn(out), lse, None
     seen = seen or not _own(call.sinks, *call.operands)
     if by_flex(now.variant.backend, call.q) and not seen and not call.empty:
         from fa4flex.runtime.flex.refusals import refuse_tensors  # calls of kernels do not wait for it
@@ -295,7 +306,6 @@ def _check_call(
         if varlen is not None and not torch.compiler.is_compiling():
             varlen.check_padded(sizes.batch, sizes.q_len, sizes.kv_len)
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
-    check_transforms(*qkv, *operands, now.sinks)
 
 
 # --- which way a call goes --------------------------------------------------------------------------------
@@ -316,6 +326,14 @@ def _own(*tensors: Tensor | None) -> bool:
 def by_kernels(variant: Variant, q: Tensor) -> bool:
     """True if kernels compute for such queries, or a simulated GPU does."""
     return compute.on_gpu(q) and not by_flex(variant.backend, q)
+
+
+def transformed(call: Call) -> bool:
+    """True if a tensor that a call of contiguous keys can be differentiated by has a tangent, or is one of a
+    transform of torch.func."""
+    if torch.compiler.is_compiling():
+        return False
+    return in_transforms(call.q, call.kv.k, call.kv.v, call.sinks, *call.operands, *call.lengths)
 
 
 def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from fa4flex import later
 from fa4flex.contents import validating
 from fa4flex.default_device import on_the_host
+from fa4flex.errors import UnsupportedError
 from fa4flex.operators import OPERATORS, library
 from fa4flex.primitives.paging import Paging, conditions_of
 from fa4flex.primitives.varlen import Varlen
@@ -25,7 +27,7 @@ from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Published, read
-from fa4flex.torch_internals import below_autograd
+from fa4flex.torch_internals import below_autograd, forward_ad
 from ptxsim.active import simulating
 
 _ATTENTION, _BACKWARD, _IN_PAGES = (
@@ -83,9 +85,23 @@ def attention_with_gradients(*arguments: Any) -> Any:
         with below_autograd():
             return packing.results_by_operator(program, call)
 
+    _refuse_tangents(call)
     if not torch.is_grad_enabled() or not call.wants_gradients:
         return compute(call)
     return Attend.of(Outline.of(program, compute, call, registered=True), call)
+
+
+def _refuse_tangents(call: Call) -> None:
+    """Raise UnsupportedError where a compiled graph brings tangents, which an operator would drop."""
+    if forward_ad._current_level < 0:
+        return
+    tensors = (call.q, call.kv.k, call.kv.v, call.sinks, *call.operands)
+    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(
+            "forward-mode derivatives of attention in code that torch.compile traces",
+            "forward mode outside of torch.compile, and backward passes in it",
+            "call the function that takes the derivative under torch.compiler.disable",
+        )
 
 
 def backward_below(*arguments: Any) -> list[Tensor]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.mla import mla as mla
     from fa4flex.variants.natten import natten as natten
     from fa4flex.variants.prefix_lm import prefix_lm as prefix_lm
+    from fa4flex.variants.prefix_tree import prefix_tree as prefix_tree
     from fa4flex.variants.relative_position import relative_position as relative_position
     from fa4flex.variants.sandwich import sandwich as sandwich
     from fa4flex.variants.shared_prefix import shared_prefix as shared_prefix

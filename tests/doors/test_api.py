@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import agree, cumulative, leaf
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import fa4flex
 from fa4flex import BlockMap, Paging, Precision, Schedule, Varlen, reference
@@ -242,27 +241,6 @@ def test_a_remembered_tile_map_is_never_that_of_other_numbers() -> None:
         q, k, v = leaf(2, 2, length, 8), leaf(2, 2, 90, 8), leaf(2, 2, 90, 8)
         for attn, mask in zip(attns, masks, strict=True):
             agree(attn(q, k, v, return_lse=True), reference.attention(q, k, v, mask=mask), [q, k, v])
-
-
-def test_second_derivatives_and_transforms_are_refused() -> None:
-    """Forward mode would drop the tangents without a word."""
-    attn = fa4flex.compile(mask=causal)
-    q, k, v = (leaf(2, 2, 9, 4) for _ in range(3))
-    (first,) = torch.autograd.grad(attn(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(fa4flex.UnsupportedError, match="second derivative"):
-        first.sum().backward()
-    calls: list[Callable[[], Any]] = [
-        lambda: torch.func.grad(lambda x: attn(x, k, v).sum())(q),
-        lambda: torch.func.jvp(lambda x: attn(x, k, v), (q,), (q,)),
-        lambda: torch.vmap(lambda x: attn(x, k, v))(torch.stack([q, q])),
-    ]
-    for call in calls:
-        with pytest.raises(fa4flex.UnsupportedError, match=r"torch\.func"):
-            call()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
-        with pytest.raises(fa4flex.UnsupportedError, match="tangent"):
-            attn(dual, k, v)
 
 
 def test_copies_read_copies_of_what_was_captured() -> None:

@@ -13,14 +13,23 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve", EXAMPLES / "serve.py")
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve", module)  # where its dataclasses look for their names
+    monkeypatch.setitem(sys.modules, name, module)  # where its dataclasses look for their names
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("serve", monkeypatch)
+
+
+@pytest.fixture
+def rollout_trees(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("rollout_trees", monkeypatch)
 
 
 def test_served_tokens_are_eagers(serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +57,21 @@ def test_requests_that_never_fit_are_told(serve: ModuleType) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_serving_on_a_gpu(serve: ModuleType) -> None:
     assert serve.main([]) == 0
+
+
+SMALL = ["--prompt", "40", "--rollouts", "3", "--response", "12", "--layers", "1", "--steps", "2"]
+
+
+def test_folded_rollouts_train_alike(rollout_trees: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout_trees.main(SMALL) == 0
+    printed = capsys.readouterr().out
+    assert "6 sequences of 295 tokens in 2 trees of 135" in printed and "the same within rounding" in printed
+    packed, folded = (
+        next(x for x in printed.splitlines() if x.startswith(n)).split() for n in ("packed", "folded")
+    )
+    assert float(folded[3]) < float(packed[3])  # memory
+
+
+def test_another_mask_is_noticed(rollout_trees: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_trees.Folded, "mask", rollout_trees.causal())
+    assert rollout_trees.main(SMALL) == 1

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fa4flex
 from fa4flex import contents, torch_internals
-from fa4flex.errors import UnsupportedError
 from fa4flex.torch_internals import MissingInternalError
 from fa4flex.variants import alibi, causal
 
@@ -222,19 +221,15 @@ def in_a_graph() -> Results:
     return [torch.compile(lambda x, y: attn(x, x, x) + y, backend="eager")(q, slope)]
 
 
-def refused() -> Results:
-    """Transforms of torch.func and forward-mode derivatives, in words."""
-    attn, q = fa4flex.compile(mask=causal), torch.ones(2, 1, 1, 4, 8)
-    with pytest.raises(UnsupportedError, match=r"torch\.func"):
-        torch.func.vmap(lambda x: attn(x, x, x))(q)
-    with pytest.raises(UnsupportedError, match="forward-mode"):
-        torch.autograd.forward_ad.enter_dual_level()
-        try:
-            dual = torch.autograd.forward_ad.make_dual(q[0], q[0])
-            attn(dual, q[0], q[0])
-        finally:
-            torch.autograd.forward_ad.exit_dual_level()
-    return []
+def derived() -> Results:
+    """Transforms of torch.func, and forward-mode derivatives."""
+    torch.manual_seed(6)
+    attn, q = fa4flex.compile(mask=causal), torch.randn(2, 1, 1, 4, 8)
+    mapped = torch.func.vmap(lambda x: attn(x, x, x))(q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q[0], q[1])
+        pushed = torch.autograd.forward_ad.unpack_dual(attn(dual, q[0], q[0])).tangent
+    return [mapped, pushed]
 
 
 def by_operator() -> Results:
@@ -251,9 +246,10 @@ SLOWER: dict[str, tuple[Callable[[], Results], ...]] = {
     "_C._len_torch_dispatch_stack": (trained, by_flex, by_operator),
     "_C._len_torch_function_stack": (trained, by_flex),
     "_C._is_tracing": (trained, in_a_trace),
-    "_C._functorch.maybe_current_level": (trained, by_flex, refused),
-    "_C._functorch.is_functorch_wrapped_tensor": (trained, refused),
-    "autograd.forward_ad._current_level": (trained, by_flex, refused),
+    "_C._functorch.maybe_current_level": (trained, by_flex, derived),
+    "_C._functorch.is_functorch_wrapped_tensor": (trained, derived),
+    "autograd.forward_ad._current_level": (trained, by_flex, derived),
+    "_is_functional_tensor": (derived,),
     "_C._autograd._top_saved_tensors_default_hooks": (trained, by_flex),
     "_C._dynamo.guards.TensorGuards": (trained, by_flex),
     "_C._dynamo.guards.GlobalStateGuard": (trained, by_flex),

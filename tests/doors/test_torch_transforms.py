@@ -140,21 +140,43 @@ def test_traced_by_torch_jit() -> None:
             torch.testing.assert_close(run(x), Model(formula)(x))
 
 
+def number(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: function(x).sin().sum()
+
+
+BY_FUNC: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+    "func.grad": lambda f: torch.func.grad(number(f))(Q),
+    "func.jacrev": lambda f: torch.func.jacrev(f)(Q),
+    "func.jacfwd": lambda f: torch.func.jacfwd(f)(Q),
+    "func.hessian": lambda f: torch.func.hessian(number(f))(Q),
+    "func.vmap": lambda f: torch.func.vmap(f)(torch.stack([Q, Q.sin()])),
+    "func.linearize": lambda f: torch.func.linearize(f, Q)[1](Q),
+    "functional.jvp": lambda f: torch.autograd.functional.jvp(f, Q, Q),
+    "functional.hvp": lambda f: torch.autograd.functional.hvp(number(f), Q, Q),
+    "functional.hessian": lambda f: torch.autograd.functional.hessian(number(f), Q),
+    "vectorized hessian": lambda f: torch.autograd.functional.hessian(number(f), Q, vectorize=True),
+    "forward mode": lambda f: torch.autograd.functional.jacobian(
+        f, Q, vectorize=True, strategy="forward-mode"
+    ),
+    "make_fx of jvp": lambda f: make_fx(lambda x: torch.func.jvp(f, (x,), (x,))[1])(Q)(Q.sin()),
+    "per-sample gradients": lambda f: torch.func.vmap(torch.func.grad(number(f)))(torch.stack([Q, Q.sin()])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_FUNC)
+def test_derivatives_by_torch_func(name: str) -> None:
+    torch.testing.assert_close(BY_FUNC[name](ours), BY_FUNC[name](formula))
+
+
+def second(x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(number(ours)(x), x, create_graph=True)
+    return torch.autograd.grad(number(torch.clone)(first), x)[0]
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
-    "func.grad": lambda: torch.func.grad(lambda x: ours(x).sum())(Q),
-    "func.jacrev": lambda: torch.func.jacrev(ours)(Q),
-    "func.jacfwd": lambda: torch.func.jacfwd(ours)(Q),
-    "func.hessian": lambda: torch.func.hessian(lambda x: ours(x).sum())(Q),
-    "func.vmap": lambda: torch.func.vmap(ours)(torch.stack([Q, Q])),
     "func.functionalize": lambda: torch.func.functionalize(ours)(Q),
-    "functional.jvp": lambda: torch.autograd.functional.jvp(ours, Q, Q),
-    "functional.hessian": lambda: torch.autograd.functional.hessian(lambda x: ours(x).sum(), Q),
-    "vectorized hessian": lambda: torch.autograd.functional.hessian(
-        lambda x: ours(x).sum(), Q, vectorize=True
-    ),
-    "forward mode": lambda: torch.autograd.functional.jacobian(
-        ours, Q, vectorize=True, strategy="forward-mode"
-    ),
+    "a second derivative that is traced": lambda: make_fx(second)(Q),
 }
 
 

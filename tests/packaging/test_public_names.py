@@ -20,7 +20,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "ptxsim",
+    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.trees",
+    "ptxsim",
     "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.layers",
     "fa4flex.integrations.paged_cache",
 )  # fmt: skip
@@ -28,7 +29,7 @@ MODULES = (
 
 SINGLE = {"fa4flex.primitives.mask": ["mask_family"], "fa4flex.primitives.score": ["score_family"]}
 MADE_HERE = {
-    "fa4flex.Attention", "fa4flex.Mask", "fa4flex.ScoreMod",
+    "fa4flex.Attention", "fa4flex.Mask", "fa4flex.ScoreMod", "fa4flex.trees.Folded",
     *(f"fa4flex.parallel.{name}" for name in ("ContextParallel", "Exchange", "Placement", "Plan")),
     *(f"ptxsim.{name}" for name in ("Fault", "Finding", "Gpu", "Result")),
     *(f"ptxsim.model.{name}" for name in ("Chip", "Prediction", "Trace")),

@@ -102,6 +102,31 @@ def _times(a: Expr, b: Expr) -> Expr:
     return apply("mul", a, b)
 
 
+def _plus(a: Expr, b: Expr) -> Expr:
+    """a + b, with a selection by `where(c, x, 0)` kept outermost where both have one."""
+    if a.op == b.op == "where" and a.args[0] is b.args[0]:
+        condition, *ends = a.args
+        return apply(
+            "where", condition, *[_plus_or_other(x, y) for x, y in zip(ends, b.args[1:], strict=True)]
+        )
+    guards = [_selected_by(x) for x in (a, b)]
+    if guards[0] is None or guards[1] is None:
+        return apply("add", a, b)
+    return _guard(apply("or_", *guards), apply("add", a, b))  # type: ignore[arg-type]
+
+
+def _plus_or_other(a: Expr, b: Expr) -> Expr:
+    return b if a is ZERO else a if b is ZERO else _plus(a, b)
+
+
+def _selected_by(x: Expr) -> Expr | None:
+    """The condition that x is 0 without, of a selection."""
+    if x.op != "where":
+        return None
+    condition, yes, no = x.args
+    return condition if no is ZERO else apply("not_", condition) if yes is ZERO else None
+
+
 # --- one rule per operation: the partial derivative by each argument, None where it is zero -------------
 
 Partials = tuple[Expr | None, ...]
@@ -202,8 +227,18 @@ def _sum_over(axes: Iterable[str], extents: dict[str, int], x: Expr) -> Expr:
     return x
 
 
-def score_gradient(score: Expr) -> ScoreGradient:
-    """Differentiate a score expression by sym("score") and by each floating load in it."""
+def _sum(a: Expr, b: Expr) -> Expr:
+    return apply("add", a, b)
+
+
+def score_gradient(score: Expr, again: bool = False) -> ScoreGradient:
+    """Differentiate a score expression by sym("score") and by each floating load in it.
+
+    again   whether derivatives are differentiated in turn: sums of what selections feed into one node then
+    stay
+            behind a selection, as its own slope may be infinite where neither is selected
+    """
+    plus = _plus if again else _sum
     root = _with_own_axes(to_float(score))
     order, extents = list(walk(root)), loops(root)
     varying, owned = _varying(order), frozenset(order)
@@ -212,6 +247,8 @@ def score_gradient(score: Expr) -> ScoreGradient:
     for node in reversed(order):
         if node not in adjoint or node not in varying:
             continue
+        if again and adjoint[node].op == "const" and not adjoint[node].value:
+            continue  # what is selected has cancelled: 0 times an infinite slope would be NaN
         if node.op == "load":
             captured.append(_captured(node, _with_own_axes(adjoint[node], owned, extents), extents))
             continue
@@ -220,7 +257,7 @@ def score_gradient(score: Expr) -> ScoreGradient:
             if partial is None or argument not in varying:
                 continue
             term = _sum_over(around - argument.free, extents, _times(adjoint[node], partial))
-            adjoint[argument] = apply("add", adjoint[argument], term) if argument in adjoint else term
+            adjoint[argument] = plus(adjoint[argument], term) if argument in adjoint else term
     captured.reverse()
     by_score = _with_own_axes(adjoint.get(sym("score"), ZERO), owned, extents)
     return ScoreGradient(by_score, tuple(captured))

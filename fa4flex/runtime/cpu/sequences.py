@@ -68,7 +68,7 @@ class Sequences:
         return x[start:stop].transpose(0, 1)[None] if self.packed else x[n : n + 1, :, start:stop]
 
 
-def _check(inputs: Inputs, sequences: Sequences) -> None:
+def check_within(inputs: Inputs, sequences: Sequences) -> None:
     axis = 0 if sequences.packed else 2
     for name, rows, held in (
         ("q", sequences.queries, inputs.q.shape[axis]),
@@ -83,14 +83,14 @@ def _check(inputs: Inputs, sequences: Sequences) -> None:
             )
 
 
-def _shape(inputs: Inputs, sequences: Sequences) -> Ragged:
+def extents_of(inputs: Inputs, sequences: Sequences) -> Ragged:
     of_queries, of_keys = (
         max((stop - start for start, stop in rows), default=0) for rows in (sequences.queries, sequences.keys)
     )
     return Ragged(len(sequences), inputs.q.shape[1], of_queries, of_keys)
 
 
-def _each(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Inputs]]:
+def inputs_of(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Inputs]]:
     for n in range(len(sequences)):
         q, k, v = (
             sequences.of_queries(inputs.q, n),
@@ -106,11 +106,11 @@ def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> Forward:
     """`forward` of every sequence; results are laid out as the inputs are."""
-    _check(inputs, sequences)
-    facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
+    check_within(inputs, sequences)
+    facts, inputs = fitted_call(facts, inputs, extents_of(inputs, sequences))
     shape = inputs.q.shape
     result = Forward.of_no_keys(inputs, (shape[1], shape[0]) if sequences.packed else shape[:3])
-    for n, one in _each(inputs, sequences):
+    for n, one in inputs_of(inputs, sequences):
         part = attend(facts, one)
         sequences.of_queries(result.out, n).copy_(part.out)
         for whole, own in zip(_statistics(result), _statistics(part), strict=True):
@@ -128,14 +128,14 @@ def backward_sequences(
     needs: Collection[int] = (),
 ) -> Gradients:
     """Gradients of `forward_sequences`, from upstream (dout, dlse) laid out as its out and lse."""
-    _check(inputs, sequences)
-    facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
+    check_within(inputs, sequences)
+    facts, inputs = fitted_call(facts, inputs, extents_of(inputs, sequences))
     dout, dlse = upstream
     dq, dk, dv = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
     )
     shared = SharedGradients(facts, inputs, needs)
-    for n, one in _each(inputs, sequences):
+    for n, one in inputs_of(inputs, sequences):
         statistics = (sequences.of_statistics(x, n) for x in _statistics(saved))
         part = Forward(sequences.of_queries(saved.out, n), *statistics)
         arguments = sequences.of_queries(dout, n), None if dlse is None else sequences.of_statistics(dlse, n)
