@@ -10,6 +10,7 @@ from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.kernels.plan.constants import H200
 from fa4flex.kernels.plan.groups import Groups, groups_of
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.lengths import Lengths
@@ -89,6 +90,6 @@ def test_parts_are_those_of_the_least_prediction(seed: int) -> None:
         extents = draw.randrange(1, 40), draw.randrange(100, 9000), draw.randrange(100, 9000)
         seconds = {one.what: one.seconds for one in groups.candidates(*extents)}
         taken, least = groups.parts(*extents), min(seconds.values())
-        error = 0.02
+        error = H200.backward.error
         assert seconds[taken] * (1 - error) <= least
         assert all(seconds[n] * (1 - error) > least for n in seconds if n < taken)

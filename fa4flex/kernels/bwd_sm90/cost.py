@@ -1,8 +1,9 @@
 """What a step of the Hopper backward kernel asks of each unit, from its configuration. Data only.
 
-Operands of a warpgroup's product come from shared memory whole, 128 bytes per clock: 64 rows of the first one,
-where it is not in registers, and all of the second. Per 64 x 64 pairs at 128, in steps of 80 queries, that is 947
-clocks, which the simulator counted, too (docs/notes/backward_sm90.md).
+Operands of a warpgroup's product come from shared memory whole, 128 bytes per clock: 64 rows of the first
+one,
+where it is not in registers, and all of the second. Per 64 x 64 pairs at 128, in steps of 80 queries, that
+is 947 clocks, which the simulator counted, too (docs/notes/backward_sm90.md).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def by_queries(form: Form, q_len: int, kv_len: int, rows: int, keys: int) -> Wal
         return Walk(tiles, listed, longest, tiles * _crossed(rows, keys))
     seen = min(q_len, kv_len)  # queries before the last `seen` have no keys
     whole, rest = divmod(seen, rows)
-    rounding = (keys - gcd(rows, keys)) / 2
+    rounding = (keys - gcd(rows, keys)) / 2 + -offset % gcd(rows, keys)
     steps = (whole * (offset + q_len - seen) + rows * whole * (whole + 1) / 2 + whole * rounding) / keys
     return Walk(tiles, steps + (longest if rest else 0), longest, tiles * _crossed(rows, keys))
 
@@ -58,12 +58,12 @@ def by_keys(form: Form, q_len: int, kv_len: int, rows: int, keys: int) -> Walk:
     if tiles <= LISTED:
         steps = sum(max(most - max(first - offset, 0) // rows, 0) for first in range(0, kv_len, keys))
         return Walk(tiles, steps, most - max(-offset, 0) // rows, tiles * _crossed(keys, rows))
-    free = min(max(offset, 0) // keys, tiles)
-    left, first = tiles - free, max(-offset, 0)
-    before = (left * first + keys * left * (left - 1) / 2) / rows - left * (rows - gcd(rows, keys)) / (
-        2 * rows
-    )
-    return Walk(tiles, max(tiles * most - before, tiles), most - first // rows, tiles * _crossed(keys, rows))
+    free = min(offset // keys + 1, tiles) if offset >= 0 else 0
+    left, first = tiles - free, free * keys - offset  # of others, queries before the first one that sees them
+    rounding = (rows - gcd(rows, keys)) / 2 + -offset % gcd(rows, keys)
+    before = left * (first + keys * (left - 1) / 2 - rounding) / rows
+    longest = most - max(-offset, 0) // rows
+    return Walk(tiles, max(tiles * most - before, tiles), longest, tiles * _crossed(keys, rows))
 
 
 def _crossed(length: int, step: int) -> float:
