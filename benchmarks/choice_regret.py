@@ -190,7 +190,7 @@ def predicted(problem: Problem, plan: Any, way: Way) -> float | None:
 
 
 class Forcing:
-    """Which candidate plans and launches are made for, at any time; None leaves the choice to the library."""
+    """The candidate that plans and launches are made for; None leaves the choice to the library."""
 
     way: Way | None = None
 

@@ -96,7 +96,7 @@ def scheduled(lengths: list[float], workers: int) -> float:
 
 
 def test_launches_end_when_list_scheduling_does(seed: int) -> None:
-    """Of causal tiles, sections of one width after the other, longest first; of equal ones, to the bit."""
+    """Causal tiles come in sections, longest first, one after the other; equal ones end to the bit."""
     draw, workers = random.Random(seed), 132
     errors = []
     for _ in range(150):
@@ -111,9 +111,9 @@ def test_launches_end_when_list_scheduling_does(seed: int) -> None:
 
 
 def test_sections_are_those_of_the_kernels() -> None:
-    """By hand: 28:4 heads of 4,096 and 128 columns have 29 MB of queries and sums for each head of keys, four
-    of which are four sections. 512 keys of 128 columns are 256 KB: 8 MB hold 32, and 49 pairs have 198 tiles,
-    so that 512 are halved to 32. Of 4,096 keys, 16 MB hold 8."""
+    """Counted by hand: 28:4 heads of 4,096 and 128 columns have 29 MB of queries and sums for each head of
+    keys, four of which are four sections. 512 keys of 128 columns are 256 KB: 8 MB hold 32, and 49 pairs have
+    198 tiles, so that 512 are halved to 32. Of 4,096 keys, 16 MB hold 8."""
     assert sections_of_queries(4, 4096, 1024 * 7) == 4
     assert sections_of_queries(28, 4096, 1024) == 4
     assert sections_of_keys(512, 512, 512, 4, 198) == 16
@@ -270,7 +270,7 @@ def test_few_launches_serve_all_lengths() -> None:
 
 
 def test_a_choice_takes_microseconds() -> None:
-    """Of one size that was not asked about before, with all units known."""
+    """The size was not asked about before; its units are known."""
     plan = plan_hopper_backward(Request(Facts(), replace(BACKWARD, grouped=True), SM90A, sizes=sizes_of()))
     model, taken = plan.time, []
     for n in range(300):

@@ -1,4 +1,4 @@
-"""What a step of the Hopper backward kernel asks of each unit, from its configuration. Data only.
+"""Cost: what a step of the Hopper backward kernel asks of each unit, from its configuration. Data only.
 
 Operands of a warpgroup's product come from shared memory whole, 128 bytes per clock: 64 rows of the first
 one,

@@ -240,7 +240,7 @@ class HopperBackwardPlan(Checked):
 
     @cached_property
     def time(self) -> BackwardTime:
-        """What the time of a call follows from."""
+        """The model of the time of a call."""
         problem, config = self.problem, self.config()
         return BackwardTime(
             self.target,
@@ -308,8 +308,8 @@ class HopperBackwardPlan(Checked):
 
 
 def form_of(problem: Problem) -> Form:
-    """Which pairs are allowed, as far as a plan knows: keys that are met alike under a mask are those up to
-    one that rises with the query."""
+    """The pairs that are allowed, as far as a plan knows: keys that are met alike under a mask are those up
+    to one that rises with the query."""
     if problem.mask_form == "none":
         return "full"
     return "causal" if problem.met_alike else "other"

@@ -1,4 +1,4 @@
-"""What a step of the Hopper forward kernel asks of each unit. Data only.
+"""Cost: what a step of the Hopper forward kernel asks of each unit. Data only.
 
 A warpgroup reads 64 rows of queries and all keys from shared memory for scores, and all values for the
 output; probabilities are in registers.

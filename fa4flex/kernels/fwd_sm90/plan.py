@@ -117,7 +117,7 @@ class HopperPlan(Checked):
 
     @cached_property
     def time(self) -> ForwardTime:
-        """What the time of a call follows from."""
+        """The model of the time of a call."""
         return time_of(self.tiles, self.problem, self.work, self.target, self.form, self.packed_heads)
 
     @property
@@ -261,7 +261,7 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
 def time_of(
     tiles: Tiles, problem: Problem, work: Work, target: Target, form: Form, packed: int
 ) -> ForwardTime:
-    """What the time of a kernel with these tiles follows from."""
+    """The model of the time of a kernel with these tiles."""
     units = forward_units(tiles, problem, work, target)
     rates = constants_of(target).forward
     return ForwardTime(
@@ -277,8 +277,8 @@ def time_of(
 
 
 def form_of(request: ForwardRequest) -> Form:
-    """Which pairs the mask allows, as far as a plan knows: those up to a key that rises with the query, where
-    its keys are one interval from the first one on."""
+    """The pairs that the mask allows, as far as a plan knows: those up to a key that rises with the query,
+    if its keys are one interval from the first one on."""
     if request.problem.mask_form == "none":
         return "full"
     keys = request.facts.keys

@@ -1,4 +1,4 @@
-"""How long a backward pass takes: its main kernel, and those before and after it. Data only."""
+"""The time of a backward pass: its main kernel, and those before and after it. Data only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def many(heads: int, group: int, length: int) -> Heads:
 
 @dataclass(frozen=True)
 class BackwardTime:
-    """What the time of a backward kernel follows from, besides sizes.
+    """The model of the time of a backward kernel, but for sizes.
 
     form           which pairs the mask allows
     tile           queries per step, and keys of a tile

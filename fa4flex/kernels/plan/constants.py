@@ -14,7 +14,7 @@ from fa4flex.kernels.plan.target import SM90A, TARGETS, Target
 
 @dataclass(frozen=True)
 class Rates:
-    """What kernels of one pass reach, in clocks of a multiprocessor but for the first and the last.
+    """Rates that kernels of one pass reach, in clocks of a multiprocessor but for the first and the last.
 
     exposed   share of a step's exponentials and fp32 arithmetic that no product hides
     masked    more for a step in which the mask is evaluated

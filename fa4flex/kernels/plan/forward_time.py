@@ -1,4 +1,4 @@
-"""How long a forward pass takes. Data only."""
+"""The time of a forward pass. Data only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa4flex.kernels.plan.walks import Form, by_queries
 
 @dataclass(frozen=True)
 class ForwardTime:
-    """What the time of a forward kernel follows from, besides sizes.
+    """The model of the time of a forward kernel, but for sizes.
 
     form           which pairs the mask allows
     tile           queries and keys of a step

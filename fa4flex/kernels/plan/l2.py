@@ -1,5 +1,5 @@
-"""How many heads run beside each other, so that the L2 cache holds what they share: kernels go by these
-numbers, and the model of their time (model.py) does. Data only."""
+"""Heads that run beside each other, so that the L2 cache holds what they share: kernels go by these numbers,
+and the model of their time (model.py) does. Data only."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Units(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What a launch asks of the chip.
+    """A launch, as far as its time follows from it.
 
     heads      that are walked alike: of all batch entries
     walk       of one of them
@@ -91,7 +91,7 @@ def step_clocks(units: Units, exposed: float, l2: float, adding: float) -> tuple
 
 
 def makespan(tiles: int, work: float, longest: float, workers: int, sections: int, even: bool) -> float:
-    """When the last of so many tiles ends, of `work` together, in its unit. See the module."""
+    """The end of the last of so many tiles, of `work` together, in its unit. See the module."""
     if even:
         return -(-tiles // workers) * longest
     if tiles <= workers:
@@ -103,7 +103,7 @@ def makespan(tiles: int, work: float, longest: float, workers: int, sections: in
 def predict(
     launch: Launch, units: Units, exposed: float, rates: Rates, constants: Constants, target: Target
 ) -> Predicted:
-    """How long a launch takes. exposed: of its kernel, see `step_clocks`."""
+    """The time of a launch. exposed: of its kernel, see `step_clocks`."""
     tiles, steps, most, masked = launch.walk
     met, workers = launch.heads_met, target.multiprocessors
     # The cache gives the same to few multiprocessors as to all.

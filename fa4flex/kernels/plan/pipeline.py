@@ -121,7 +121,7 @@ class BackwardPlan(Plan, Protocol):
 
     @property
     def time(self) -> BackwardTime | None:
-        """What the time of a call follows from; None where no model of it is."""
+        """The model of the time of a call; None where there is none."""
         ...
 
     @property
