@@ -82,13 +82,20 @@ def _predict(time: BackwardTime, size: Heads, parts: int) -> Predicted:
         sections = sections_of_queries(kv_heads * parts, q_len, _row_bytes(time) * met) * batch
     elif time.in_sections:
         sections = sections_of_queries(pairs, q_len, _row_bytes(time) * met)
+    walk = time.walk(size)
+    # A section has one tile after the other of all its pairs; without any, those of a pair come together.
+    together = -(-pairs // sections) if time.in_sections else 1
+    running = min(pairs, max(time.target.multiprocessors / max(walk.tiles, 1), together))
+    # Of queries and sums that tiles come back to, the cache holds some; sums come from memory and go there.
+    live = max(running * met * q_len * _row_bytes(time), 1)
+    missed = max(1 - time.target.l2_bytes / live, 0) * (time.units.read + 2 * time.units.added)
     launch = Launch(
         pairs,
-        time.walk(size),
+        walk,
         met,
         sections,
         even=time.form != "causal",
-        moved=_moved(time, size),
+        moved=_moved(time, size) + missed * walk.steps * met * pairs,
         around=_moved_around(time, size, parts),
         kernels=1 + time.sums + (parts > 1),
     )
