@@ -36,7 +36,7 @@ from unittest.mock import patch
 import fa4flex
 from fa4flex.kernels.bwd_sm90 import plan as backward_plans
 from fa4flex.kernels.fwd_sm90 import plan as forward_plans
-from fa4flex.kernels.plan import backward_time, constants, forward_time
+from fa4flex.kernels.plan import constants
 from fa4flex.kernels.plan.backward_time import Heads
 from fa4flex.kernels.plan.constants import Constants, Rates
 from fa4flex.kernels.plan.groups import Groups
@@ -421,11 +421,9 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 def using(row: Constants) -> Iterator[None]:
     """The model goes by these constants."""
     with patch.object(constants, "ROWS", (row,)):
-        for made in (backward_time._predict, forward_time._predict, constants.constants_of):
-            made.cache_clear()
+        constants.constants_of.cache_clear()
         yield
-    for made in (backward_time._predict, forward_time._predict, constants.constants_of):
-        made.cache_clear()
+    constants.constants_of.cache_clear()
 
 
 class Fitted:

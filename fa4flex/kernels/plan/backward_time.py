@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from fa4flex.kernels.plan.constants import constants_of
@@ -71,7 +70,6 @@ class BackwardTime:
         return by_keys(self.form, size.q_len, size.kv_len, *self.tile)
 
 
-@lru_cache(maxsize=4096)
 def _predict(time: BackwardTime, size: Heads, parts: int) -> Predicted:
     constants = constants_of(time.target)
     batch, heads, kv_heads, q_len, _ = size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fa4flex.kernels.plan.backward_time import HALF, Heads
 from fa4flex.kernels.plan.constants import constants_of
@@ -42,7 +41,6 @@ class ForwardTime:
         return _predict(self, size)
 
 
-@lru_cache(maxsize=4096)
 def _predict(time: ForwardTime, size: Heads) -> Predicted:
     constants = constants_of(time.target)
     batch, heads, kv_heads, q_len, kv_len = size

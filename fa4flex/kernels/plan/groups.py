@@ -7,7 +7,7 @@ all wait for the last one. Part by part there are more and shorter ones; dK and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 from fa4flex.kernels.plan.backward_time import BackwardTime, Heads
 from fa4flex.kernels.plan.candidates import Candidate, among, least
@@ -28,6 +28,10 @@ three stand for masks whose tiles a plan cannot count, as numbers or contents of
 width, documents, maps), and for ordered sums, whose blocks wait for each other: the model knows neither."""
 
 
+MOST_KNOWN = 1024
+"""Extents whose number of parts is kept."""
+
+
 @dataclass(frozen=True)
 class Groups:
     """group          query heads that share keys
@@ -44,11 +48,39 @@ class Groups:
     def parts(self, batch: int, q_len: int, kv_len: int) -> int:
         """A divisor of the group, for calls of these extents: the one that costs least, of equals the
         smallest."""
-        if not self.counted:
-            tile_n, each = self.time.tile[1], max(batch, 1)
-            tiles = kv_len // tile_n + batch if self.time.packed else -(-kv_len // tile_n) * batch
-            return _cheapest(self, tiles * self.kv_heads, q_len // each if self.time.packed else q_len)
-        return _least(self, batch, q_len, kv_len)
+        # By extents alone: a hash of all that the time follows from takes longer than a launch's arguments.
+        extents = batch, q_len, kv_len
+        found = self._known.get(extents)
+        if found is None:
+            found = self._least(*extents) if self.counted else self._cheapest(*extents)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[extents] = found
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], int]:
+        """Numbers of parts of earlier calls."""
+        return {}
+
+    def _least(self, batch: int, q_len: int, kv_len: int) -> int:
+        error = constants_of(self.time.target).backward.error
+        return least(self.candidates(batch, q_len, kv_len), error).what
+
+    def _cheapest(self, batch: int, q_len: int, kv_len: int) -> int:
+        """By the estimate of tiles that the model cannot count."""
+        tile_n, size = self.time.tile[1], self.sizes(batch, q_len, kv_len)
+        of_head = kv_len // tile_n + batch if self.time.packed else -(-kv_len // tile_n) * batch
+        tiles, queries = of_head * self.kv_heads, q_len // max(batch, 1) if self.time.packed else size.q_len
+        workers = max(self.time.target.multiprocessors // self.time.ctas, 1)
+
+        def cost(parts: int) -> float:
+            longest = self.group * queries / parts
+            waves = -(-tiles * parts // workers)
+            late = longest / APART if self.time.form != "full" else longest * waves
+            return late + (parts > 1) * (PART_ROWS * parts * tiles / workers + LAUNCH_ROWS)
+
+        return min(self.divisors, key=cost)
 
     def candidates(self, batch: int, q_len: int, kv_len: int) -> list[Candidate[int]]:
         """Numbers of parts, and what each would take."""
@@ -65,27 +97,8 @@ class Groups:
         return Heads(batch, self.group * self.kv_heads, self.kv_heads, -(-q_len // each), -(-kv_len // each))
 
 
-@lru_cache(maxsize=1024)
-def _least(groups: Groups, batch: int, q_len: int, kv_len: int) -> int:
-    error = constants_of(groups.time.target).backward.error
-    return least(groups.candidates(batch, q_len, kv_len), error).what
-
-
 def _in_parts(parts: int) -> str:
     return "all heads of a group" if parts == 1 else f"{parts} parts of a group"
-
-
-@lru_cache(maxsize=1024)
-def _cheapest(groups: Groups, tiles: int, queries: int) -> int:
-    """The number of parts for so many tiles of keys, as long as they meet this many queries of each head."""
-    workers = max(groups.time.target.multiprocessors // groups.time.ctas, 1)
-
-    def cost(parts: int) -> float:
-        longest = groups.group * queries / parts
-        late = longest / APART if groups.time.form != "full" else longest * -(-tiles * parts // workers)
-        return late + (parts > 1) * (PART_ROWS * parts * tiles / workers + LAUNCH_ROWS)
-
-    return min(groups.divisors, key=cost)
 
 
 def groups_of(inputs: Inputs, plan: BackwardPlan) -> Groups | None:
