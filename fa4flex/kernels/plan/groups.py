@@ -68,7 +68,7 @@ class Groups:
         return least(self.candidates(batch, q_len, kv_len), error).what
 
     def _cheapest(self, batch: int, q_len: int, kv_len: int) -> int:
-        """By the estimate of tiles that the model cannot count."""
+        """The estimate for tiles that the model cannot count."""
         tile_n, size = self.time.tile[1], self.sizes(batch, q_len, kv_len)
         of_head = kv_len // tile_n + batch if self.time.packed else -(-kv_len // tile_n) * batch
         tiles, queries = of_head * self.kv_heads, q_len // max(batch, 1) if self.time.packed else size.q_len
