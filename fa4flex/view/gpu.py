@@ -32,7 +32,7 @@ DIRECTIONS = ("forward", "backward")
 NONE = 1e-9
 """Share of tiles that stands for none: a bound is that of some."""
 
-_SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "bound:")
+_SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "candidates", "bound:")
 _MASKS = {
     "none": "every tile of keys is full: no mask code",
     "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",

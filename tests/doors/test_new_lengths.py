@@ -87,21 +87,24 @@ def launched(recorder: Recorder) -> dict[str, Any]:
 def test_new_lengths_share_proof_kernel_and_launch(
     recorder: Recorder, proofs: list[Shape], mask: Any
 ) -> None:
-    """Few queries, whose groups of two heads share tiles of 64 rows, have one kernel, up to 256 of narrow
-    heads another, and all others a third. One proof serves all."""
+    """Few queries, whose groups of two heads share tiles of 64 rows, have one launch, up to 128 of narrow
+    heads another, prompts alone whose tiles run at the same time a third, and many queries a fourth. One
+    proof serves all."""
     many = (
-        (2, 300, 300),
-        (2, 300, 301),
-        (2, 300, 4096),
+        (2, 700, 300),
+        (2, 700, 301),
+        (2, 700, 4096),
         (2, 777, 300),
-        (1, 257, 1),
         (9, 4096, 5),
-        (400, 300, 9),
+        (400, 700, 9),
     )
-    short = (2, 40, 300), (2, 40, 301), (2, 40, 4096), (2, 256, 300), (1, 33, 1), (4096, 40, 9)
+    alone = (1, 300, 300), (1, 33, 1), (1, 4000, 301), (1, 128, 4096)
+    short = (2, 40, 300), (2, 40, 301), (2, 40, 4096), (2, 128, 300), (4096, 40, 9)
     few = (2, 1, 300), (2, 1, 301), (2, 1, 4096), (2, 32, 300), (1, 1, 1), (4096, 1, 9)
-    engine, call = call_of(fa4flex.compile(alibi, mask), tensors(*many[0]))
-    for sets, sizes in enumerate((many, short, few), 1):
+    # Slopes and the ends of rows leave registers for tiles of 128 queries alone, and heads that share
+    # tiles no choice.
+    engine, call = call_of(fa4flex.compile(alibi if mask is None else None, mask), tensors(*many[0]))
+    for sets, sizes in enumerate((many, short, alone, few), 1):
         share(recorder, engine, call, sizes)
         assert len(recorder.problems) == sets and len(proofs) == 1
 
@@ -337,12 +340,14 @@ def test_keys_that_fit_one_tile_share_a_backward_pass_of_their_own(recorder: Rec
     assert len(recorder.problems) == 2
 
 
-@pytest.mark.parametrize(("mask", "most"), ((None, 512), (causal, 1024)))
+@pytest.mark.parametrize(
+    ("mask", "few", "most"), ((None, (512, 449, 576), 577), (causal, (300, 17, 1024), 1537))
+)
 def test_few_steps_are_those_of_plain_scores(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, mask: Any, most: int
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, mask: Any, few: tuple[int, ...], most: int
 ) -> None:
-    """Steps of wide heads are long where queries are many, and scores take no registers, as capped ones
-    do."""
+    """Steps of wide heads are long where queries are so many that few rows of them are past an end, and
+    scores take no registers, as capped ones do."""
     tiles: list[tuple[int, int]] = []
     compiled = Lowered.compile
 
@@ -353,7 +358,7 @@ def test_few_steps_are_those_of_plain_scores(
     monkeypatch.setattr(Lowered, "compile", noted)
     wide = tensors(6, 300, 300, width=128)
     engine, call = call_of(fa4flex.compile(mask=mask), wide)
-    for q_len in (300, most, most + 1, 4096, 17, 1025):
+    for q_len in (*few, most, 4096, few[0], 2049):
         backward_of(engine, resized(call, 6, q_len, 600))
     assert tiles == [SHORT_TILE, LONG_TILE]
     engine, call = call_of(fa4flex.compile(softcap(20.0), mask=mask), wide)

@@ -112,10 +112,13 @@ def test_queries_of_a_step(changes: dict[str, object], tile: tuple[int, int]) ->
     [
         (FEW_KEYS, {}, SHORT_TILE),
         (sizes_of(kv_len=129), {}, LONG_TILE),
+        (sizes_of(1024), {"met_alike": True}, SHORT_TILE),
+        (sizes_of(2048), {"met_alike": True}, LONG_TILE),
         (sizes_of(1024), {}, SHORT_TILE),
-        (sizes_of(1025), {}, LONG_TILE),
+        (sizes_of(2048), {}, LONG_TILE),
         (sizes_of(512), {"mask_form": "none"}, SHORT_TILE),
-        (sizes_of(513), {"mask_form": "none"}, LONG_TILE),
+        (sizes_of(400), {"mask_form": "none"}, LONG_TILE),
+        (sizes_of(640), {"mask_form": "none"}, LONG_TILE),
         (FEW_KEYS, {"head_dim": 64, "head_dim_v": 64}, ROOMY_TILE),
         (FEW_KEYS, {"head_dim": 192}, LONG_LATENT_TILE),
         (FEW_TILES, {}, HALF_TILE),
@@ -176,7 +179,8 @@ def test_a_pair_counts_as_one_where_groups_are_divided() -> None:
     inputs: Any = SimpleNamespace(extents=SimpleNamespace(heads=8), kv_heads=2, lengths="dense")
     alone, pair = (groups_of(inputs, planned(wide, paired)) for paired in (0, 192))
     assert alone is not None and pair is not None
-    assert (alone.workers, alone.tile_n) == (2 * pair.workers, 64) and pair.tile_n == 128
+    assert (alone.time.ctas, alone.time.tile[1]) == (1, 64)
+    assert (pair.time.ctas, pair.time.tile[1]) == (2, 128)
 
 
 def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:

@@ -49,6 +49,8 @@ class BlackwellBackwardPlan(Checked):
     copies = False
     stores_dq = False
     clears = False
+    time = None
+    """Nobody has timed one: there is nothing to fit a model to."""
 
     part = ""
     """Suffix of the names of a half's first columns."""

@@ -7,11 +7,16 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.kernels.bwd_sm90.config import Config, Split
+from fa4flex.kernels.bwd_sm90.cost import backward_units
 from fa4flex.kernels.bwd_sm90.pair_topology import pair_topology
 from fa4flex.kernels.bwd_sm90.roles import SHARES, barrier_table
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
+from fa4flex.kernels.plan.backward_time import BackwardTime, many
 from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.candidates import among, least, listed
+from fa4flex.kernels.plan.constants import constants_of
+from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline
@@ -20,6 +25,7 @@ from fa4flex.kernels.plan.request import BLOCKS, Request
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
+from fa4flex.kernels.plan.walks import Form
 
 KEYS_APART = 128
 """The widest heads of which warpgroups always have keys of their own."""
@@ -41,24 +47,25 @@ LONG_LATENT_TILE = (48, 128)
 these, registers hold so few queries; the latter where neither scores nor masks take registers."""
 
 SHORT_TILE = TILE
-"""Tile of plain scores where queries are few, or keys, and queries likely too: the last step has rows past
-the end, and under a mask the first ones have rows that see nothing. Two longer steps of 128 queries would
-compute a quarter more, and those of 512 causal ones, too."""
+"""Tile of plain scores where longer steps would compute more than they save: the last one has rows past the
+end, and under a mask the first ones have rows that see nothing."""
 
 FEW_KEYS = 128
 """Keys of a sequence that one tile holds: the block that has them writes dQ itself."""
 
-FEW_STEPS = {False: 512, True: 1024}
-"""Queries of a sequence of which longer steps would compute more than they save, by whether there is a
-mask."""
+FEW_CLEARED = {False: 512, True: 1024}
+"""Queries of a sequence up to which blocks clear no sums for later ones where scores are plain, by whether
+heads are wider than NARROW: at 512 it was 10 us more of 351, at 3,001 9 us less of 355. Where between them it
+turns is not measured, and what zeros cost beside additions no figure tells the model."""
 
-STEPPED = (97, 128)
-"""Heads, from the narrowest to the widest, of which steps may be long."""
+NARROW = 96
+"""Widest heads that keep the lower of both."""
 
 HALF_TILE = (64, 64)
 """Tile where tiles of WHOLE keys are so few that half of the multiprocessors would have none, of heads up to
 KEYS_APART: twice as many multiprocessors have shorter steps, of one consumer warpgroup, or of two that share
-out columns."""
+out columns. Its steps were timed at one size, where half of the chip's L2 cache was asked for: what the model
+says of more tiles than these rests on nothing, so they are no candidates there."""
 
 WHOLE = 128
 """Keys of other tiles, of which HALF_TILE has half."""
@@ -100,6 +107,7 @@ class HopperBackwardPlan(Checked):
                  warp that would have added it up then stores it
     clears       heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
                  they are still in the L2 cache when they are added to
+    others       tiles that it was chosen among
     """
 
     target: Target
@@ -111,6 +119,7 @@ class HopperBackwardPlan(Checked):
     ctas: int = 1
     stores_dq: bool = False
     clears: bool = False
+    others: tuple[tuple[int, int], ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.bwd_sm90"
     copies: ClassVar[bool] = True
@@ -233,6 +242,23 @@ class HopperBackwardPlan(Checked):
             ctas=self.ctas,
         )
 
+    @cached_property
+    def time(self) -> BackwardTime:
+        """The model of the time of a call."""
+        problem, config = self.problem, self.config()
+        return BackwardTime(
+            self.target,
+            form_of(problem),
+            self.tile,
+            (problem.head_dim, problem.head_dim_v),
+            backward_units(config, self.target),
+            in_sections=config.masked or problem.lengths == "packed",
+            packed=problem.lengths == "packed",
+            sums=not self.stores_dq,
+            clears=self.clears,
+            ctas=self.ctas,
+        )
+
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes and barriers, and regions fit."""
         self.memory.check()
@@ -240,7 +266,7 @@ class HopperBackwardPlan(Checked):
         self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.unused)
 
     def explain(self, size: Size | None = None) -> str:
-        """The plan in words. How long a launch of a `size` takes at least is not known."""
+        """The plan in words; with a `size`, also what it was chosen among, and what each would take there."""
         config, (q_stages, do_stages, dq_stages) = self.config(), self.stages
         lines = [
             f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
@@ -251,6 +277,7 @@ class HopperBackwardPlan(Checked):
             f"order: {BLOCKS[self.persistent, self.persistent]}",
             *["query heads that share keys: in parts, where tiles of keys are few"] * self.problem.grouped,
             *self._told_of_dq(),
+            *self._told_of_candidates(size),
             "shared memory:",
             self.memory.explain(),
             "pipeline (steps are tiles of queries):",
@@ -265,23 +292,69 @@ class HopperBackwardPlan(Checked):
         cleared = "sums of dQ are cleared by the blocks that have the section of heads before"
         return [ordered] * self.problem.deterministic + [cleared] * self.clears
 
+    def _told_of_candidates(self, size: Size | None) -> list[str]:
+        if size is None:
+            return []
+        kv_heads = size.h if size.kv_heads is None else size.kv_heads
+        groups = Groups(max(size.h // kv_heads, 1), kv_heads, self.time)
+        extents = size.b, size.q_len, size.kv_len
+        parts = groups.candidates(*extents) if self.problem.grouped else []
+        origin, of_call = constants_of(self.target).origin, groups.sizes(*extents)
+        tiles = among(self.others or (self.tile,), _named, lambda tile: self._at(tile).time.predict(of_call))
+        lines = listed(tiles, self.tile, origin)
+        if parts:
+            lines += listed(parts, groups.parts(*extents), origin)[1:]
+        return lines
+
+    def _at(self, tile: tuple[int, int]) -> HopperBackwardPlan:
+        """The same with another tile; a pair's of its own tile."""
+        return self if self.ctas > 1 else replace(self, tile=tile)
+
+
+def form_of(problem: Problem) -> Form:
+    """The pairs that are allowed, as far as a plan knows: keys that are met alike under a mask are those up
+    to one that rises with the query."""
+    if problem.mask_form == "none":
+        return "full"
+    return "causal" if problem.met_alike else "other"
+
+
+def _named(tile: tuple[int, int]) -> str:
+    return f"{tile[0]} queries x {tile[1]} keys"
+
 
 _SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV and dP, dK"}
 
 
 def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
-    """The deepest rings that fit."""
-    problem, target, sizes = request.problem, request.target, request.sizes
+    """The plan of the tile that takes least, and the deepest rings that fit."""
+    problem, sizes = request.problem, request.sizes
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     if widths == (160, LATENT[1]):
         widths = LATENT  # dQ', 160 rows, is no whole number of an instruction's 64
-    tile = _tile(request, *widths)
+    tiles = _tiles(request, *widths)
+    offered = tuple(dict.fromkeys((*tiles, *_untried(request, tiles))))
+    plans = [replace(_of_tile(request, tile, widths), others=offered) for tile in tiles]
+    if len(plans) == 1:
+        return plans[0]
+    error = constants_of(request.target).backward.error
+    # Windows and the like have diagonals, too: steps past them are more like causal ones than like none.
+    times = [replace(one.time, form="causal") if one.time.form == "other" else one.time for one in plans]
+
+    def decide(q_len: int) -> int:
+        size = many(sizes.heads, 1, q_len)  # as if each had keys of its own: groups may come in parts
+        return least(among(range(len(plans)), str, lambda i: times[i].predict(size)), error).what
+
+    return plans[sizes.settled(decide)]
+
+
+def _of_tile(request: Request, tile: tuple[int, int], widths: tuple[int, int]) -> HopperBackwardPlan:
+    problem, target = request.problem, request.target
     ctas = _ctas(problem, tile, *widths)
     tile = PAIR_TILE if ctas > 1 else tile
     plan = HopperBackwardPlan(target, problem, tile, *widths, STAGES[0], ctas)
-    stores = plan.may_store_dq() and sizes.kv.at_most(FEW_KEYS)
-    # Where steps are few, blocks would lose more time by clearing than the kernel before them saves.
-    clears = plan.may_clear() and not stores and not _few_steps(problem, sizes)
+    stores = plan.may_store_dq() and request.sizes.kv.at_most(FEW_KEYS)
+    clears = plan.may_clear() and not stores and not _few_cleared(problem, request.sizes)
     plan = replace(plan, stores_dq=stores, clears=clears)
     plans = [replace(plan, stages=stages) for stages in STAGES]
     return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
@@ -297,24 +370,36 @@ def _ctas(problem: Problem, tile: tuple[int, int], width: int, width_v: int) -> 
     return 2 if fits and max(width, width_v) <= min(PAIRED, PRODUCTS_APART) else 1
 
 
-def _tile(request: Request, width: int, width_v: int) -> tuple[int, int]:
-    problem, sizes = request.problem, request.sizes
+def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int], ...]:
+    """The tiles that a problem is planned with, those first that were measured most. A kernel's registers
+    leave one in most cases."""
+    problem = request.problem
     long = problem.long_scores or problem.long_masks or problem.gradients
     # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of long steps.
     roomy = not long and problem.lengths == "dense" and problem.mask_form != "tables"
     if (width, width_v) == LATENT and not problem.gradients:
-        return LONG_LATENT_TILE if roomy else LATENT_TILE
+        return (LONG_LATENT_TILE if roomy else LATENT_TILE,)
     if max(width, width_v) > KEYS_APART:
-        return WIDE_TILE
+        return (WIDE_TILE,)
     if _few_tiles(request):
-        return HALF_TILE
+        return (HALF_TILE,)
     if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
-        return TILE
+        return (TILE,)
     if max(width, width_v) <= 64:
-        return ROOMY_TILE
+        return (ROOMY_TILE,)
     if not roomy or width != KEYS_APART or problem.mask_form == "spans":
-        return TILE
-    return SHORT_TILE if sizes.kv.at_most(FEW_KEYS) or _few_steps(problem, sizes) else LONG_TILE
+        return (TILE,)
+    # A block that writes dQ itself has no product for dQ that is transposed.
+    return (SHORT_TILE,) if request.sizes.kv.at_most(FEW_KEYS) else (LONG_TILE, SHORT_TILE)
+
+
+def _untried(request: Request, tiles: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Tiles that kernels have beside these, for problems of which nobody has timed them: explanations and
+    benchmarks/choice_regret.py have them among the candidates, plans do not."""
+    problem = request.problem
+    if max(problem.head_dim, problem.head_dim_v) > KEYS_APART or problem.lengths != "dense":
+        return ()
+    return tuple(tile for tile in (TILE, HALF_TILE) if tile not in tiles)
 
 
 def _few_tiles(request: Request) -> bool:
@@ -326,13 +411,12 @@ def _few_tiles(request: Request) -> bool:
     return sizes.tiles(WHOLE).at_most(request.target.multiprocessors // 2 // max(sizes.heads, 1))
 
 
-def _few_steps(problem: Problem, sizes: Sizes) -> bool:
-    """True if steps may be long, and queries are so few that longer ones compute more than they save."""
-    least, most = STEPPED
-    wide = least <= problem.head_dim and max(problem.head_dim, problem.head_dim_v) <= most
+def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
+    """True if scores are plain, and queries so few that clearing takes longer than it saves."""
     long = problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks
-    few = FEW_STEPS[problem.mask_form != "none"]
-    return problem.lengths == "dense" and wide and not long and sizes.q.at_most(few)
+    wide = max(problem.head_dim, problem.head_dim_v)
+    few = FEW_CLEARED[wide > NARROW]
+    return not long and wide <= KEYS_APART and sizes.q.at_most(few)
 
 
 BWD_SM90 = Pipeline(

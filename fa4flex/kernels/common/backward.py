@@ -14,7 +14,8 @@ from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
-from fa4flex.kernels.common.work import L2_BYTES, find_sequence
+from fa4flex.kernels.common.work import find_sequence
+from fa4flex.kernels.plan.l2 import L2_BYTES
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
 
 

@@ -10,15 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_lengths import capacity, used_length
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
-
-L2_BYTES = 32 << 20
-"""Keys and values of the heads that run at the same time should stay within this."""
-
-SHORT_KEYS, SHORT_BYTES = 512, 8 << 20
-MIDDLE_KEYS, MIDDLE_BYTES = 4096, 16 << 20
-"""Keys of short heads at most, and what heads that run at the same time should stay within where all are
-short: all tiles of one then run at about the same time, and its keys are read from memory once. Likewise of
-heads that are not long: a tile follows another of its head sooner, while the cache still holds the keys."""
+from fa4flex.kernels.plan.l2 import L2_BYTES, MIDDLE_BYTES, MIDDLE_KEYS, SHORT_BYTES, SHORT_KEYS
 
 
 class Divisors(NamedTuple):

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+from fa4flex.codegen.expr import const
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.cost import exposed_share, forward_units
 from fa4flex.kernels.fwd_sm90.packing import packed_heads
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
-from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes, staged
+from fa4flex.kernels.fwd_sm90.tiles import Choice, Pair, Tiles, choose, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
+from fa4flex.kernels.plan.backward_time import Heads, many
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
+from fa4flex.kernels.plan.candidates import among, least, listed
+from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.forward_time import ForwardTime
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
-from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Staging, Topology
+from fa4flex.kernels.plan.walks import Form
 from fa4flex.kernels.plan.work import Work
 
 PINGPONG_WIDEST = 128
@@ -45,6 +52,8 @@ class HopperPlan(Checked):
     packed_heads         query heads that share a head of keys, of which tiles of queries have rows; 1: each
                          head has tiles of its own
     reasons              why these tiles, and why this order
+    form                 which pairs the mask allows
+    others               tiles of queries and keys that these were chosen among
 
     Memory map, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other plan,
     and `check` says whether it is a legal one.
@@ -63,6 +72,8 @@ class HopperPlan(Checked):
     dynamic: bool = False
     packed_heads: int = 1
     reasons: tuple[str, ...] = ()
+    form: Form = "other"
+    others: tuple[Pair, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
 
@@ -103,6 +114,11 @@ class HopperPlan(Checked):
     @property
     def _shares(self) -> bool:
         return self.tiles.shares(self.problem, self.kv_stages, self.target)
+
+    @cached_property
+    def time(self) -> ForwardTime:
+        """The model of the time of a call."""
+        return time_of(self.tiles, self.problem, self.work, self.target, self.form, self.packed_heads)
 
     @property
     def need(self) -> Need:
@@ -179,9 +195,22 @@ class HopperPlan(Checked):
             "pipeline:",
             self.topology.explain(),
             f"work: {self.work.explain()}",
+            *self._explain_candidates(size),
             explain_bound(self.bound, size),
         ]
         return "\n".join(lines)
+
+    def _explain_candidates(self, size: Size | None) -> list[str]:
+        if size is None:
+            return []
+
+        def at(tile: Pair) -> ForwardTime:
+            one = replace(self.tiles, tile_m=tile[0], tile_n=tile[1])
+            return time_of(one, self.problem, self.work, self.target, self.form, self.packed_heads)
+
+        of_call = Heads(size.b, size.h, size.kv_heads or size.h, size.q_len, size.kv_len)
+        ways = among(self.others or (self.tile,), _named, lambda tile: at(tile).predict(of_call))
+        return listed(ways, self.tile, constants_of(self.target).origin)
 
     def _explain_pages(self) -> list[str]:
         warps = self.config().gather_warps
@@ -207,8 +236,9 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
             'a schedule without order="longest_first"',
             "nothing: pages are gathered instead",
         )
-    packed = packed_heads(request)
-    choice = choose(request, UNKNOWN if packed > 1 else request.sizes)  # rows of a group fill tiles
+    packed, form = packed_heads(request), form_of(request)
+    choices = choose(request)
+    choice = choices[0] if len(choices) == 1 else _least(request, choices, form, packed)
     tiles = choice.tiles
     return HopperPlan(
         target=request.target,
@@ -223,7 +253,63 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         dynamic=_dynamic(request),
         packed_heads=packed,
         reasons=(*choice.reasons, request.why),
+        form=form,
+        others=tuple((one.tiles.tile_m, one.tiles.tile_n) for one in choices),
     )
+
+
+def time_of(
+    tiles: Tiles, problem: Problem, work: Work, target: Target, form: Form, packed: int
+) -> ForwardTime:
+    """The model of the time of a kernel with these tiles."""
+    units = forward_units(tiles, problem, work, target)
+    rates = constants_of(target).forward
+    return ForwardTime(
+        target,
+        form,
+        (tiles.tile_m, tiles.tile_n),
+        (problem.head_dim, problem.head_dim_v),
+        units,
+        exposed_share(units, tiles.consumers, rates.exposed),
+        least=int(SHORT_WAVES * target.multiprocessors),
+        packed_heads=packed,
+    )
+
+
+def form_of(request: ForwardRequest) -> Form:
+    """The pairs that the mask allows, as far as a plan knows: those up to a key that rises with the query,
+    if its keys are one interval from the first one on."""
+    if request.problem.mask_form == "none":
+        return "full"
+    keys = request.facts.keys
+    if request.problem.mask_form != "spans" or keys is None:
+        return "other"
+    rising = all(lo is const(0) and "q" in hi.free for lo, hi in keys.spans)
+    return "causal" if rising else "other"
+
+
+def _least(request: ForwardRequest, choices: tuple[Choice, ...], form: Form, packed: int) -> Choice:
+    """The choice that takes least. Of packed sequences, of which all queries together are known, nothing is
+    known of rows past the end of each; and rows of a group of heads fill tiles: then the first one."""
+    sizes, problem, target = request.sizes, request.problem, request.target
+    if problem.lengths == "packed" or packed > 1:
+        return choices[0]
+    shortest = min(choices, key=lambda one: one.tiles.tile_m)
+    at_once = target.multiprocessors // max(sizes.heads, 1)
+    if sizes.batch.at_most(1) and sizes.q.at_most(at_once * shortest.tiles.tile_m):
+        return shortest  # all tiles of a prompt run at the same time: it takes as long as one of them
+    error = constants_of(target).forward.error
+    times = [time_of(one.tiles, problem, request.work, target, form, packed) for one in choices]
+
+    def decide(q_len: int) -> int:
+        size = many(sizes.heads, sizes.group, q_len)
+        return least(among(range(len(times)), str, lambda i: times[i].predict(size)), error).what
+
+    return choices[sizes.settled(decide)]
+
+
+def _named(tile: Pair) -> str:
+    return f"{tile[0]} queries x {tile[1]} keys"
 
 
 def _dynamic(request: ForwardRequest) -> bool:

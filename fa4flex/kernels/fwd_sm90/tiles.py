@@ -17,7 +17,6 @@ from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import in_boxes, producing, readable, too_many_boxes
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
-from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.work import Work, is_plain
 
@@ -31,10 +30,6 @@ STAGES = (2, 1)
 NARROW = 64
 """Widest heads of which tiles may have 192 queries, and are found by divisors: short tiles are what such
 divisions and waits for queries are much of."""
-
-FEW_QUERIES = 256
-"""Queries of a sequence that are planned for by themselves: of narrow heads, two tiles of 128 hold them, and
-two of 192 would be a third empty."""
 
 AHEAD = 96
 """Widest heads of which tiles under a mask, some of them short, wait long for their queries."""
@@ -168,24 +163,15 @@ def pad(width: int) -> int:
     return next(w for w in WIDTHS if w >= width)
 
 
-def candidates(problem: Problem, plain: bool, sizes: Sizes = UNKNOWN) -> tuple[Pair, ...]:
-    """The (queries, keys) for this problem, best first: one where scores read much, else those of the table;
-    of few queries, those with the fewest rows past the end; where keys lie in pages, those of few boxes, or
-    by rows."""
+def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
+    """The (queries, keys) for this problem, those first that were measured most: one where scores read much,
+    else those of the table; where keys lie in pages, those of few boxes, or by rows."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else (LITTLE_CODE,) if problem.many_reads else row.hooked
     if problem.keys.loaded:
         fitting = (pair for pair in pairs if _for_pages(problem, pair))
         return tuple(sorted(fitting, key=lambda pair: too_many_boxes(problem, pair[1])))
-    if _differ_in_rows(problem, pairs) and sizes.q.at_most(FEW_QUERIES):
-        pairs = tuple(sorted(pairs, key=lambda pair: -FEW_QUERIES % pair[0]))
     return pairs
-
-
-def _differ_in_rows(problem: Problem, pairs: tuple[Pair, ...]) -> bool:
-    """True if tiles differ in rows past the end of a sequence. Of packed sequences, of which all queries
-    together are known, nothing is known of that."""
-    return len({rows for rows, _ in pairs}) > 1 and problem.lengths != "packed"
 
 
 def _for_pages(problem: Problem, pair: Pair) -> bool:
@@ -198,18 +184,20 @@ def _for_pages(problem: Problem, pair: Pair) -> bool:
     return boxed or producing(problem, pair[1]) == "gathering"
 
 
-def choose(request: ForwardRequest, sizes: Sizes) -> Choice:
-    """The user's tile where it is legal, else the first of the table whose estimate of registers fits.
-    `sizes`: those by which tiles may differ.
+def choose(request: ForwardRequest) -> tuple[Choice, ...]:
+    """The user's tile where it is legal, else those of the table that may be taken, in its order: the first
+    one whose estimate of registers fits, and others with as many keys whose estimate does, which differ in
+    rows.
 
     Raises UnsupportedError for a tile that the chip's instructions, registers or shared memory do not have.
     """
     problem, work, target = request.problem, request.work, request.target
     if request.schedule.tile is not None:
-        return _honour(problem, work, target, request.schedule.tile)
+        return (_honour(problem, work, target, request.schedule.tile),)
     reasons: list[str] = []
     over: dict[int, Choice] = {}
-    for pair in candidates(problem, is_plain(request.facts, problem), sizes):
+    found: list[Choice] = []
+    for pair in candidates(problem, is_plain(request.facts, problem)):
         tiles, need, limit = _try(pair, problem, work)
         stages = STAGES[0]
         memory = tiles.memory(problem, stages, target)
@@ -220,10 +208,16 @@ def choose(request: ForwardRequest, sizes: Sizes) -> Choice:
         elif need.total > limit:
             reasons.append(f"not {_name(pair)}: {need.explain()} registers of {limit}")
             over.setdefault(need.total - limit, Choice(tiles, stages, ()))
-        else:
+        elif not found or pair[1] == found[0].tiles.tile_n:
             why = "as scores read much" if pair == LITTLE_CODE and problem.many_reads else "by the table"
-            reasons.append(f"{_name(pair)} {why}: {need.explain()} registers of {limit}")
-            return Choice(_with_queries_ahead(tiles, problem, stages, target), stages, tuple(reasons))
+            fits = f"{_name(pair)} {why}: {need.explain()} registers of {limit}"
+            ahead = _with_queries_ahead(tiles, problem, stages, target)
+            found.append(Choice(ahead, stages, (*reasons, fits)))
+    return tuple(found) or (_over(over, reasons, problem),)
+
+
+def _over(over: dict[int, Choice], reasons: list[str], problem: Problem) -> Choice:
+    """The tile that is the least over its registers. Raises UnsupportedError where there is none."""
     if not over:
         raise UnsupportedError(
             f"pages of {problem.keys.together} keys or a multiple, and heads of {problem.head_dim}",
@@ -231,8 +225,8 @@ def choose(request: ForwardRequest, sizes: Sizes) -> Choice:
             "nothing: pages are gathered instead",
         )
     best = over[min(over)]
-    reasons.append(f"{_name((best.tiles.tile_m, best.tiles.tile_n))} is the least over; it may spill")
-    return replace(best, reasons=tuple(reasons))
+    least = f"{_name((best.tiles.tile_m, best.tiles.tile_n))} is the least over; it may spill"
+    return replace(best, reasons=(*reasons, least))
 
 
 def _name(pair: Pair) -> str:

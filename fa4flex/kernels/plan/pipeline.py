@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.problem import Problem
@@ -116,6 +117,11 @@ class BackwardPlan(Plan, Protocol):
     @property
     def clears(self) -> bool:
         """True if the kernel clears most sums of dQ itself, before it adds to them."""
+        ...
+
+    @property
+    def time(self) -> BackwardTime | None:
+        """The model of the time of a call; None where there is none."""
         ...
 
     @property

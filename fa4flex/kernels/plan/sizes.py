@@ -8,7 +8,7 @@ a plan is valid follows from what it asked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 Answer = tuple[bool, Reach]
 """Truth of a statement about extents, and extents of which the same is true."""
+
+
+T = TypeVar("T")
+
+CELLS = (*range(64, 641, 64), 768, 1024, 1536, 2048, 3072, 4096, 8192)
+"""Ends of the cells of queries in which choices are settled, of which the last one stands for all beyond."""
 
 
 class Sizes:
@@ -40,6 +46,11 @@ class Sizes:
     def q(self) -> Quantity:
         """Queries of the longest sequence, at most; of packed sequences, all together."""
         return Quantity(self, lambda extents, most: _extent(extents, 1, most))
+
+    @property
+    def batch(self) -> Quantity:
+        """Batch entries, or sequences."""
+        return Quantity(self, lambda extents, most: _extent(extents, 0, most))
 
     @property
     def kv(self) -> Quantity:
@@ -69,6 +80,26 @@ class Sizes:
         power = 1 << max(self.extents[0], 1).bit_length() - 1
         self.narrow(Reach((power if power > 1 else 0, 0, 0), (2 * power - 1, ANY, ANY)))
         return power
+
+    def settled(self, decide: Callable[[int], T]) -> T:
+        """The decision for the queries of the longest sequence: for the most of the cell in which they
+        lie. It holds for all cells around it that are decided alike.
+
+        One axis, so that a few launches serve calls of all lengths; of unknown queries, there are many.
+        """
+        if self.extents is None:
+            return decide(CELLS[-1])
+        q_len = self.extents[1]
+        cell = next((i for i, end in enumerate(CELLS) if q_len <= end), len(CELLS) - 1)
+        wanted, first, last = decide(CELLS[cell]), cell, cell
+        while first and decide(CELLS[first - 1]) == wanted:
+            first -= 1
+        while last + 1 < len(CELLS) and decide(CELLS[last + 1]) == wanted:
+            last += 1
+        least = CELLS[first - 1] + 1 if first else 0
+        most = CELLS[last] if last + 1 < len(CELLS) else ANY
+        self.narrow(Reach((0, least, 0), (ANY, most, ANY)))
+        return wanted
 
     def narrow(self, valid: Reach) -> None:
         """Note that an answer holds for these extents alone."""

@@ -73,11 +73,19 @@ class Target:
             )
         return replace(self, multiprocessors=self.multiprocessors - margin) if margin else self
 
+    def named(self, device: str) -> Target:
+        """The chip that a GPU of this name is, if one of MEMORY: others of its capability differ in that."""
+        chip = next((chip for chip in MEMORY if chip in device), None)
+        return self if chip is None else replace(self, chip=chip, hbm_bytes_per_second=MEMORY[chip])
+
     def register_pool(self, warpgroups: int) -> int:
         """Registers per thread that `warpgroups` warpgroups share: a launch gives all alike, in steps."""
         each = self.registers // (128 * warpgroups) // self.register_step * self.register_step
         return each * warpgroups
 
+
+MEMORY = {"H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "B300": 8e12}
+"""Bytes per second of the memory of chips, by data sheets (H100 SXM), by what their names contain."""
 
 SM90A = Target(
     name="sm_90a",

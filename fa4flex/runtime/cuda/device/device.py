@@ -17,8 +17,8 @@ def target_like(capability: tuple[int, int]) -> Target | None:
 
 
 def target_of(device: torch.device) -> Target:
-    """The chip that a GPU is, with as many multiprocessors as this one has; raises UnsupportedError where
-    there is no kernel for it."""
+    """The chip that a GPU is, with the multiprocessors and the memory of this one; raises UnsupportedError
+    where there is no kernel for it."""
     result = torch.cuda.get_device_capability(device)
     target = target_like(result)
     if target is None:
@@ -28,7 +28,8 @@ def target_of(device: torch.device) -> Target:
             f"one of the compute capabilities that kernels exist for: {known}",
             "run on such a GPU, or move the tensors with .cpu()",
         )
-    return replace(target, multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
+    found = torch.cuda.get_device_properties(device)
+    return replace(target, multiprocessors=found.multi_processor_count).named(found.name)
 
 
 def require_not_capturing() -> None:

@@ -1,0 +1,55 @@
+"""The time of a forward pass. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.kernels.plan.backward_time import HALF, Heads
+from fa4flex.kernels.plan.constants import constants_of
+from fa4flex.kernels.plan.l2 import sections_of_keys
+from fa4flex.kernels.plan.model import Launch, Predicted, Units, predict
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.walks import Form, by_queries
+
+
+@dataclass(frozen=True)
+class ForwardTime:
+    """The model of the time of a forward kernel, but for sizes.
+
+    form           which pairs the mask allows
+    tile           queries and keys of a step
+    widths         of q and k, and of v and the output
+    units          of a step
+    exposed        share of its exponentials and arithmetic that no product hides
+    least          tiles of a section of few keys
+    packed_heads   query heads whose rows share tiles
+    packed         sequences lie one after another
+    """
+
+    target: Target
+    form: Form
+    tile: tuple[int, int]
+    widths: tuple[int, int]
+    units: Units
+    exposed: float
+    least: int
+    packed_heads: int = 1
+    packed: bool = False
+
+    def predict(self, size: Heads) -> Predicted:
+        """The time of a call."""
+        return _predict(self, size)
+
+
+def _predict(time: ForwardTime, size: Heads) -> Predicted:
+    constants = constants_of(time.target)
+    batch, heads, kv_heads, q_len, kv_len = size
+    group = time.packed_heads
+    walk = by_queries(time.form, q_len * group, kv_len, *time.tile)
+    ratio, bytes_of_key = heads // max(kv_heads, 1), HALF * sum(time.widths)
+    sections = sections_of_keys(batch * kv_heads, kv_len, bytes_of_key, walk.tiles * ratio, time.least)
+    even = time.form != "causal"
+    rows = batch * (heads * q_len + kv_heads * kv_len)
+    moved = rows * bytes_of_key  # q and the output are as wide as k and v together
+    launch = Launch(batch * heads // group, walk, sections=sections, even=even, moved=moved)
+    return predict(launch, time.units, time.exposed, constants.forward, constants, time.target)
