@@ -20,7 +20,7 @@ from fa4flex.exact import exactly
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
 from fa4flex.runtime.layouts import empty_output
-from fa4flex.torch_internals import single_query_kernel
+from fa4flex.torch_internals import fused_kernel
 
 FEW_QUERIES = 4
 FEW_PRODUCTS = 1 << 23
@@ -89,7 +89,7 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     """(out, lse) of sequences' single queries without a score mod and sinks, over keys that lie together, by
     PyTorch's own kernel; None for anything else. The backward pass needs more than that: `few_queries` gives
     it."""
-    if single_query_kernel is None or inputs.precision is not torch.float32:
+    if fused_kernel is None or inputs.precision is not torch.float32:
         return None
     if facts.score is not SCORE or inputs.sinks is not None:
         return None
@@ -106,7 +106,7 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
         q, k, v = (x.float() for x in (q, k, v))
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
-    out, lse = single_query_kernel(q, k, v, 0.0, False, scale=inputs.scale)
+    out, lse = fused_kernel(q, k, v, 0.0, False, scale=inputs.scale)
     if arguments[0].stride(0) < arguments[0].stride(1) and q.shape[0] > 1:
         out = empty_output(arguments[0], v.shape[3], out.dtype).copy_(out)
     kind = inputs.output or arguments[0].dtype
