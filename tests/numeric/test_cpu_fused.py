@@ -85,6 +85,17 @@ def test_a_square_is_one_run_if_causal(runs: list[Any], every_size: None) -> Non
     assert runs and not any(is_causal for _, is_causal in runs)
 
 
+def test_masks_of_blocks_are_told_apart(every_size: None, runs: list[Any]) -> None:
+    """Blocks whose tiles lie alike, with documents that end elsewhere; and keys before the query alone."""
+    ids = torch.randint(0, 12, (900,)).sort().values
+    q, k, v = Sizes(1, 2, 2, 900, 900).qkv(F32)
+    before = lambda b, h, q_idx, kv_idx: kv_idx < q_idx  # noqa: E731
+    for mask in (document(ids), causal & document(ids), before):
+        out, lse = reference.attention(q, k, v, None, mask)
+        found = fa4flex.compile(mask=mask)(q, k, v, return_lse=True)
+        assert runs and close(found[0].double(), out, 1e-5) and close(found[1].double(), lse, 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["dense", "causal", "window"])
 def test_precision(name: str, dtype: torch.dtype, every_size: None) -> None:
@@ -103,13 +114,19 @@ def test_precision(name: str, dtype: torch.dtype, every_size: None) -> None:
 
 @pytest.mark.parametrize("mask", [None, causal], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("whole", [True, False])
 def test_small_blocks_are_gathered(
-    size: tuple[int, int], mask: Any, every_size: None, runs: list[Any], monkeypatch: pytest.MonkeyPatch
+    whole: bool,
+    size: tuple[int, int],
+    mask: Any,
+    every_size: None,
+    runs: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gathered, "BUFFER", random.choice((1, 1 << 12, 1 << 20)))
     heads, kv_heads = random.choice([(4, 4), (4, 2), (3, 1)])
     maps = random.choice([(1, 1), (2, 1), (1, heads), (2, heads)])
-    lengths = random.choice([(4 * size[0], 4 * size[1]), (random.randint(2 * size[0], 300), 300)])
+    lengths = (6 * size[0], 6 * size[1]) if whole else (random.randint(2 * size[0], 300), 300)
     blocks = drawn_map(size, lengths, maps)
     q, k, v = (torch.randn(2, h, n, 16) for h, n in ((heads, lengths[0]), *2 * ((kv_heads, lengths[1]),)))
     sinks = torch.randn(heads) if random.random() < 0.5 else None
