@@ -307,9 +307,9 @@ class MappedDimension(NamedTuple):
 
 # --- kernels, streams and devices ---------------------------------------------------------------------------
 
-single_query_kernel: Callable[..., tuple[Tensor, Tensor]] | None = _private(
+fused_kernel: Callable[..., tuple[Tensor, Tensor]] | None = _private(
     "_scaled_dot_product_flash_attention_for_cpu",
-    "time: single queries on a CPU are computed in parts",
+    "time: calls on a CPU are computed in parts",
 )
 """Attention on a CPU, as (out, lse), 2 us faster than the same by torch.ops; None without it."""
 

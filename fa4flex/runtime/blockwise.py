@@ -24,12 +24,16 @@ Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
 def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     """See ops.forward."""
     inputs, sequences = inputs_of_call(program, call), sequences_of_call(call)
-    if sequences is None and not differentiable and "max_scores" not in call.statistics:
-        outcome = cpu.single_queries(program.facts, inputs)
+    alone = not differentiable and "max_scores" not in call.statistics
+    if alone and sequences is None:
+        outcome = cpu.outputs(program.facts, inputs)
         if outcome is not None:
             none = outcome[1].new_empty(0)
             return *outcome, none, none
-    result = _forward(program, inputs, sequences)
+    result = _forward(program, inputs, sequences, alone)
+    if alone:
+        none = result.lse.new_empty(0)
+        return result.out, result.lse, none, none
     return result.out, result.lse, result.max_scores, result.total
 
 
@@ -65,10 +69,13 @@ def backward_on_gpu(
         return _backward(program, call, inputs, (upstream, saved), needs)
 
 
-def _forward(program: Published, inputs: cpu.Inputs, sequences: cpu.Sequences | None) -> cpu.Forward:
+def _forward(
+    program: Published, inputs: cpu.Inputs, sequences: cpu.Sequences | None, alone: bool = False
+) -> cpu.Forward:
+    """`alone`: nothing but out and lse will be read."""
     if sequences is None:
         return cpu.forward(program.facts, inputs)
-    return cpu.forward_sequences(program.facts, inputs, sequences)
+    return cpu.forward_sequences(program.facts, inputs, sequences, alone)
 
 
 def _backward(

@@ -294,8 +294,24 @@ def _place(program: Program, chosen: Setting) -> list[str]:
         )
     return [
         f"forward and backward, {tiles}",
+        *_fused(program),
         f"scores, softmax and sums in {compute}",
         "empty tiles are not loaded, full tiles do not evaluate the mask; the same bits at every run",
+    ]
+
+
+def _fused(program: Program) -> list[str]:
+    """Calls that PyTorch's fused kernel computes, if there are any."""
+    from fa4flex.runtime.cpu.fused import LEAST_PRODUCTS
+    from fa4flex.torch_internals import fused_kernel
+
+    variant = program.variant
+    exact = variant.precision.compute == "float64" or variant.schedule.tile is not None
+    if fused_kernel is None or exact or program.facts.score is not SCORE:
+        return []
+    power = LEAST_PRODUCTS.bit_length() - 1
+    return [
+        f"from 2^{power} multiplications on, without gradients and in at most float32: PyTorch's fused kernel"
     ]
 
 

@@ -156,6 +156,19 @@ def test_single_queries(order: tuple[int, int, int], dtype: torch.dtype) -> None
     assert order_of[0] == order_of[1] and out.dtype == tile.out.dtype and lse.dtype == tile.lse.dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_half_precision_in_turns(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a few heads are widened at once, to the same bits."""
+    given = Inputs(*Sizes(3, 10, 5, 1).qkv(dtype), scale=0.3)
+    plain = CASES["dense"].facts
+    whole = few.single_queries(plain, given)
+    for most in (1, 260 * 16, 260 * 16 * 2):
+        monkeypatch.setattr(few, "WIDENED", most)
+        found = few.single_queries(plain, given)
+        assert whole is not None and found is not None
+        assert all(map(torch.equal, found, whole))
+
+
 def test_what_is_no_plain_single_query_is_left_to_others() -> None:
     plain, sizes = CASES["dense"].facts, Sizes(q_len=1)
     q, k, v = sizes.qkv(torch.float32)

@@ -2,7 +2,7 @@
 
 from fa4flex.runtime.cpu.backward import Gradients, backward
 from fa4flex.runtime.cpu.few import single_queries
-from fa4flex.runtime.cpu.forward import forward
+from fa4flex.runtime.cpu.forward import forward, outputs
 from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences
 from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs
@@ -16,5 +16,6 @@ __all__ = [
     "backward_sequences",
     "forward",
     "forward_sequences",
+    "outputs",
     "single_queries",
 ]

@@ -20,11 +20,14 @@ from fa4flex.exact import exactly
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
 from fa4flex.runtime.layouts import empty_output
-from fa4flex.torch_internals import single_query_kernel
+from fa4flex.torch_internals import fused_kernel
 
 FEW_QUERIES = 4
 FEW_PRODUCTS = 1 << 23
 """Multiplications that take about as long as a map of tiles does."""
+
+WIDENED = 1 << 19
+"""Elements of half-precision keys that each thread widens at once: 2 MB."""
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of q, k and v whose scores are float32, unless a variant asks for more."""
@@ -89,7 +92,7 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     """(out, lse) of sequences' single queries without a score mod and sinks, over keys that lie together, by
     PyTorch's own kernel; None for anything else. The backward pass needs more than that: `few_queries` gives
     it."""
-    if single_query_kernel is None or inputs.precision is not torch.float32:
+    if fused_kernel is None or inputs.precision is not torch.float32:
         return None
     if facts.score is not SCORE or inputs.sinks is not None:
         return None
@@ -102,15 +105,37 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
         return None
     if seen != (0, kv_len):
         k, v = (x[:, :, seen[0] : seen[1]] for x in (k, v))
-    if q.dtype is not torch.float32:
-        q, k, v = (x.float() for x in (q, k, v))
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
-    out, lse = single_query_kernel(q, k, v, 0.0, False, scale=inputs.scale)
+    if q.dtype is torch.float32:
+        out, lse = fused_kernel(q, k, v, 0.0, False, scale=inputs.scale)
+    else:
+        out, lse = _widened(q, k, v, inputs.scale)
     if arguments[0].stride(0) < arguments[0].stride(1) and q.shape[0] > 1:
         out = empty_output(arguments[0], v.shape[3], out.dtype).copy_(out)
     kind = inputs.output or arguments[0].dtype
     return out if out.dtype is kind else out.to(kind), lse
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The kernel's (out, lse) of half-precision tensors in float32. Of many keys, a few heads' are widened at
+    once: to read them from a cache takes less time than to have as much new memory as all need."""
+    assert fused_kernel is not None
+    batch, heads, kv_len, width = k.shape
+    if k.numel() <= WIDENED * torch.get_num_threads():
+        return fused_kernel(q.float(), k.float(), v.float(), 0.0, False, scale=scale)
+    ratio, threads = q.shape[1] // heads, torch.get_num_threads()
+    together = min(heads, max(threads, WIDENED * threads // (kv_len * width)))
+    wide = torch.empty(2, 1, together, kv_len, width)
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:3])
+    for b in range(batch):
+        for h in range(0, heads, together):
+            keys, rows = slice(h, h + together), slice(h * ratio, (h + together) * ratio)
+            own = wide[:, :, : min(together, heads - h)]
+            of_k, of_v = (to.copy_(x[b : b + 1, keys]) for to, x in zip(own, (k, v), strict=True))
+            parts = fused_kernel(q[b : b + 1, rows].float(), of_k, of_v, 0.0, False, scale=scale)
+            out[b : b + 1, rows], lse[b : b + 1, rows] = parts
+    return out, lse
 
 
 def _seen_by_one(facts: Facts, inputs: Inputs) -> tuple[int, int] | None:

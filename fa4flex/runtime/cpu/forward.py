@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.runtime.cpu.few import few_queries
+from fa4flex.runtime.cpu.few import few_queries, single_queries
+from fa4flex.runtime.cpu.fused import attend as attend_fused
 from fa4flex.runtime.cpu.scattered import attend as attend_scattered
 from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward, finite, with_sinks
@@ -25,6 +26,13 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
     by 0.
     """
     return attend(*fitted_call(facts, inputs))
+
+
+@torch.no_grad()
+def outputs(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of `inputs` alone, by PyTorch's fused kernel; None for calls that it is not for. Raises as
+    `forward` does."""
+    return single_queries(facts, inputs) or attend_fused(*fitted_call(facts, inputs))
 
 
 def attend(facts: Facts, inputs: Inputs) -> Forward:

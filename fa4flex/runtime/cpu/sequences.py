@@ -18,6 +18,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import attend
+from fa4flex.runtime.cpu.fused import attend as attend_fused
 from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs, fitted_call
 
@@ -104,13 +105,21 @@ def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> Forward:
-    """`forward` of every sequence; results are laid out as the inputs are."""
+def forward_sequences(
+    facts: Facts, inputs: Inputs, sequences: Sequences, outputs_alone: bool = False
+) -> Forward:
+    """`forward` of every sequence; results are laid out as the inputs are. With `outputs_alone` nobody reads
+    max_scores and total."""
     check_within(inputs, sequences)
     facts, inputs = fitted_call(facts, inputs, extents_of(inputs, sequences))
     shape = inputs.q.shape
     result = Forward.of_no_keys(inputs, (shape[1], shape[0]) if sequences.packed else shape[:3])
     for n, one in inputs_of(inputs, sequences):
+        results = attend_fused(facts, one) if outputs_alone else None
+        if results is not None:
+            sequences.of_queries(result.out, n).copy_(results[0])
+            sequences.of_statistics(result.lse, n).copy_(results[1])
+            continue
         part = attend(facts, one)
         sequences.of_queries(result.out, n).copy_(part.out)
         for whole, own in zip(_statistics(result), _statistics(part), strict=True):

@@ -53,6 +53,13 @@ def with_sinks(maximum: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, T
     return shift, rescale, total * rescale + (sinks - shift).exp_()
 
 
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of rows [..., Dv] and [...] with one more logit each, without a value; `sinks` broadcasts
+    against lse."""
+    whole = torch.logaddexp(lse, sinks)
+    return out * (lse - finite(whole)).exp_().unsqueeze(-1), whole
+
+
 def normalised(
     dout: Tensor, out: Tensor, dlse: Tensor | None, largest: Tensor, total: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
