@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.kv_scales import KVScales
     from fa4flex.primitives.mask import Mask, as_mask
+    from fa4flex.primitives.output import OutputMod, as_output
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
     from fa4flex.primitives.rotary import Rotary
@@ -53,6 +54,7 @@ _HOME = {
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
     "KVScales": "fa4flex.primitives.kv_scales",
+    **dict.fromkeys(("OutputMod", "as_output"), "fa4flex.primitives.output"),
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
     "Rotary": "fa4flex.primitives.rotary",
@@ -69,10 +71,10 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
-    "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append",
-    "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn", "parallel",
-    "reference", "register_op", "synchronize", "variants",
+    "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
+    "Precision", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
+    "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention", "merge", "nn",
+    "parallel", "reference", "register_op", "synchronize", "variants",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -187,8 +187,13 @@ class TwiceDerived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        raise UnsupportedError(
-            "a second derivative of attention",
-            "first derivatives",
-            "leave out create_graph=True, or differentiate the dense formula twice, in plain PyTorch",
-        )
+        refuse_second()
+
+
+def refuse_second() -> NoReturn:
+    """Raise UnsupportedError for a second derivative."""
+    raise UnsupportedError(
+        "a second derivative of attention",
+        "first derivatives",
+        "leave out create_graph=True, or differentiate the dense formula twice, in plain PyTorch",
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa4flex.codegen import blame
-from fa4flex.codegen.build import Bound, Trace, bind
+from fa4flex.codegen.build import Bound, Trace, bind, bind_output
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, ops
@@ -54,10 +54,12 @@ class Caller:
     """State of one Attention between its calls. Threads call at the same time: what belongs together is one
     object, which is stored and read at once."""
 
-    __slots__ = ("recent",)
+    __slots__ = ("output", "recent")
 
     def __init__(self) -> None:
         self.recent: Recent[Prepared] | None = None
+        self.output: Trace | None = None
+        """Trace of the output function, which is asked first."""
 
 
 class Calling(NamedTuple):
@@ -97,6 +99,16 @@ def calling(variant: Variant, caller: Caller | None) -> Calling:
     return Calling(variant, recent.prepared, bound, recent)
 
 
+def bound_for(variant: Variant, caller: Caller | None = None) -> Bound:
+    """Trace of the variant's output function, with what it captured as it is now."""
+    assert variant.output_mod is not None
+    if caller is None:
+        return bind_output(variant.output_mod)
+    bound = bind_output(variant.output_mod, caller.output)
+    caller.output = bound.trace
+    return bound
+
+
 _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
 """Prepared programs of the traces that are kept, by settings."""
 
@@ -128,10 +140,14 @@ def attend(
 def dress(error: Fa4flexError, variant: Variant, now: Calling | None) -> None:
     """Tell an error of a call of the variant, as far as it came, in the user's words."""
     if now is not None:
-        trace = now.bound.trace
-        origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
-        blame.dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
+        dress_of(error, now.bound.trace)
     error.add_note(f"in Attention({variant!r})")
+
+
+def dress_of(error: Fa4flexError, trace: Trace) -> None:
+    """Tell an error of a trace's functions in the user's words."""
+    origins = [traced.origins for traced in trace.functions]
+    blame.dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
 
 
 def run(
@@ -304,8 +320,8 @@ def _check_call(
 _OWN_TYPES = (Tensor, Parameter)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES
+def _plain(tensors: tuple[Tensor, ...]) -> bool:
+    return all(type(x) in _OWN_TYPES for x in tensors)
 
 
 def _own(*tensors: Tensor | None) -> bool:
@@ -318,10 +334,10 @@ def by_kernels(variant: Variant, q: Tensor) -> bool:
     return compute.on_gpu(q) and not by_flex(variant.backend, q)
 
 
-def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def observed(*tensors: Tensor) -> bool:
     """True if something traces, transforms or intercepts operators."""
     return bool(
-        not _plain(q, k, v)
+        not _plain(tensors)
         or torch.compiler.is_compiling()
         or dispatch_modes()
         or is_tracing()
