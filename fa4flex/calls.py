@@ -89,10 +89,40 @@ def _with_output(
         out, lse, largest = run(variant.core, caller, qkv, *rest)
         return graphs.output(variant, out, varlen), lse, largest
     bound = launch.bound_for(variant, caller)
-    out, lse, largest = run(variant.core, caller, qkv, *rest)
-    if lse is not None:
-        mark(lse, variant.output_mod)
-    return _output_of(variant, bound, out, varlen), lse, largest
+    results = _fused(variant, caller, bound, qkv, *rest)
+    if results is None:
+        out, lse, largest = run(variant.core, caller, qkv, *rest)
+        results = _output_of(variant, bound, out, varlen), lse, largest
+    if results[1] is not None:
+        mark(results[1], variant.output_mod)
+    return results
+
+
+@on_the_host
+def _fused(
+    variant: Variant,
+    caller: launch.Caller | None,
+    bound: Bound,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+    scales: KVScales | None = None,
+) -> Results | None:
+    """The results by a kernel that applies the output function itself, if there is one for the call."""
+    q, k, v = qkv
+    if not isinstance(q, Tensor) or not launch.by_kernels(variant, q):
+        return None
+    now = launch.with_output(variant, caller, bound)
+    try:
+        if varlen is not None or paging is not None:
+            check_descriptions(varlen, paging)
+        return launch.fused(now, q, source_of(k, v, paging, scales), varlen, statistics)
+    except EarlierError:
+        raise
+    except Fa4flexError as error:
+        launch.dress(error, variant, now)
+        raise
 
 
 def _output_of(variant: Variant, bound: Bound, out: Tensor, varlen: Varlen | None) -> Tensor:

@@ -62,12 +62,13 @@ def chained(s: Sizes, leaf: Callable[..., Tensor]) -> tuple[Any, list[Tensor]]:
 
 FUNCTIONS = {f.__name__: f for f in (full, rows, heads, scattered, chained)}
 
-Oracle = Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+Oracle = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Made:
-    """One call: `attend` of q, k, v, keyword arguments among it, and `oracle`, both give out and lse."""
+    """One call: `attend` and `oracle` of q, k, v give out and lse, the latter by reference.attention, or by
+    another function in its place."""
 
     qkv: tuple[Tensor, ...]
     attend: Callable[..., Any]
@@ -90,10 +91,33 @@ def dense(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any], la
         out, lse = wrap(lambda *x: attn(*x, return_lse=True))(*turned)
         return out.transpose(1, 2) if swapped else out, lse
 
-    return Made(qkv, attend, lambda qkv: of_dense(qkv, composition))
+    return Made(qkv, attend, lambda qkv, by=reference.attention: of_dense(qkv, composition, by))
 
 
-def of_dense(qkv: tuple[Tensor, ...], composition: dict[str, Any], n: int | None = None) -> Any:
+def in_pytorch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Any,
+    mask: Any,
+    *,
+    output_mod: Any,
+    sinks: None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same maths in the dtype of q, each step rounded, but for the softmax and the function itself."""
+    assert score_mod is None and sinks is None
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT).float() / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(~reference.allowed_pairs(mask, tuple(scores.shape)), -torch.inf)  # type: ignore[arg-type]
+    lse = scores.logsumexp(-1)
+    weights = torch.where(lse.isfinite().unsqueeze(-1), (scores - lse.unsqueeze(-1)).exp(), 0).to(q.dtype)
+    out = reference.modified_output((weights @ v).double(), output_mod)
+    return out.to(q.dtype), lse
+
+
+def of_dense(
+    qkv: tuple[Tensor, ...], composition: dict[str, Any], by: Any = reference.attention, n: int | None = None
+) -> Any:
     """The oracle of one dense call, or of sequence n."""
     score, output = (composition.get(name) for name in ("score_mod", "output_mod"))
     mask = composition.get("mask")
@@ -103,7 +127,8 @@ def of_dense(qkv: tuple[Tensor, ...], composition: dict[str, Any], n: int | None
         score, output = reference.of_sequence(score, n, 1), reference.of_sequence(output, n, 1)
         mask = None if mask is None else reference.of_sequence(mask, n, 0)
     q, k, v = qkv
-    return reference.attention(q, k, v, score, mask, sinks=composition.get("sinks"), output_mod=output)
+    result = by(q, k, v, score, mask, sinks=composition.get("sinks"), output_mod=output)
+    return result
 
 
 def packed(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -> Made:
@@ -117,12 +142,12 @@ def packed(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
         out, lse = wrap(lambda *x: attn(*x, varlen=varlen, return_lse=True))(*qkv)
         return out, lse
 
-    def oracle(qkv: tuple[Tensor, ...]) -> Any:
+    def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
         for n in range(len(LENGTHS)):
             rows, keys = (slice(int(cu[n]), int(cu[n + 1])) for cu in (of_q, of_k))
             one = [x.transpose(0, 1)[None] for x in (qkv[0][rows], qkv[1][keys], qkv[2][keys])]
-            out, lse = of_dense(tuple(one), composition, n)
+            out, lse = of_dense(tuple(one), composition, by, n)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
         return torch.cat(outs), torch.cat(lses, 1)
@@ -139,11 +164,11 @@ def padded(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
         attn = fa4flex.compile(**composition)
         return wrap(lambda *x: attn(*x, varlen=varlen, return_lse=True))(*qkv)
 
-    def oracle(qkv: tuple[Tensor, ...]) -> Any:
+    def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
         for n, (rows, keys) in enumerate(LENGTHS):
             one = [x[n : n + 1, :, :end] for x, end in zip(qkv, (rows, keys, keys), strict=True)]
-            out, lse = of_dense(tuple(one), composition, n)
+            out, lse = of_dense(tuple(one), composition, by, n)
             left = s.q_len - rows
             outs.append(torch.nn.functional.pad(out, (0, 0, 0, left)))
             lses.append(torch.nn.functional.pad(lse, (0, left), value=-torch.inf))
@@ -165,11 +190,11 @@ def paged(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any], pa
         attn = fa4flex.compile(**composition)
         return wrap(lambda *x: attn(*x, paging=paging, return_lse=True))(*qkv)
 
-    def oracle(qkv: tuple[Tensor, ...]) -> Any:
+    def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
         for n, length in enumerate(lengths):
             k, v = (x[table[n].long()].flatten(0, 1)[:length].transpose(0, 1)[None] for x in qkv[1:])
-            out, lse = of_dense((qkv[0][n : n + 1], k, v), composition, n)
+            out, lse = of_dense((qkv[0][n : n + 1], k, v), composition, by, n)
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
@@ -197,8 +222,3 @@ def leaves(dtype: torch.dtype, device: str = "cpu") -> Callable[..., Tensor]:
         return torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_()
 
     return leaf
-
-
-def loss_of(out: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
-    """Depends on every output, and on the finite part of the log-sum-exp."""
-    return (out * weight.to(out.dtype)).sum() + torch.where(lse > -torch.inf, lse, 0).square().sum() / 8

@@ -49,6 +49,8 @@ class Trace:
     output: Traced | None
     facts: Facts
     operands: tuple[Operand, ...]
+    bases: int
+    """Number of tensors that `reader` finds."""
     scalar_names: tuple[str, ...]
     reader: Reader | None
     """None where something captured could change without notice: such a trace serves one call."""
@@ -223,7 +225,8 @@ def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bou
     # A function that there is has guards of its own. One that there is none of has nothing to be read.
     absent = [Guard("is", root(kind), None) for kind, mod in mods.items() if mod is None]
     names = tuple(x.name for x in captures.numbers)
-    made = Trace(score, mask, output, facts, operands, names, _reader(kinds, captures, bases, absent))
+    reader = _reader(kinds, captures, bases, absent)
+    made = Trace(score, mask, output, facts, operands, len(bases), names, reader)
     return Bound(made, bases, captures.scalars)
 
 

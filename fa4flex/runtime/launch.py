@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from fa4flex.codegen import blame
 from fa4flex.codegen.build import Bound, Trace, bind, bind_output
-from fa4flex.errors import EarlierError, Fa4flexError
+from fa4flex.codegen.trace.traced import renumber
+from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, ops
 from fa4flex.runtime.call import Call, Results, Statistics, lengths_of
@@ -107,6 +108,56 @@ def bound_for(variant: Variant, caller: Caller | None = None) -> Bound:
     bound = bind_output(variant.output_mod, caller.output)
     caller.output = bound.trace
     return bound
+
+
+def with_output(variant: Variant, caller: Caller | None, bound: Bound) -> Calling:
+    """One call of the variant's core and its output function, as it was bound, by one kernel."""
+    core = calling(variant.core, caller)
+    pair = core.bound.trace, bound.trace
+    known = _joined.setdefault(core.prepared, weakref.WeakKeyDictionary())
+    made = known.get(bound.trace)
+    if made is None:
+        made = known[bound.trace] = _join(pair, core.prepared.program)
+    trace, prepared = made
+    bases, scalars = (*core.bound.bases, *bound.bases), (*core.bound.scalars, *bound.scalars)
+    return Calling(variant.core, prepared, Bound(trace, bases, scalars))
+
+
+_joined: weakref.WeakKeyDictionary[Prepared, weakref.WeakKeyDictionary[Trace, tuple[Trace, Prepared]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Traces and programs of attention with an output function, by those of both."""
+
+
+def _join(pair: tuple[Trace, Trace], core: Published) -> tuple[Trace, Prepared]:
+    """The trace of two: tensors and numbers of the output function come after those of the attention."""
+    first, last = pair
+    tensors, numbers = len(first.operands), len(first.scalar_names)
+    slots = {slot: tensors + slot for slot in range(len(last.operands))}
+    renamed = {slot: numbers + slot for slot in range(len(last.scalar_names))}
+    facts = replace(first.facts, output=renumber(last.facts.score, slots, renamed, {}))
+    operands = (*first.operands, *(operand.moved(first.bases) for operand in last.operands))
+    names = (*first.scalar_names, *last.scalar_names)
+    functions, bases = (first.score, first.mask, last.output), first.bases + last.bases
+    trace = Trace(*functions, facts, operands, bases, names, None)
+    program = publish(facts, core.schedule, core.precision, core.backend)
+    return trace, Prepared(program)
+
+
+def fused(
+    now: Calling, q: Tensor, kv: KeySource, varlen: Varlen | None, statistics: Statistics
+) -> Results | None:
+    """The results of attention with an output function by one kernel; None where none is for it, where
+    gradients are wanted, and where something traces or intercepts operators."""
+    if not isinstance(q, Tensor) or any_autocast() or not by_kernels(now.variant, q):
+        return None
+    kv.check(q, varlen, now.variant)
+    if observed(q, kv.k, kv.v):
+        return None
+    tensors = q, kv.k, kv.v, now.sinks, *now.operands()
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return None
+    return _by_kernels(now, q, kv, varlen, statistics)
 
 
 _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
@@ -233,7 +284,13 @@ def _by_kernels(
         _check_call(now, q, kv, varlen, call.operands)
         if trains:
             compile_ahead(engine, call, "lse" in statistics)
-        ready = engine.made(call) if contiguous else in_place.made(engine, call)
+        try:
+            ready = engine.made(call) if contiguous else in_place.made(engine, call)
+        except UnsupportedError:
+            if engine.facts.output is None:
+                raise
+            ready = None  # its function is applied after it
+            engine.keep(call, None)
     elif blocks is not None:
         shape = call.extents()
         blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)

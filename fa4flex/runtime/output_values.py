@@ -19,7 +19,8 @@ from fa4flex.codegen.analyze.domain import Ragged
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.analyze.gradient import ONE, CapturedGradient, plain_index
 from fa4flex.codegen.analyze.overflow import fitted
-from fa4flex.codegen.evaluate import Captured, Value, evaluate
+from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
+from fa4flex.codegen.expr import loads
 from fa4flex.runtime.call import SequenceLengths
 from fa4flex.runtime.cpu.captured import flat_index
 from fa4flex.runtime.programs import Published
@@ -103,6 +104,8 @@ class _Application:
         self.axes = _axes(call)
         self.valid: Tensor | None = None
         self.symbols = self._symbols()
+        if not host:
+            self._refuse_short_tensors()
         self.from_zero = not call.packed and call.positions is None and call.whole[1] == 0
 
     def _fitted(self, facts: Facts, captured: Captured) -> Facts:
@@ -110,6 +113,15 @@ class _Application:
         extents = Ragged(batch, heads, max(rows, q_len), self.call.out.shape[-1])
         (score,) = fitted((facts.score,), extents, captured)
         return facts if score is facts.score else analyze(score, facts.mask)
+
+    def _refuse_short_tensors(self) -> None:
+        """Raise PastTheEnd where a batch entry, head or channel has no element in a tensor, by its shape."""
+        sizes = dict(zip(self.axes, self.call.out.shape, strict=True))
+        for node in loads(self.facts.score):
+            table = self.captured.operands[node.value]
+            for index, size in zip(node.args, table.shape, strict=False):
+                if index.op == "sym" and index.value != "q" and sizes.get(index.value, 0) > size:
+                    raise PastTheEnd(table, f"{index} goes up to {sizes[index.value] - 1}", node)
 
     def _symbols(self) -> dict[str, Value]:
         call = self.call

@@ -65,7 +65,7 @@ class Published:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kind of each captured number, by slot: "int" or "float"."""
-        results = {n.value: n.kind for n in nodes(self.facts.score, self.facts.mask) if n.op == "scalar"}
+        results = {n.value: n.kind for n in nodes(*self.facts.roots) if n.op == "scalar"}
         return tuple(results[slot] for slot in range(len(results)))
 
     @cached_property
