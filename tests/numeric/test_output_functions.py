@@ -12,7 +12,14 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import reference
+from fa4flex.codegen.build import bind_output
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.output import as_output
+from fa4flex.primitives.precision import Precision
+from fa4flex.runtime import output_values
+from fa4flex.runtime.call import NO_LENGTHS
+from fa4flex.runtime.output import program_of
+from fa4flex.runtime.output_values import OutputCall
 from fa4flex.variants import causal
 
 
@@ -143,3 +150,36 @@ def test_parts_of_functions_are_refused(seed: int) -> None:
     part = fa4flex.compile(output_mod=mod)(*made.qkv, return_lse=True)
     with pytest.raises(UnsupportedError, match="went through the output function"):
         fa4flex.merge([part[0]], [part[1]])
+
+
+def test_rows_of_no_sequence_are_no_part_of_a_gradient(seed: int) -> None:
+    """What a function divides by may be 0 for rows that no sequence has."""
+    leaf, used = leaves(torch.float64), torch.tensor([3, 5], dtype=torch.int32)
+    table = torch.where(torch.arange(8) < 5, 1.0 + torch.rand(8), 0.0).double().requires_grad_()
+    attn = fa4flex.compile(output_mod=lambda out, b, h, q_idx, d_idx: out / table[q_idx])
+    q, k, v = leaf(2, 2, 8, 4), leaf(2, 2, 8, 4), leaf(2, 2, 8, 4)
+    out = attn(q, k, v, varlen=fa4flex.Varlen(seqused_q=used))
+    assert not out[:, :, 5:].any() and not out[0, :, 3:].any()
+    for gradient in torch.autograd.grad(out.sum(), (table, q, k, v)):
+        assert gradient.isfinite().all()
+
+
+def test_heads_and_rows_of_a_larger_whole(seed: int) -> None:
+    """Values and gradients of some rows and heads are those of the whole's."""
+    gate = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+
+    def mod(out: Any, b: Any, h: Any, q_idx: Any, d_idx: Any, q_len: Any, num_heads: Any) -> Any:
+        return out * gate[h, q_idx] + q_len - num_heads
+
+    out = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    bound, places = bind_output(as_output(mod)), torch.tensor([1, 7, 8])
+    program = program_of(bound, Precision())
+    call = OutputCall(out, (gate,), NO_LENGTHS, places, (9, 4, 6), (), True)
+    own = gate.detach()[4:6][:, places].view(1, 2, 3, 1)
+    equal(output_values.forward(program, call), out * own + 9 - 6)
+    dout = torch.randn_like(out)
+    before, of_gate = output_values.backward(program, call, dout, [0])
+    equal(before, dout * own)
+    wanted = torch.zeros(6, 9, dtype=torch.float64)
+    wanted[4:6, places] = (dout * out).sum(-1)[0]
+    equal(of_gate, wanted)
