@@ -11,7 +11,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from fa4flex.codegen.trace import Captures, Operand, Traced, trace
 from fa4flex.codegen.trace.dispatch import no_more_registered, registrations
 from fa4flex.codegen.trace.dtypes import same_default_dtype
 from fa4flex.codegen.trace.paths import Guard, Reader, reader_of, root
-from fa4flex.codegen.trace.traced import ModKind
+from fa4flex.codegen.trace.traced import ModKind, renumber
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.base import Mod as AnyMod
 from fa4flex.variant import Variant
@@ -79,6 +79,21 @@ class Bound(NamedTuple):
     bases: tuple[Tensor, ...]
     scalars: tuple[int | float, ...]
 
+    def beside(self, output: Bound, trace: Trace) -> Bound:
+        """What this and the trace of an output function captured, under the trace of both."""
+        return Bound(trace, (*self.bases, *output.bases), (*self.scalars, *output.scalars))
+
+
+def joined(core: Trace, output: Trace) -> Trace:
+    """The trace of attention and its output function, for kernels that compute both: tensors and numbers of
+    the function come after those of the attention."""
+    slots = {slot: len(core.operands) + slot for slot in range(len(output.operands))}
+    numbers = {slot: len(core.scalar_names) + slot for slot in range(len(output.scalar_names))}
+    facts = replace(core.facts, output=renumber(output.facts.score, slots, numbers, {}))
+    operands = (*core.operands, *(operand.moved(core.bases) for operand in output.operands))
+    names, bases = (*core.scalar_names, *output.scalar_names), core.bases + output.bases
+    return Trace(core.score, core.mask, output.output, facts, operands, bases, names, None)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -97,9 +112,18 @@ class Program:
         return None if self.output is None else Program(self.variant, self.output)
 
     @property
+    def joined(self) -> Program:
+        """The program with its output function among its facts, as kernels apply it."""
+        if self.output is None:
+            return self
+        trace = joined(self.bound.trace, self.output.trace)
+        return Program(self.variant, self.bound.beside(self.output, trace))
+
+    @property
     def score(self) -> Traced | None:
         """The score mod; in a program of an output function that function."""
-        return self.bound.trace.score or self.bound.trace.output
+        trace = self.bound.trace
+        return trace.score if trace.facts.output is not None else trace.score or trace.output
 
     @property
     def mask(self) -> Traced | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa4flex.codegen import blame
-from fa4flex.codegen.build import Bound, Trace, bind, bind_output
-from fa4flex.codegen.trace.traced import renumber
+from fa4flex.codegen.build import Bound, Trace, bind, bind_output, joined
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, ops
@@ -113,35 +112,20 @@ def bound_for(variant: Variant, caller: Caller | None = None) -> Bound:
 def with_output(variant: Variant, caller: Caller | None, bound: Bound) -> Calling:
     """One call of the variant's core and its output function, as it was bound, by one kernel."""
     core = calling(variant.core, caller)
-    pair = core.bound.trace, bound.trace
     known = _joined.setdefault(core.prepared, weakref.WeakKeyDictionary())
     made = known.get(bound.trace)
     if made is None:
-        made = known[bound.trace] = _join(pair, core.prepared.program)
+        trace, program = joined(core.bound.trace, bound.trace), core.prepared.program
+        shared = publish(trace.facts, program.schedule, program.precision, program.backend)
+        made = known[bound.trace] = trace, Prepared(shared)
     trace, prepared = made
-    bases, scalars = (*core.bound.bases, *bound.bases), (*core.bound.scalars, *bound.scalars)
-    return Calling(variant.core, prepared, Bound(trace, bases, scalars))
+    return Calling(variant.core, prepared, core.bound.beside(bound, trace))
 
 
 _joined: weakref.WeakKeyDictionary[Prepared, weakref.WeakKeyDictionary[Trace, tuple[Trace, Prepared]]] = (
     weakref.WeakKeyDictionary()
 )
 """Traces and programs of attention with an output function, by those of both."""
-
-
-def _join(pair: tuple[Trace, Trace], core: Published) -> tuple[Trace, Prepared]:
-    """The trace of two: tensors and numbers of the output function come after those of the attention."""
-    first, last = pair
-    tensors, numbers = len(first.operands), len(first.scalar_names)
-    slots = {slot: tensors + slot for slot in range(len(last.operands))}
-    renamed = {slot: numbers + slot for slot in range(len(last.scalar_names))}
-    facts = replace(first.facts, output=renumber(last.facts.score, slots, renamed, {}))
-    operands = (*first.operands, *(operand.moved(first.bases) for operand in last.operands))
-    names = (*first.scalar_names, *last.scalar_names)
-    functions, bases = (first.score, first.mask, last.output), first.bases + last.bases
-    trace = Trace(*functions, facts, operands, bases, names, None)
-    program = publish(facts, core.schedule, core.precision, core.backend)
-    return trace, Prepared(program)
 
 
 def fused(

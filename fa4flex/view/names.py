@@ -28,7 +28,9 @@ class Names:
     def of(program: Program) -> Names:
         names = [operand.name for operand in program.operands]
         numbers = list(program.scalar_names)
-        symbols = {} if program.bound.trace.output is None else _OF_OUTPUT
+        trace = program.bound.trace
+        alone = trace.output is not None and trace.facts.output is None
+        symbols = _OF_OUTPUT if alone else {}
         taken = Counter([*names, *numbers, *SYMBOLS, *symbols.values()])
 
         def settle(arguments: list[str], letter: str) -> tuple[str, ...]:

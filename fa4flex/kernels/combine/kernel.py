@@ -247,7 +247,8 @@ class Combine:
                     column = 2 * thread + i
                     total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
                     values[0, i] = total * scale
-                apply_output(self.hooks, row_channels(row.at, row.q, 2 * thread, 2), values, self.width)
+                at: Any = row.at
+                apply_output(self.hooks, row_channels(at, row.q, 2 * thread, 2), values, self.width)
                 for i in cutlass.range_constexpr(2):
                     pair[i] = values[0, i].to(kind)
             cute.autovec_copy(pair, pairs[None, thread])
