@@ -218,15 +218,18 @@ def evaluate(
     symbols: Mapping[str, Value],
     captured: Captured = Captured(),
     dtype: torch.dtype = torch.float32,
+    known: Mapping[Expr, Value] | None = None,
 ) -> list[Value]:
     """Values of `roots` where each symbol is a number or a tensor broadcastable with the others.
 
     Index symbols are int64 tensors or ints, "score" is a tensor of `dtype`. Results broadcast: a root that
     depends on `kv` alone comes back with the shape of `kv`, a constant as a Python number.
+    `known` are values of some nodes.
     """
-    memo: dict[Expr, Value] = {}
+    memo: dict[Expr, Value] = {} if known is None else dict(known)
     for node in _schedule(tuple(roots)):
-        memo[node] = _value(node, memo, symbols, captured, dtype)
+        if node not in memo:
+            memo[node] = _value(node, memo, symbols, captured, dtype)
     return [memo[root] for root in roots]
 
 

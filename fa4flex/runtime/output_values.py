@@ -20,7 +20,7 @@ from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.analyze.gradient import ONE, CapturedGradient, plain_index
 from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
-from fa4flex.codegen.expr import loads
+from fa4flex.codegen.expr import Expr, loads
 from fa4flex.runtime.call import SequenceLengths
 from fa4flex.runtime.cpu.captured import flat_index
 from fa4flex.runtime.programs import Published
@@ -107,6 +107,7 @@ class _Application:
         if not host:
             self._refuse_short_tensors()
         self.from_zero = not call.packed and call.positions is None and call.whole[1] == 0
+        self.known = self._views()
 
     def _fitted(self, facts: Facts, captured: Captured) -> Facts:
         (batch, _, rows), (q_len, _, heads) = sizes_of(self.call), self.call.whole
@@ -122,6 +123,20 @@ class _Application:
             for index, size in zip(node.args, table.shape, strict=False):
                 if index.op == "sym" and index.value != "q" and sizes.get(index.value, 0) > size:
                     raise PastTheEnd(table, f"{index} goes up to {sizes[index.value] - 1}", node)
+
+    def _views(self) -> dict[Expr, Value]:
+        """Elements whose index is symbols alone, as `gate[b, h, q, kv]`: views instead of reads by index."""
+        sizes, results = dict(zip(self.axes, self.call.out.shape, strict=True)), {}
+        for node in loads(self.facts.score) if self.from_zero else ():
+            table, names = self.captured.operands[node.value], plain_index(node.args)
+            if names is None or any(n < sizes[name] for name, n in zip(names, table.shape, strict=True)):
+                continue
+            cut = table[tuple([slice(sizes[name]) for name in names])]
+            turned = cut.permute(sorted(range(len(names)), key=lambda at: self.axes.index(names[at])))
+            view = turned[tuple([slice(None) if axis in names else None for axis in self.axes])]
+            kinds = {"float": self.dtype, "int": torch.int64, "bool": torch.bool}
+            results[node] = view.to(kinds[node.kind])
+        return results
 
     def _symbols(self) -> dict[str, Value]:
         call = self.call
@@ -173,7 +188,8 @@ class _Application:
         return values.view(sizes)
 
     def evaluate(self, roots: list[Any], more: dict[str, int] | None = None) -> list[Value]:
-        return evaluate(roots, {**self.symbols, **(more or {})}, self.captured, self.dtype)
+        symbols = {**self.symbols, **(more or {})}
+        return evaluate(roots, symbols, self.captured, self.dtype, self.known)
 
     def shown(self, x: Tensor) -> Tensor:
         return x.expand(self.call.out.shape)
