@@ -85,9 +85,14 @@ def backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequence
     return results + [sums[slot].to(call.operands[slot].dtype) for slot in needs]
 
 
+def on_host(x: Tensor) -> bool:
+    """True if the host may look at the contents: it waits for no device."""
+    return x.device.type == "cpu"
+
+
 def _zeros(operand: Tensor) -> Tensor:
     """Sums of gradients: in float64 on a CPU, where they are added one after the other."""
-    dtype = torch.float64 if operand.device.type == "cpu" or operand.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if on_host(operand) or operand.dtype == torch.float64 else torch.float32
     return torch.zeros(operand.shape, dtype=dtype, device=operand.device)
 
 
@@ -97,7 +102,7 @@ class _Application:
     def __init__(self, program: Published, call: OutputCall) -> None:
         self.call, self.device = call, call.out.device
         self.dtype = program.precision.compute_dtype(call.out.dtype)
-        host = self.device.type == "cpu"
+        self.host = host = on_host(call.out)
         captured = program.captured_of(call.operands, call.scalars)
         self.captured = captured.signed() if host else captured.clamped_reads()
         self.facts = self._fitted(program.facts, captured if host else captured.unread())
@@ -179,7 +184,7 @@ class _Application:
 
     def _only(self, inside: Tensor) -> None:
         """Only elements `inside` take part; on a CPU it is looked at whether all do."""
-        if self.device.type != "cpu" or not bool(inside.all()):
+        if not self.host or not bool(inside.all()):
             self.valid = inside
 
     def _along(self, values: Tensor, axis: str) -> Tensor:
@@ -231,7 +236,7 @@ class _Application:
             share = share.sum(constant, keepdim=True, dtype=total.dtype)
         place, share = place.expand_as(share).flatten(), share.flatten().to(total.dtype)
         flat = total.view(-1)
-        if self.device.type == "cpu":
+        if self.host:
             flat.index_add_(0, place, share)
         else:  # where index_add_ adds in any order, and index_put_ sorts first
             flat.index_put_((place,), share, accumulate=True)

@@ -183,3 +183,22 @@ def test_heads_and_rows_of_a_larger_whole(seed: int) -> None:
     wanted = torch.zeros(6, 9, dtype=torch.float64)
     wanted[4:6, places] = (dout * out).sum(-1)[0]
     equal(of_gate, wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("kind", ["dense", "packed", "padded"])
+def test_as_on_a_device(kind: str, function: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host waits for no device, no content decides what is computed."""
+    monkeypatch.setattr(output_values, "on_host", lambda x: False)
+    compare(kind, function, Sizes())
+
+
+def test_a_device_reads_nothing_past_the_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_values, "on_host", lambda x: False)
+    q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(3))
+    table = torch.randn(3, dtype=torch.float64)
+    out = fa4flex.attention(q, k, v, output_mod=lambda out, b, h, q_idx, d_idx: out * table[q_idx])
+    kept = table[torch.arange(5).clamp(max=2)]
+    equal(out, fa4flex.attention(q, k, v) * kept.view(1, 1, 5, 1))
+    with pytest.raises(InputError, match="read past"):
+        fa4flex.attention(q, k, v, output_mod=lambda out, b, h, q_idx, d_idx: out * table[d_idx])
