@@ -80,7 +80,7 @@ class Bound(NamedTuple):
     scalars: tuple[int | float, ...]
 
     def beside(self, output: Bound, trace: Trace) -> Bound:
-        """What this and the trace of an output function captured, under the trace of both."""
+        """Captures of this and of an output function, under the trace of both."""
         return Bound(trace, (*self.bases, *output.bases), (*self.scalars, *output.scalars))
 
 

@@ -199,7 +199,7 @@ def check(s: Sizes, drawn: Drawn) -> Tensor:
 
 
 def role_of(composition: Composition) -> str:
-    """What a case is of: its output function, its score mod, or its mask."""
+    """Argument that a case is about: its output function, its score mod, or its mask."""
     return next(role for role in ("output_mod", "score_mod", "mask") if role in composition)
 
 

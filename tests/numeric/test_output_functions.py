@@ -153,7 +153,7 @@ def test_parts_of_functions_are_refused(seed: int) -> None:
 
 
 def test_rows_of_no_sequence_are_no_part_of_a_gradient(seed: int) -> None:
-    """What a function divides by may be 0 for rows that no sequence has."""
+    """A function may divide by 0 for rows that no sequence has."""
     leaf, used = leaves(torch.float64), torch.tensor([3, 5], dtype=torch.int32)
     table = torch.where(torch.arange(8) < 5, 1.0 + torch.rand(8), 0.0).double().requires_grad_()
     attn = fa4flex.compile(output_mod=lambda out, b, h, q_idx, d_idx: out / table[q_idx])
@@ -188,7 +188,7 @@ def test_heads_and_rows_of_a_larger_whole(seed: int) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["dense", "packed", "padded"])
 def test_as_on_a_device(kind: str, function: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host waits for no device, no content decides what is computed."""
+    """No content decides what is computed, as the host waits for no device."""
     monkeypatch.setattr(output_values, "on_host", lambda x: False)
     compare(kind, function, Sizes())
 

@@ -76,7 +76,7 @@ def test_many_rows(chip: str, function: str, seed: int) -> None:
 @pytest.mark.parametrize("split", [None, 64])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_few_rows_and_split_keys(chip: str, split: int | None, seed: int) -> None:
-    """Where keys are split, the launch that merges them applies it, once."""
+    """The launch that merges splits of the keys applies it, once."""
     in_kernels(chip, "dense", "scattered", FEW, schedule=Schedule(split=split))
 
 
