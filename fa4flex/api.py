@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from fa4flex import calls
-from fa4flex.codegen.build import Program, Trace
+from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
@@ -53,7 +53,12 @@ class Attention:
     @property
     def program(self) -> Program:
         """The variant traced and analysed, with what it captured as it is now."""
-        return Program(self.variant, self._calling().bound)
+        return Program(self.variant, self._calling().bound, self._output())
+
+    @on_the_host
+    def _output(self) -> Bound | None:
+        """The same of its output function, if it has one."""
+        return None if self.variant.output_mod is None else launch.bound_for(self.variant, self._caller)
 
     @property
     def trace(self) -> Trace:
@@ -67,7 +72,7 @@ class Attention:
 
     @on_the_host
     def _calling(self) -> launch.Calling:
-        return launch.calling(self.variant, self._caller)
+        return launch.calling(self.variant.core, self._caller)
 
     def __call__(
         self,
@@ -83,7 +88,7 @@ class Attention:
         sinks: Tensor | Sinks | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """softmax(score_mod(scale * q k^T)) v over the allowed keys.
+        """output_mod(softmax(score_mod(scale * q k^T)) v) over the allowed keys.
 
         q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] (layout "bhsd"; "bshd" swaps dimensions 1
         and 2), Hq a multiple of Hkv; dtype bfloat16, float16, float32 or float64. With `varlen` they are
@@ -95,7 +100,8 @@ class Attention:
 
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
-        without allowed keys gives out 0, lse -inf and zero gradients. Both carry gradients.
+        without allowed keys gives out 0 (before an output function), lse -inf and zero gradients. Both carry
+        gradients.
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
@@ -197,6 +203,7 @@ def compile(
     blocks: BlockMap | BlockMask | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
+    output_mod: Callable[..., Any] | None = None,
     layout: Layout = "bhsd",
     backend: Backend = "auto",
     **data: Precision | Schedule,
@@ -209,6 +216,9 @@ def compile(
     sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function
                that returns it, called at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
+    output_mod  output_mod(out, b, h, q_idx, d_idx): a function of each element of the normalised output,
+               applied once, in float32; such functions chain with `>>`. A query without allowed keys gives
+               output_mod(0, ...)
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
                operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why
@@ -219,11 +229,13 @@ def compile(
     Raises TraceError, InputError or UnsupportedError; nothing is ignored.
     """
     options: dict[str, Any] = {"backend": backend, **data}
-    variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **options)
+    options |= {"sinks": sinks, "scale": scale, "layout": layout, "output_mod": output_mod}
+    variant = compose(score_mod, mask, blocks=blocks, **options)
     if torch.compiler.is_dynamo_compiling():
         return Attention(variant)
     made = Attention(variant, launch.Caller())
     made._calling()  # errors of the functions belong here
+    made._output()
     return made
 
 

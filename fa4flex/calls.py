@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.build import Bound
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.kv_scales import KVScales
@@ -14,6 +17,7 @@ from fa4flex.runtime import launch
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
+from fa4flex.runtime.marks import mark
 from fa4flex.torch_internals import function_modes, is_tracing
 from fa4flex.variant import Variant
 
@@ -28,6 +32,8 @@ def run(
     scales: KVScales | None = None,
 ) -> Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
+    if variant.output_mod is not None:
+        return _with_output(variant, caller, qkv, varlen, paging, statistics, scales)
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
@@ -67,3 +73,73 @@ def _run(
 
 
 _beside_modes = on_the_host(_run)
+
+
+# --- output functions ---------------------------------------------------------------------------------------
+
+
+def _with_output(
+    variant: Variant, caller: launch.Caller | None, qkv: tuple[Tensor, Tensor, Tensor], *rest: Any
+) -> Results:
+    """The results of a variant with an output function. rest: other arguments of `run`."""
+    varlen = rest[0]
+    if torch.compiler.is_dynamo_compiling():
+        from fa4flex.runtime import graphs
+
+        out, lse, largest = run(variant.core, caller, qkv, *rest)
+        return graphs.output(variant, out, varlen), lse, largest
+    bound = launch.bound_for(variant, caller)
+    results = _fused(variant, caller, bound, qkv, *rest)
+    if results is None:
+        out, lse, largest = run(variant.core, caller, qkv, *rest)
+        results = _output_of(variant, bound, out, varlen), lse, largest
+    if results[1] is not None:
+        mark(results[1], variant.output_mod)
+    return results
+
+
+@on_the_host
+def _fused(
+    variant: Variant,
+    caller: launch.Caller | None,
+    bound: Bound,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+    scales: KVScales | None = None,
+) -> Results | None:
+    """The results by a kernel that applies the output function itself, if there is one for the call."""
+    q, k, v = qkv
+    if not isinstance(q, Tensor) or not launch.by_kernels(variant, q):
+        return None
+    now = launch.with_output(variant, caller, bound)
+    try:
+        if varlen is not None or paging is not None:
+            check_descriptions(varlen, paging)
+        return launch.fused(now, q, source_of(k, v, paging, scales), varlen, statistics)
+    except EarlierError:
+        raise
+    except Fa4flexError as error:
+        launch.dress(error, variant, now)
+        raise
+
+
+def _output_of(variant: Variant, bound: Bound, out: Tensor, varlen: Varlen | None) -> Tensor:
+    from fa4flex.runtime import output
+
+    try:
+        return output.applied(variant, bound, out, output.Rows.of(varlen))
+    except Fa4flexError as error:
+        launch.dress_of(error, bound.trace)
+        error.add_note(f"in Attention({variant!r})")
+        raise
+
+
+def output_of(variant: Variant, out: Tensor, varlen: Varlen | None) -> Tensor:
+    """The variant's output function of an output in its layout."""
+    if torch.compiler.is_dynamo_compiling():
+        from fa4flex.runtime import graphs
+
+        return graphs.output(variant, out, varlen)
+    return _output_of(variant, launch.bound_for(variant), out, varlen)

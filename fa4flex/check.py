@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fa4flex import reference
-from fa4flex.view.sizes import setting
+from fa4flex.view.sizes import implied, setting
 
 if TYPE_CHECKING:
     from fa4flex.api import Attention
@@ -57,14 +57,18 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
 
     Compares out, lse and the gradients of q, k, v and every captured tensor that requires one.
     """
-    chosen = setting(attn.program, q_len, q_len if kv_len is None else kv_len)
+    program = attn.program
+    chosen = setting(program, q_len, q_len if kv_len is None else kv_len)
     shape, variant = chosen.shape, attn.variant
     generator = torch.Generator().manual_seed(seed)
+    of_v = implied(program).get("d", HEAD_DIM)
+    extents = (shape.q_len, HEAD_DIM), (shape.kv_len, HEAD_DIM), (shape.kv_len, of_v), (shape.q_len, of_v)
     q, k, v, d_out = (
-        torch.randn(shape.batch, shape.heads, length, HEAD_DIM, generator=generator)
-        for length in (shape.q_len, shape.kv_len, shape.kv_len, shape.q_len)
+        torch.randn(shape.batch, shape.heads, *extent, generator=generator) for extent in extents
     )
-    bases = {o.name: o.base for o in attn.program.operands}
+    function = program.of_output
+    captured = (*program.operands, *(() if function is None else function.operands))
+    bases = {o.name: o.base for o in captured}
     sinks = None if variant.sinks is None else variant.sinks.now()
     arguments = {**bases, "sinks": sinks}
     learned = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
@@ -76,9 +80,13 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
         return (out.transpose(1, 2) if variant.layout == "bshd" else out), lse
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.attention(
-            q, k, v, variant.score_mod, variant.allowed, scale=variant.scale, sinks=sinks
-        )
+        mods = variant.score_mod, variant.allowed
+        rest: dict[str, Any] = {
+            "scale": variant.scale,
+            "sinks": sinks,
+            "output_mod": variant.output_mod,
+        }
+        return reference.attention(q, k, v, *mods, **rest)
 
     result = _results(ours, (q, k, v), d_out, learned)
     wanted = _results(exact, tuple(x.double() for x in (q, k, v)), d_out.double(), learned)

@@ -178,7 +178,18 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
 def _proved(arguments: Given) -> Problem:
     """The proof, and the problem of a forward pass."""
     proved = arguments.prove(arguments.facts, arguments.proved_for, arguments.captured)
-    return forward_problem(arguments.facts, arguments.inputs, proved)
+    problem = forward_problem(arguments.facts, arguments.inputs, proved)
+    function = arguments.facts.of_output
+    if function is None:
+        return problem
+    channels = replace(arguments.proved_for, kv_len=arguments.inputs.head_dim_v)
+    other = prove(function, channels, arguments.captured, of_scores=("b", "h", "kv"))
+    return replace(
+        problem,
+        output=True,
+        wide_index=problem.wide_index or other.wide_index,
+        in_range=problem.in_range and other.in_range,
+    )
 
 
 @lru_cache(maxsize=1024)

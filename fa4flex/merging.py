@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fa4flex.errors import InputError
+from fa4flex import calls
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.marks import marked
+from fa4flex.variant import compose
 
 
 def merge(
     outs: Sequence[Tensor] | Tensor,
     lses: Sequence[Tensor] | Tensor,
     layout: Literal["bhsd", "bshd"] = "bhsd",
+    *,
+    output_mod: Callable[..., Any] | None = None,
+    varlen: Varlen | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys of all parts, each key being in one part.
 
     outs    per part, as attention returns them: [B, H, S, D], or [B, S, H, D] with layout="bshd", or packed
             [T, H, D]; a sequence of tensors, or one with the parts along its first dimension
     lses    natural logarithms, [B, H, S] in either layout, or packed [H, T]
+    output_mod   an output function, as `compile` takes it: it is applied once, to what was merged
+    varlen  lengths of the queries, for an output function of packed parts
 
     Computed in float32, in float64 for float64, on any device. A row without keys in a part ignores that
     part; a row without keys in any part has output 0 and log-sum-exp -inf. Gradients reach
-    all outs and lses. The output has the parts' dtype. Raises InputError for shapes that do not agree.
+    all outs and lses. The output has the parts' dtype. Raises InputError for shapes that do not agree, and
+    UnsupportedError for parts that went through an output function each.
 
         near, far = (attn(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (late, early))
         out, lse = fa4flex.merge(*zip(near, far))
     """
+    _refuse_parts_of_functions(lses)
     parts, sums = _stacked("outs", outs), _stacked("lses", lses)
     dtype = torch.float64 if parts.dtype == torch.float64 else torch.float32
     by_row = layout == "bshd" or parts.ndim == 4
@@ -49,7 +60,27 @@ def merge(
     values = parts.to(dtype).masked_fill(shares == 0, 0.0)
     merged = (largest + safe.log()).masked_fill(~some, -torch.inf)
     out = (shares * values).sum(0).to(parts.dtype)
+    if output_mod is not None:
+        if parts.ndim == 4 and varlen is None:
+            raise InputError(
+                "an output function of packed parts without their lengths",
+                "varlen=Varlen(cu_seqlens_q): b and q_idx are those of each sequence",
+                "pass the varlen of the calls that gave the parts",
+            )
+        out = calls.output_of(compose(output_mod=output_mod, layout=layout), out, varlen)
     return out, merged.transpose(-1, -2) if by_row else merged
+
+
+def _refuse_parts_of_functions(lses: Sequence[Tensor] | Tensor) -> None:
+    """f(a) and f(b) do not make f of what a and b make."""
+    for lse in [lses] if isinstance(lses, Tensor) else lses:
+        function = marked(lse)
+        if function is not None:
+            raise UnsupportedError(
+                f"parts that went through the output function {function} each",
+                "outputs before it: it applies once, to the output over all keys",
+                "attend with a variant without output_mod, and pass output_mod to merge",
+            )
 
 
 def _stacked(name: str, arguments: Sequence[Tensor] | Tensor) -> Tensor:

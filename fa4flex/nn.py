@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import CONTEXT, FunctionMod, Mod, bound_keywords, kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.mask import Mask, ModMask
+from fa4flex.primitives.output import ModOutput, OutputMod
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.score import ModScore, ScoreMod
 from fa4flex.primitives.varlen import Varlen
@@ -45,20 +46,22 @@ class Attention(nn.Module):
     score_mod   as for `fa4flex.compile`; its functions may have further parameters, named in `parameters`
                 or `buffers`, and receive these tensors by keyword
     mask        the same for masks
+    output_mod  the same for output functions
     parameters  by name, a tensor, which becomes a Parameter, or the shape of one that starts as zeros
     buffers     by name, a tensor that does not learn
     sinks       the number of query heads, for a Parameter of zeros, or a floating tensor [Hq]
     composition `blocks`, `scale`, `layout`, `precision` and `schedule` of fa4flex.compile; a block map
                 stays on its device, so pass one that has to follow the model with each call
 
-    A subclass may define `score_mod(self, score, b, h, q_idx, kv_idx)` and
-    `mask_mod(self, b, h, q_idx, kv_idx)` instead, which read parameters that the subclass registers.
+    A subclass may define `score_mod(self, score, b, h, q_idx, kv_idx)`, `mask_mod(self, b, h, q_idx, kv_idx)`
+    and `output_mod(self, out, b, h, q_idx, d_idx)` instead, which read parameters that it registers.
     Raises InputError for names that no function takes, or that the module or an index has already.
     """
 
     sinks: Tensor | None
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
+    output_mod: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Attention(nn.Module):
         parameters: Mapping[str, Tensor | Shape] | None = None,
         buffers: Mapping[str, Tensor] | None = None,
         sinks: Tensor | int | None = None,
+        output_mod: Any = None,
         **composition: Any,
     ) -> None:
         super().__init__()
@@ -84,11 +88,11 @@ class Attention(nn.Module):
         self._zeroed = tuple(
             name for name, x in {**parameters, "sinks": sinks}.items() if isinstance(x, (int, tuple))
         )
-        variant = compose(score_mod, mask, **composition)
+        output_mod = _either("output_mod", output_mod, self.output_mod)
+        variant = compose(score_mod, mask, output_mod=output_mod, **composition)
         owned = frozenset((*parameters, *buffers))
-        score, allowed = _open(variant.score_mod, owned), _open(variant.mask, owned)
-        _check_all_taken(owned, (score, allowed))
-        self._variant = _with_mods(variant, score, allowed)
+        self._variant = _with_mods(variant, lambda mod: _open(mod, owned))
+        _check_all_taken(owned, [getattr(self._variant, name) for name in _MODS])
         self._open = bool(owned)
         self._caller = launch.Caller()
 
@@ -135,7 +139,7 @@ class Attention(nn.Module):
         variant: Variant = self._variant
         if not self._open:
             return variant
-        return _with_mods(variant, _closed(variant.score_mod, self), _closed(variant.mask, self))
+        return _with_mods(variant, lambda mod: _closed(mod, self))
 
     def reset_parameters(self) -> None:
         """Fill with zeros the tensors that were declared by shape.
@@ -230,11 +234,21 @@ class _OpenMask(_Open, Mask):
     pass
 
 
+class _OpenOutput(_Open, OutputMod):
+    pass
+
+
+_KINDS: dict[type[FunctionMod], tuple[int, type[_Open]]] = {
+    ModScore: (5, _OpenScore), ModMask: (4, _OpenMask), ModOutput: (5, _OpenOutput),
+}  # fmt: skip
+"""Number of indices of each kind of function, and its open kind."""
+
+
 def _open(mod: Any, owned: frozenset[str]) -> Any:
     """`mod` with an _Open in place of each function that takes parameters named in `owned`."""
-    if isinstance(mod, (ModScore, ModMask)):
-        names = _taken(mod.mod, owned, 5 if isinstance(mod, ModScore) else 4) if mod.made is None else ()
-        kind = _OpenScore if isinstance(mod, ModScore) else _OpenMask
+    if type(mod) in _KINDS:
+        indices, kind = _KINDS[type(mod)]
+        names = _taken(mod.mod, owned, indices) if mod.made is None else ()
         return kind(mod.mod, mod.label, None, names, type(mod)) if names else mod
     return _rebuilt(mod, lambda part: _open(part, owned))
 
@@ -260,10 +274,15 @@ def _dataclass_fields(value: Any) -> dict[str, Any]:
     return getattr(type(value), "__dataclass_fields__", {})
 
 
-def _with_mods(variant: Variant, score: ScoreMod | None, mask: Mask | None) -> Variant:
-    if score is variant.score_mod and mask is variant.mask:
-        return variant
-    return changed(variant, score_mod=score, mask=mask)
+_MODS = "score_mod", "mask", "output_mod"
+"""Fields of a variant that are functions of users."""
+
+
+def _with_mods(variant: Variant, change: Callable[[Any], Any]) -> Variant:
+    """The variant with its functions changed."""
+    mods = {name: getattr(variant, name) for name in _MODS}
+    new = {name: change(mod) for name, mod in mods.items()}
+    return variant if all(new[name] is mods[name] for name in _MODS) else changed(variant, **new)
 
 
 def _taken(function: Any, owned: frozenset[str], indices: int) -> tuple[str, ...]:
@@ -276,11 +295,11 @@ def _taken(function: Any, owned: frozenset[str], indices: int) -> tuple[str, ...
     return tuple(name for name in parameters[indices:] if name in owned and name not in value)
 
 
-def _check_all_taken(owned: frozenset[str], mods: tuple[Any, ...]) -> None:
+def _check_all_taken(owned: frozenset[str], mods: Sequence[Any]) -> None:
     missing = sorted(owned - {name for mod in mods for name in _names(mod)})
     if missing:
         raise InputError(
-            f"{', '.join(missing)}, which no function of score_mod= or mask= takes",
+            f"{', '.join(missing)}, which no function of score_mod=, mask= or output_mod= takes",
             f"functions with such a parameter: score_mod(score, b, h, q_idx, kv_idx, {missing[0]})",
             "add the parameter, or register the tensor in a subclass whose method reads it",
         )

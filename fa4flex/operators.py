@@ -82,6 +82,10 @@ _OF_QUERIES = _LENGTHS[0], _LENGTHS[2]
 _PROGRAM = _rows("str program, SymInt[] ints, Tensor[] floats, float? scale")
 _ARRIVING = _rows("Tensor[] upstream, Tensor[] saved")
 _ALL_LENGTHS, _NEEDS = _rows("Tensor?[] lengths"), _rows("int[] needs")
+_OUTPUT = _rows(
+    "Tensor[] operands, Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor? positions,"
+    " str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool heads_first"
+)
 _HEADS_FIRST, _MAX_SCORES = _rows("bool heads_first"), _rows("bool max_scores")
 
 OPERATORS = {
@@ -96,6 +100,14 @@ OPERATORS = {
     "attention_in_pages": Operator(
         (*_QKV, *_PAGES, *_OF_QUERIES, *_CAPTURED, *_PROGRAM, *_HEADS_FIRST, *_MAX_SCORES),
         "(Tensor, Tensor, Tensor)", "fa4flex.runtime.ops", "attention_in_pages", "attention_in_pages_fake",
+    ),
+    "output_function": Operator(
+        (*_rows("Tensor out"), *_OUTPUT), "Tensor",
+        "fa4flex.runtime.output", "output_function", "output_function_fake", "output_function_with_gradients",
+    ),
+    "output_function_backward": Operator(
+        (*_rows("Tensor dout, Tensor out"), *_OUTPUT, *_NEEDS), "Tensor[]", "fa4flex.runtime.output",
+        "output_function_backward", "output_function_backward_fake", "backward_below",
     ),
     "append": Operator(
         _rows(

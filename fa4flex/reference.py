@@ -4,7 +4,7 @@ Nothing here shares code with the tracer, the analyses or the executors. It is s
 score matrix; use it to check results, at sizes where that fits.
 
     score = mod(scale * q.k, b, h, q_idx, kv_idx)   where the mask allows, else -inf
-    out   = softmax(score) v                        a row without allowed keys gives 0
+    out   = output_mod(softmax(score) v, b, h, q_idx, d_idx)    of a row without allowed keys: of 0
     lse   = log(sum(exp(score)))                    natural logarithm; such a row gives -inf
 """
 
@@ -109,6 +109,20 @@ def modified_scores(scores: Tensor, allowed: Tensor, score_mod: Mod | None) -> T
     return masked.index_put(pairs, values)
 
 
+def modified_output(out: Tensor, output_mod: Mod | None) -> Tensor:
+    """`output_mod` of every element of an output [B, H, Sq, D]."""
+    if output_mod is None or out.numel() == 0:
+        return out
+    context = {"q_len": out.shape[2], "num_heads": out.shape[1]}
+
+    def mod(*point: Tensor) -> Tensor:
+        return torch.as_tensor(call_mod(settle(output_mod), point, context)).to(torch.float64)
+
+    with _float64_indexing():
+        points = torch.meshgrid(*(torch.arange(n) for n in out.shape), indexing="ij")
+        return torch.vmap(mod)(out.flatten(), *(p.flatten() for p in points)).view(out.shape)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -118,12 +132,13 @@ def attention(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    output_mod: Mod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
 
     q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], H a multiple of Hkv; sinks [H] is one more
     logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask` is
-    a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors the score_mod
+    a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors that the mods
     captured. Raises InputError where H is not a multiple of Hkv.
     """
     batch, heads, q_len, dim = q.shape
@@ -139,7 +154,9 @@ def attention(
     allowed = allowed_pairs(mask, (batch, heads, q_len, kv_len))
     scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
     sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
-    return _softmax(torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1), v)
+    logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
+    out, lse = _softmax(logits, v)
+    return modified_output(out, output_mod), lse
 
 
 def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,6 +198,7 @@ def varlen(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    output_mod: Mod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
 
@@ -194,7 +212,8 @@ def varlen(
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(*ranges, strict=True)):
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
         mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
-        o, s = attention(one[0], one[1], one[2], *mods, scale=scale, sinks=sinks)
+        after = of_sequence(output_mod, n, 1)
+        o, s = attention(one[0], one[1], one[2], *mods, scale=scale, sinks=sinks, output_mod=after)
         out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
         lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])
     return out, lse.transpose(0, 1)

@@ -17,12 +17,12 @@ from fa4flex.errors import InputError
 NAMING = """VARIANT names what to look at:
   sliding_window                     a name in fa4flex.variants, with its defaults
   "causal & sliding_window(256)"     names combined with & | ~ (masks) and >> (score mods), with parameters
-  "alibi, causal"                    a score mod and a mask
+  "alibi, causal"                    a score mod and a mask; an output function may stand beside them
   path/to/file.py:function           any FlexAttention score_mod or mask_mod
 """
 
 Selection = dict[str, Any]
-"""Keyword arguments of fa4flex.compile: `score_mod`, `mask`, or both."""
+"""Keyword arguments of fa4flex.compile: `score_mod`, `mask`, `output_mod`, or some of them."""
 
 _FILE = re.compile(r"(?P<path>[^\s,&|~>()]+\.py):(?P<function>\w+)")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -92,12 +92,14 @@ def _value(node: ast.AST, files: dict[str, Any], text: str) -> Any:
 
 
 def _operand(node: ast.AST, files: dict[str, Any], text: str) -> Any:
-    """A value that `&`, `|`, `~` and `>>` work on: plain functions become masks or score mods."""
+    """A value that `&`, `|`, `~` and `>>` work on: plain functions become masks, score mods or output
+    functions."""
     from fa4flex.primitives.mask import as_mask
+    from fa4flex.primitives.output import as_output
     from fa4flex.primitives.score import as_score
 
     value = _value(node, files, text)
-    return as_mask(value) if _role(value) == "mask" else as_score(value)
+    return {"mask": as_mask, "score_mod": as_score, "output_mod": as_output}[_role(value)](value)
 
 
 def _made(family: Any, *args: Any, **parameters: Any) -> Any:
@@ -159,14 +161,12 @@ def _from_file(path: Path, function: str) -> Any:
 
 
 def _role(value: Any) -> str:
-    """`mask` or `score_mod`, by type, or by how many positional parameters a plain function has."""
-    from fa4flex.primitives.base import Family
-    from fa4flex.primitives.mask import Mask
-    from fa4flex.primitives.score import ScoreMod
+    """Argument that a mod is for, by type, or by the positional parameters of a plain function."""
+    from fa4flex.primitives.base import Family, Mod
 
     settled = _made(value) if isinstance(value, Family) else value
-    if isinstance(settled, (Mask, ScoreMod)):
-        return "mask" if isinstance(settled, Mask) else "score_mod"
+    if isinstance(settled, Mod):
+        return settled.role
     if not callable(settled):
         raise InputError(
             f"what was named is a {type(settled).__name__}",
@@ -182,9 +182,12 @@ def _role(value: Any) -> str:
     if len(positional) not in (4, 5):
         raise InputError(
             f"{value!r} takes {len(positional)} parameters",
-            "mask_mod(b, h, q_idx, kv_idx) or score_mod(score, b, h, q_idx, kv_idx)",
+            "mask_mod(b, h, q_idx, kv_idx), score_mod(score, b, h, q_idx, kv_idx) or"
+            " output_mod(out, b, h, q_idx, d_idx)",
             "give the function one of these signatures",
         )
+    if len(positional) == 5 and positional[0].name == "out":
+        return "output_mod"
     return "mask" if len(positional) == 4 else "score_mod"
 
 

@@ -18,6 +18,7 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.mask import Mask, as_mask
+from fa4flex.primitives.output import OutputMod, as_output
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.score import ScoreMod, as_score
@@ -29,12 +30,13 @@ Backend = Literal["auto", "flex"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Variant:
-    """One attention: softmax over allowed keys of score_mod(scale * q.k), plus sinks, times v.
+    """One attention: output_mod of softmax over allowed keys of score_mod(scale * q.k), plus sinks, times v.
 
     score_mod  a ScoreMod, or None for the scaled score itself
     mask       a Mask, or None for every key
     blocks     a BlockMap: full blocks do not evaluate `mask`; in empty blocks nothing is allowed
     sinks      learnable logits, one per query head, in the softmax's denominator
+    output_mod a function of the normalised output, or None for the output itself
     scale      multiplies q.k; None means 1 / sqrt(head_dim)
     layout     of q, k, v and the output: "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto", or "flex": torch's flex_attention, wherever the tensors are
@@ -50,6 +52,7 @@ class Variant:
     precision: Precision = None  # type: ignore[assignment]
     schedule: Schedule = None  # type: ignore[assignment]
     backend: Backend = "auto"
+    output_mod: OutputMod | None = None
 
     allowed: Mask | None = field(init=False)
     """Block map and mask as one: allowed = block map AND (full block OR mask)."""
@@ -62,6 +65,11 @@ class Variant:
         if self.schedule is None:
             object.__setattr__(self, "schedule", _SCHEDULE)
 
+    @property
+    def core(self) -> Variant:
+        """The variant without its output function."""
+        return self if self.output_mod is None else changed(self, output_mod=None)
+
     def __repr__(self) -> str:
         defaults = {"precision": _PRECISION, "schedule": _SCHEDULE}
         arguments = [
@@ -73,7 +81,8 @@ class Variant:
 
 
 READ_ANEW = frozenset(("score_mod", "mask", "blocks", "allowed", "sinks", "scale"))
-"""Fields that may change from call to call: caches read them again at each call."""
+"""Fields that may change from call to call: caches read them again at each call. An output function is none:
+what keeps results of a variant never has to do with one (see `Variant.core`)."""
 
 settings_of: Callable[[Variant], tuple[Any, ...]] = attrgetter(
     *(f.name for f in fields(Variant) if f.name not in READ_ANEW)
@@ -89,6 +98,7 @@ def compose(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     layout: Layout = "bhsd",
+    output_mod: Callable[..., Any] | None = None,
     **data: Any,
 ) -> Variant:
     """User arguments -> Variant: bare variants become their defaults, a BlockMask its map and mask_mod.
@@ -139,6 +149,7 @@ def compose(
         precision=data.get("precision", _PRECISION),
         schedule=data.get("schedule", _SCHEDULE),
         backend=backend,
+        output_mod=None if output_mod is None else as_output(output_mod),
     )
 
 

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from fa4flex.codegen.trace import Captures, Operand, Traced, trace
 from fa4flex.codegen.trace.dispatch import no_more_registered, registrations
 from fa4flex.codegen.trace.dtypes import same_default_dtype
 from fa4flex.codegen.trace.paths import Guard, Reader, reader_of, root
-from fa4flex.codegen.trace.traced import ModKind
-from fa4flex.primitives.mask import Mask
-from fa4flex.primitives.score import ScoreMod
+from fa4flex.codegen.trace.traced import ModKind, renumber
+from fa4flex.errors import UnsupportedError
+from fa4flex.primitives.base import Mod as AnyMod
 from fa4flex.variant import Variant
 
 Mod = Callable[..., Any]
@@ -40,13 +40,17 @@ MOST_CODES, MOST_TRACES = 1024, 32
 class Trace:
     """Result of tracing and analysing a variant's functions, without any tensor or number of theirs.
 
-    `operands` have in place of their tensors positions among the tensors that `reader` finds.
+    `operands` have in place of their tensors positions among the tensors that `reader` finds. An output
+    function has a trace of its own, whose facts have it in place of the score mod.
     """
 
     score: Traced | None
     mask: Traced | None
+    output: Traced | None
     facts: Facts
     operands: tuple[Operand, ...]
+    bases: int
+    """Number of tensors that `reader` finds."""
     scalar_names: tuple[str, ...]
     reader: Reader | None
     """None where something captured could change without notice: such a trace serves one call."""
@@ -56,6 +60,11 @@ class Trace:
         if len(bases) == len(self.operands) and not self.derived:
             return bases
         return tuple([operand.of(bases).value() for operand in self.operands])
+
+    @property
+    def functions(self) -> tuple[Traced, ...]:
+        """The traced functions that there are."""
+        return tuple([x for x in (self.score, self.mask, self.output) if x is not None])
 
     @cached_property
     def derived(self) -> bool:
@@ -70,17 +79,51 @@ class Bound(NamedTuple):
     bases: tuple[Tensor, ...]
     scalars: tuple[int | float, ...]
 
+    def beside(self, output: Bound, trace: Trace) -> Bound:
+        """Captures of this and of an output function, under the trace of both."""
+        return Bound(trace, (*self.bases, *output.bases), (*self.scalars, *output.scalars))
+
+
+def joined(core: Trace, output: Trace) -> Trace:
+    """The trace of attention and its output function, for kernels that compute both: tensors and numbers of
+    the function come after those of the attention."""
+    slots = {slot: len(core.operands) + slot for slot in range(len(output.operands))}
+    numbers = {slot: len(core.scalar_names) + slot for slot in range(len(output.scalar_names))}
+    facts = replace(core.facts, output=renumber(output.facts.score, slots, numbers, {}))
+    operands = (*core.operands, *(operand.moved(core.bases) for operand in output.operands))
+    names, bases = (*core.scalar_names, *output.scalar_names), core.bases + output.bases
+    return Trace(core.score, core.mask, output.output, facts, operands, bases, names, None)
+
 
 @dataclass(frozen=True)
 class Program:
-    """A variant, traced and analysed, with what it captured as it is now."""
+    """A variant, traced and analysed, with what it captured as it is now.
+
+    `output` is the trace of its output function, where it has one; all else is of the variant without it.
+    """
 
     variant: Variant
     bound: Bound
+    output: Bound | None = None
+
+    @property
+    def of_output(self) -> Program | None:
+        """The output function as a program, whose facts have it in place of a score mod."""
+        return None if self.output is None else Program(self.variant, self.output)
+
+    @property
+    def joined(self) -> Program:
+        """The program with its output function among its facts, as kernels apply it."""
+        if self.output is None:
+            return self
+        trace = joined(self.bound.trace, self.output.trace)
+        return Program(self.variant, self.bound.beside(self.output, trace))
 
     @property
     def score(self) -> Traced | None:
-        return self.bound.trace.score
+        """The score mod; in a program of an output function that function."""
+        trace = self.bound.trace
+        return trace.score if trace.facts.output is not None else trace.score or trace.output
 
     @property
     def mask(self) -> Traced | None:
@@ -112,7 +155,8 @@ class Program:
 
 def build(variant: Variant) -> Program:
     """Variant -> Program. Raises TraceError where a mod cannot be turned into an expression."""
-    return Program(variant, bind(variant))
+    output = None if variant.output_mod is None else bind_output(variant.output_mod)
+    return Program(variant, bind(variant.core), output)
 
 
 # --- kept traces --------------------------------------------------------------------------------------------
@@ -123,13 +167,32 @@ _changing = threading.Lock()
 
 
 def bind(variant: Variant, likely: Trace | None = None) -> Bound:
-    """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first."""
-    mods = _mods(variant)
+    """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first.
+
+    Raises UnsupportedError for a variant with an output function, which has a trace of its own: whoever calls
+    with such a variant here would leave its function out.
+    """
+    if variant.output_mod is not None:
+        raise UnsupportedError(
+            f"the output function {variant.output_mod!r} in a call that does not apply it",
+            "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
+            "compile without output_mod, and apply the function to the output in PyTorch",
+        )
+    return _bind(PAIRS, (variant.score_mod, variant.allowed), likely)
+
+
+def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:
+    """The same of an output function alone."""
+    return _bind(("output",), (mod,), likely)
+
+
+def _bind(kinds: tuple[ModKind, ...], mods: tuple[Mod | None, ...], likely: Trace | None) -> Bound:
+    """mods: functions by kind, None for those that there are none of."""
     if likely is not None and likely.reader is not None:
         reading = likely.reader(*mods)
         if reading is not None:
             return Bound(likely, *reading)
-    key = registrations(), *map(code_key, mods)
+    key = kinds, registrations(), *map(code_key, mods)
     traces = _kept.get(key, ())
     for result in traces:
         reading = None if result is likely or result.reader is None else result.reader(*mods)
@@ -137,7 +200,7 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
             if result is not traces[0]:
                 _put_first(key, result)
             return Bound(result, *reading)
-    bound = _traced(variant)
+    bound = _traced(kinds, mods)
     if bound.trace.reader is not None:
         _put_first(key, bound.trace)
     return bound
@@ -152,13 +215,8 @@ def _put_first(key: Hashable, trace: Trace) -> None:
             _kept.popitem(last=False)
 
 
-KINDS: tuple[ModKind, ...] = "score", "mask"
-"""Kinds of functions, in the order in which readers take them."""
-
-
-def _mods(variant: Variant) -> tuple[Mod | None, Mod | None]:
-    """The functions of a variant by kind, None for those that it does not have."""
-    return variant.score_mod, variant.allowed
+PAIRS: tuple[ModKind, ...] = "score", "mask"
+"""Kinds of functions of pairs, in the order in which readers take them."""
 
 
 def code_key(fn: Any) -> Hashable:
@@ -171,32 +229,36 @@ def code_key(fn: Any) -> Hashable:
         return code_key(fn.__func__), type(fn.__self__)
     if isinstance(fn, functools.partial):
         return functools.partial, code_key(fn.func)
-    if isinstance(fn, (Mask, ScoreMod)):
+    if isinstance(fn, AnyMod):
         parts = [part for part in vars(fn).values() if callable(part)]
         return (type(fn), *[code_key(part) for part in parts])
     return id(type(fn))
 
 
-def _traced(variant: Variant) -> Bound:
+def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bound:
     """The stages: trace the functions, analyse the expressions, write down how to read what they captured."""
     captures = Captures()
-    mods = dict(zip(KINDS, _mods(variant), strict=True))
+    mods = dict(zip(kinds, of_kinds, strict=True))
     traced = [trace(mod, kind, captures) for kind, mod in mods.items() if mod is not None]
     traces = {t.kind: t for t in captures.finish(*traced)}
-    score, mask = traces.get("score"), traces.get("mask")
-    facts = analyze(SCORE if score is None else score.root, TRUE if mask is None else mask.root)
+    score, mask, output = traces.get("score"), traces.get("mask"), traces.get("output")
+    value = score or output
+    facts = analyze(SCORE if value is None else value.root, TRUE if mask is None else mask.root)
     bases = captures.bases()
     operands = tuple(operand.at(bases) for operand in captures.operands)
     # A function that there is has guards of its own. One that there is none of has nothing to be read.
     absent = [Guard("is", root(kind), None) for kind, mod in mods.items() if mod is None]
     names = tuple(x.name for x in captures.numbers)
-    made = Trace(score, mask, facts, operands, names, _reader(captures, bases, absent))
+    reader = _reader(kinds, captures, bases, absent)
+    made = Trace(score, mask, output, facts, operands, len(bases), names, reader)
     return Bound(made, bases, captures.scalars)
 
 
-def _reader(captures: Captures, bases: tuple[Tensor, ...], absent: list[Guard]) -> Reader | None:
+def _reader(
+    kinds: tuple[ModKind, ...], captures: Captures, bases: tuple[Tensor, ...], absent: list[Guard]
+) -> Reader | None:
     if captures.opaque is not None:
         return None
     guards = *absent, no_more_registered(), same_default_dtype(), *captures.guards
     tensors, numbers = [captures.paths[id(x)] for x in bases], [x.path for x in captures.numbers]
-    return reader_of(KINDS, guards, tensors, numbers)
+    return reader_of(kinds, guards, tensors, numbers)

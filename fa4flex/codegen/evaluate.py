@@ -32,12 +32,14 @@ class Captured:
     """Inputs of a program besides indices: tensors by slot, and run-time numbers by slot.
 
     Tensors on the "meta" device stand for contents that are not read. Their integers are taken to be of a
-    size below MODEST, or below 2^bits for the slots in `bits`.
+    size below MODEST, or below 2^bits for the slots in `bits`. Where reads are `clamped`, those outside of a
+    tensor are of its nearest element, as in kernels, and no content is looked at.
     """
 
     operands: tuple[Tensor, ...] = ()
     scalars: tuple[Number, ...] = ()
     bits: tuple[tuple[int, int], ...] = ()
+    clamped: bool = False
 
     def signed(self) -> Captured:
         """The same contents without uint16, uint32 and uint64, for which torch has few operations.
@@ -47,6 +49,11 @@ class Captured:
         if not any(x.dtype in UNSIGNED for x in self.operands):
             return self
         return replace(self, operands=tuple(map(_signed, self.operands)))
+
+    def clamped_reads(self) -> Captured:
+        """The same contents, on a device that the host does not wait for."""
+        narrow = tuple([x.to(torch.int64) if x.dtype in UNSIGNED else x for x in self.operands])
+        return replace(self, operands=narrow, clamped=True)
 
     def unread(self) -> Captured:
         """The same tensors without contents."""
@@ -211,15 +218,18 @@ def evaluate(
     symbols: Mapping[str, Value],
     captured: Captured = Captured(),
     dtype: torch.dtype = torch.float32,
+    known: Mapping[Expr, Value] | None = None,
 ) -> list[Value]:
     """Values of `roots` where each symbol is a number or a tensor broadcastable with the others.
 
     Index symbols are int64 tensors or ints, "score" is a tensor of `dtype`. Results broadcast: a root that
     depends on `kv` alone comes back with the shape of `kv`, a constant as a Python number.
+    `known` are values of some nodes.
     """
-    memo: dict[Expr, Value] = {}
+    memo: dict[Expr, Value] = {} if known is None else dict(known)
     for node in _schedule(tuple(roots)):
-        memo[node] = _value(node, memo, symbols, captured, dtype)
+        if node not in memo:
+            memo[node] = _value(node, memo, symbols, captured, dtype)
     return [memo[root] for root in roots]
 
 
@@ -234,16 +244,22 @@ def _value(
         case "scalar":
             return captured.scalars[node.value]
         case "load":
-            return _load(captured.operands[node.value], [memo[a] for a in node.args], node, dtype)
+            table, index = captured.operands[node.value], [memo[a] for a in node.args]
+            if captured.clamped:
+                return _load(table, _clamped(table, index), node, dtype, clamped=True)
+            return _load(table, index, node, dtype)
         case "search":
-            return _search(captured.operands[node.value[0]], [memo[a] for a in node.args], node)
+            table, (needle, *lead) = captured.operands[node.value[0]], [memo[a] for a in node.args]
+            if captured.clamped:
+                return _search(table, [needle, *_clamped(table, lead)], node, clamped=True)
+            return _search(table, [needle, *lead], node)
         case "round_to":
             narrow = getattr(torch, node.value)
             return _tensor(memo[node.args[0]], dtype).to(narrow).to(dtype)
         case "reduce":
             return _reduce(node, memo, symbols, captured, dtype)
         case _:
-            if node.op in DIVISIONS and node.kind == "int":
+            if node.op in DIVISIONS and node.kind == "int" and not captured.clamped:
                 _refuse_zero(node, memo[node.args[1]])
             return operation(node.op)(dtype, *(memo[a] for a in node.args))
 
@@ -253,8 +269,19 @@ def _refuse_zero(node: Expr, divisor: Value) -> None:
         raise DividedByZero(node)
 
 
-def _read(table: Tensor, index: Sequence[Value], node: Expr) -> Tensor:
+def _clamped(table: Tensor, index: Sequence[Value]) -> list[Value]:
+    """Indices within the tensor; negative ones still count from its end."""
+    ends = list(zip(index, table.shape, strict=False))
+    return [
+        i.clamp(-size, size - 1) if isinstance(i, Tensor) else max(-size, min(int(i), size - 1))
+        for i, size in ends
+    ]
+
+
+def _read(table: Tensor, index: Sequence[Value], node: Expr, clamped: bool = False) -> Tensor:
     position: Index = tuple(index)
+    if clamped:
+        return table[position] if position else table
     if table.is_cuda:
         _refuse_past_the_end(table, position, node)
     elif (place := _place(table, position)) is not None:
@@ -294,15 +321,17 @@ def _refuse_past_the_end(table: Tensor, position: Index, node: Expr) -> None:
             raise PastTheEnd(table, f"an index outside [-{size}, {size})", node)
 
 
-def _load(table: Tensor, index: Sequence[Value], node: Expr, dtype: torch.dtype) -> Value:
-    element = _read(table, index, node)
+def _load(
+    table: Tensor, index: Sequence[Value], node: Expr, dtype: torch.dtype, clamped: bool = False
+) -> Value:
+    element = _read(table, index, node, clamped)
     return element.to({"float": dtype, "int": torch.int64, "bool": torch.bool}[node.kind])
 
 
-def _search(table: Tensor, args: Sequence[Value], node: Expr) -> Tensor:
+def _search(table: Tensor, args: Sequence[Value], node: Expr, clamped: bool = False) -> Tensor:
     needle, *lead = args
     side: str = node.value[1]
-    vector = _read(table, lead, node)
+    vector = _read(table, lead, node, clamped)
     needle = torch.as_tensor(needle)
     common = torch.promote_types(vector.dtype, needle.dtype)  # searchsorted wants one dtype
     vector, needle = vector.to(common), needle.to(common)

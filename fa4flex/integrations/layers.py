@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fa4flex import variants
 from fa4flex.api import Attention, compile
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.score import as_score
 from fa4flex.selection import Selection, select
@@ -57,6 +57,12 @@ def assign(
             )
         selection = select(variant)
     chosen = {role: mod for role, mod in selection.items() if mod is not None}
+    if "output_mod" in chosen:
+        raise UnsupportedError(
+            f"the output function {chosen['output_mod']!r} of an engine's layers",
+            "score mods and masks: an engine's model gates its attention's output itself",
+            "apply it in the model, after the layer",
+        )
     if not chosen:
         raise InputError("no mod to assign", "a score_mod, a mask, or a VARIANT", "e.g. assign('alibi')")
     which = layers if isinstance(layers, str) else frozenset([layers] if isinstance(layers, int) else layers)

@@ -80,12 +80,13 @@ def _candidates(direction: Direction, problem: Problem, target: Target, sizes: S
 
 
 def accepting(direction: Direction, problem: Problem, target: Target, sizes: Sizes) -> Pipeline | None:
-    """The first pipeline that accepts the problem."""
+    """The first pipeline that accepts the problem. None where it does not apply output functions and there is
+    one: a launch after it does, rather than a kernel that suits the call less."""
     for pipeline in _candidates(direction, problem, target, sizes):
         reads = pipeline.kv_dtype == problem.keys.dtype
         writes = pipeline.writes_float32 or not problem.wide_output
         if reads and writes and pipeline.accepts(problem, target, sizes):
-            return pipeline
+            return pipeline if pipeline.applies_output or not problem.output else None
     return None
 
 

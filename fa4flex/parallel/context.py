@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fa4flex.codegen.analyze.tiles import Shape
-from fa4flex.codegen.blame import dress
+from fa4flex.codegen.build import Bound
 from fa4flex.contents import VALIDATE
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
@@ -37,6 +37,7 @@ from fa4flex.runtime.checks import (
     check_variant,
 )
 from fa4flex.runtime.compute import on_gpu
+from fa4flex.runtime.output import Rows, applied
 from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant
 
@@ -54,6 +55,7 @@ class _Call(NamedTuple):
     lengths   those of the whole, None where the ranks are to be asked
     in_order  True where tokens lie as torch shards them
     share     share of the heads that the tensors have
+    output    the variant's output function, if it has one, with what it captured
     """
 
     now: launch.Calling
@@ -61,6 +63,7 @@ class _Call(NamedTuple):
     lengths: Lengths | None
     in_order: bool
     share: Share
+    output: Bound | None = None
 
     def held(self, result: Plan, shape: Shape) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
         """The queries and the keys that each rank's tensors hold."""
@@ -139,7 +142,7 @@ class ContextParallel:
 
     def _calling(self) -> launch.Calling:
         """The variant with what it captured, as it is now: all ranks gather what is spread over them."""
-        now = launch.calling(self.variant, self._caller)
+        now = launch.calling(self.variant.core, self._caller)
         if is_dtensor(now.sinks):
             raise UnsupportedError(
                 "sinks that are a DTensor", "a tensor of all heads on every rank", "use sinks.full_tensor()"
@@ -148,8 +151,19 @@ class ContextParallel:
 
     def _planning(self) -> launch.Calling:
         """The same for a plan: only what the mask reads. FSDP has parameters in parts between calls."""
-        now = launch.calling(self.variant, self._caller)
+        now = launch.calling(self.variant.core, self._caller)
         return self._with_whole(now, bases_read(now.bound))
+
+    def _output(self) -> Bound | None:
+        """The variant's output function with what it captured, as it is now, whole on every rank."""
+        if self.variant.output_mod is None:
+            return None
+        bound = launch.bound_for(self.variant, self._caller)
+        bases = [
+            whole_captured(self.links, x, at, self.reduced) if is_dtensor(x) else x
+            for at, x in enumerate(bound.bases)
+        ]
+        return bound._replace(bases=tuple(bases))
 
     def _with_whole(self, now: launch.Calling, wanted: Iterable[int]) -> launch.Calling:
         bases = list(now.bound.bases)
@@ -226,19 +240,36 @@ class ContextParallel:
         swap = self.variant.layout == "bshd"
         if swap:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-        now = self._calling()
+        now, output = self._calling(), self._output()
         try:
-            out, lse = self._attend(_Call(now, (q, k, v), lengths, in_order, share))
+            out, lse = self._attend(_Call(now, (q, k, v), lengths, in_order, share, output))
         except Fa4flexError as error:
-            trace = now.bound.trace
-            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
-            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
+            for bound in (now.bound, *(() if output is None else (output,))):
+                launch.dress_of(error, bound.trace)
             error.add_note(f"in {self!r}")
             raise
         return out.transpose(1, 2) if swap else out, lse
 
     def _attend(self, call: _Call) -> tuple[Tensor, Tensor]:
         shape, result = self._agreed(call)
+        out, lse = self._attend_all(call, shape, result)
+        if call.output is None:
+            return out, lse
+        own = call.held(result, shape)[0][self.links.rank]
+        if self.across is not None:
+            own = split(own, self.across.size)[self.across.rank]
+        first = call.share.part * out.shape[1]
+        places = torch.cat([torch.arange(*span, device=out.device) for span in own or [(0, 0)]])
+        rows = Rows(positions=places, whole=(shape.q_len, first, shape.heads))
+        bound, every = call.output, [self.links, *([] if self.across is None else [self.across])]
+        if self.reduced:
+            for links in (*every, *call.share.links):
+                bases, _ = _together(links, bound.bases, None)
+                bound = bound._replace(bases=bases)
+        return applied(replace(self.variant, layout="bhsd"), bound, out, rows), lse
+
+    def _attend_all(self, call: _Call, shape: Shape, result: Plan) -> tuple[Tensor, Tensor]:
+        """The output and log-sum-exp of this rank's queries, before an output function."""
         if self.across is None:
             return self._here(call, shape, result)
         across, own = self.across, self.links.rank
@@ -306,7 +337,7 @@ class ContextParallel:
 
     def _agreed(self, call: _Call) -> tuple[Shape, Plan]:
         """The whole's sizes, and the plan. Raises InputError, on every rank, where calls do not fit."""
-        now, qkv, lengths, in_order, share = call
+        now, qkv, lengths, in_order, share, _ = call
         try:
             description, failed = self._description(call), None
         except Fa4flexError as error:
@@ -362,7 +393,9 @@ class ContextParallel:
         check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), qkv[0])
         check_transforms(*qkv, *operands, sinks)
         q, k, v = qkv
-        learned = tuple(x.requires_grad for x in (*operands, *(() if sinks is None else (sinks,))))
+        output = call.output
+        bases = () if output is None else output.bases
+        learned = tuple(x.requires_grad for x in (*operands, *(() if sinks is None else (sinks,)), *bases))
         return {
             "batch": q.shape[0],
             "query heads": q.shape[1],
@@ -372,6 +405,7 @@ class ContextParallel:
             "lengths": call.lengths,
             "program": now.bound.trace.facts.key,
             "captured numbers": repr(now.bound.scalars),
+            "output function": output and (output.trace.facts.key, repr(output.scalars)),
             "requires_grad of captured tensors": torch.is_grad_enabled() and learned,
         }
 

@@ -12,14 +12,8 @@ from torch import Tensor
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.parallel.heads import ALL, Share, check_heads
 from fa4flex.parallel.links import Group, Links
-
-_MODULE = "torch.distributed.tensor"
-
-
-def is_dtensor(x: object) -> bool:
-    """True for a DTensor; their module is not loaded to find out."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(x, module.DTensor)
+from fa4flex.runtime.sharding import DTENSOR as _MODULE
+from fa4flex.runtime.sharding import is_dtensor
 
 
 def local_parts(

@@ -155,10 +155,12 @@ def check_device(name: str, tensor: torch.Tensor, other: str, device: torch.devi
 
 
 class Mod:
-    """Base of masks and score mods. `context` names the lengths it needs, `role` the argument it is for."""
+    """Base of masks, score mods and output functions. `context` names the lengths it needs, `role` the
+    argument it is for, `noun` what it is called."""
 
     context: tuple[str, ...] = ()
     role: ClassVar[str] = ""
+    noun: ClassVar[str] = ""
     combined_with: ClassVar[str] = ""
 
     def __bool__(self) -> bool:

@@ -19,7 +19,7 @@ MaskMod = Callable[..., Any]
 class Mask(Mod):
     """Base of all masks. `context` names the lengths it needs."""
 
-    role = "mask"
+    role = noun = "mask"
     combined_with = "& (and), | (or), ~ (not)"
     # torch tells mask_mods from score_mods by counting parameters, and would count **context as one.
     __signature__ = positional("b", "h", "q_idx", "kv_idx")
@@ -160,7 +160,7 @@ def as_mask(value: Any) -> Mask:
         return value
     if isinstance(value, Mod):
         raise InputError(
-            f"the score mod {value!r} was given as a mask",
+            f"the {value.noun} {value!r} was given as a mask",
             "a mask_mod(b, h, q_idx, kv_idx), a fa4flex mask, or a block map",
             f"pass it as {value.role}=; scores are chained with >>, masks combined with & | ~",
         )

@@ -15,7 +15,7 @@ ScoreFunction = Callable[..., Any]
 class ScoreMod(Mod):
     """Base of all score mods: callable as `score_mod(score, b, h, q_idx, kv_idx)`."""
 
-    role = "score_mod"
+    role, noun = "score_mod", "score mod"
     combined_with = ">> (then)"
     __signature__ = positional("score", "b", "h", "q_idx", "kv_idx")
 
@@ -70,11 +70,13 @@ def as_score(value: Any) -> ScoreMod:
     if isinstance(value, ScoreMod):
         return value
     if isinstance(value, Mod) or hasattr(value, "kv_num_blocks") or getattr(value, "role", "") == "blocks":
-        what = f"the mask {value!r}" if isinstance(value, Mod) else f"a {type(value).__name__}"
+        what = f"the {value.noun} {value!r}" if isinstance(value, Mod) else f"a {type(value).__name__}"
+        other = getattr(value, "role", "mask")
+        place = f"{other}=" if other == "output_mod" else "mask= (block_mask= of flex_attention)"
         raise InputError(
             f"{what} was given as a score_mod",
             "a function score_mod(score, b, h, q_idx, kv_idx) or a fa4flex score mod",
-            "pass it as mask= (block_mask= of flex_attention); scores and masks are separate arguments",
+            f"pass it as {place}; scores, masks and outputs have arguments of their own",
         )
     if not callable(value):
         raise InputError(

@@ -5,7 +5,9 @@ Where programs and tests look for the words of torch's flex_attention, a message
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.fx import Proxy
 
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.base import functions_of, kind_of
+from fa4flex.primitives.base import Mod, functions_of, kind_of
 from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
@@ -208,7 +210,7 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
         _check_cuda(q, variant)
     if q.ndim == 3:
         refuse_map(variant, "packed sequences")
-    _check_tables(variant, sizes.q_heads)
+    check_tables((variant.score_mod, variant.mask), sizes.q_heads)
     if variant.sinks is not None:
         variant.sinks.check(sizes.q_heads, q.device)
     if variant.blocks is not None:
@@ -226,9 +228,9 @@ def refuse_map(variant: Variant, what: str) -> None:
         )
 
 
-def _check_tables(variant: Variant, q_heads: int) -> None:
+def check_tables(mods: Sequence[Mod | None], q_heads: int) -> None:
     """Tables of named variants have a row per query head; a longer one is most likely another model's."""
-    for part in (*functions_of(variant.score_mod), *functions_of(variant.mask)):
+    for part in chain(*map(functions_of, mods)):
         if part.query_heads not in (None, q_heads):
             raise InputError(
                 f"{part!r} holds a table of {part.query_heads} heads, q has {q_heads} query heads",

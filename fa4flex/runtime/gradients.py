@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -207,3 +207,12 @@ class TwiceDerived(torch.autograd.Function):
         fixed = 3 + outline.sinks
         lengths = [None] * (4 * outline.ragged)
         return None, None, None, *above, *[None] * ctx.second, *found[:fixed], *lengths, *found[fixed:]
+
+
+def refuse_second() -> NoReturn:
+    """Raise UnsupportedError for a second derivative of an output function."""
+    raise UnsupportedError(
+        "a second derivative of an output function",
+        "its first derivatives, and derivatives of any order of attention without it",
+        "leave out create_graph=True, or apply the function to the output in PyTorch",
+    )

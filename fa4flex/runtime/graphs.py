@@ -21,6 +21,7 @@ from fa4flex.codegen.trace import Captures, Operand, trace
 from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.codegen.trace.paths import Path
+from fa4flex.codegen.trace.traced import ModKind
 from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -31,11 +32,14 @@ from fa4flex.runtime.checks import (
     Sizes,
     check_dense,
     check_packed,
+    check_tables,
     check_tensors,
     check_variant,
     refuse_map,
 )
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.runtime.output import Rows, applied, by_operator, whole_of
+from fa4flex.runtime.output_values import OutputCall
 from fa4flex.runtime.packing import results_by_operator
 from fa4flex.runtime.programs import contract, publish
 from fa4flex.torch_internals import (
@@ -86,9 +90,14 @@ class _Attention(HigherOrderOperator):
         score_lifted: Sequence[Any] = (),
         mask_lifted: Sequence[Any] = (),
     ) -> Results:
-        """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`."""
+        """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`; with "rows",
+        q is an output, `score_mod` a function of it, and the result the function's, three times."""
         if not isinstance(score_mod, fx.GraphModule):
-            return _eager(score_mod.__self__.variant, (q, k, v), options)
+            eager = _eager if "rows" not in options else _eager_output
+            return eager(score_mod.__self__.variant, (q, k, v), options)
+        if "rows" in options:
+            out = _of_output(q, (score_mod, score_lifted), (block_mask[-1], mask_lifted), options)
+            return out, out, out
         check_tensors(q, k, v)
         lengths, heads_first = SequenceLengths(*options["lengths"]), options["heads_first"]
         kv: KeySource = Contiguous(k, v)
@@ -96,16 +105,7 @@ class _Attention(HigherOrderOperator):
             kv = Paged(k, v, *options["pages"])
         _check_shapes(*kv.stand_in(q, heads_first), lengths.cu_seqlens_q)
         graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
-        lifted = (*score_lifted, *mask_lifted)
-        result = _kept(graphs, options["context"])
-        for position, dimension in result.fixed:
-            int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
-        bases = tuple([lifted[position] for position in result.bases])
-        operands = tuple([operand.of(bases).value() for operand in result.operands])
-        scalars = tuple([
-            lifted[at] if dimension is None else lifted[at].shape[dimension]
-            for at, dimension in result.scalars
-        ])  # fmt: skip
+        result, operands, scalars = _read(graphs, options["context"])
         if not isinstance(scale, Tensor):
             scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         schedule = Schedule(**_plain(options["schedule"]))
@@ -115,6 +115,32 @@ class _Attention(HigherOrderOperator):
         call = Call(q, kv, operands, options["sinks"], lengths, scalars, scale, heads_first, statistics)  # type: ignore[arg-type]
         out, lse, largest, *_ = results_by_operator(program, call)
         return out, lse, largest
+
+
+def _read(
+    graphs: tuple[Graph, Graph], context: Sequence[Tensor], kind: ModKind = "score"
+) -> tuple[GraphTrace, tuple[Tensor, ...], tuple[Any, ...]]:
+    """The program of two graphs, with the captured tensors and numbers among what they were lifted from."""
+    lifted = (*graphs[0][1], *graphs[1][1])
+    result = _kept(graphs, context, kind)
+    for position, dimension in result.fixed:
+        int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
+    bases = tuple([lifted[position] for position in result.bases])
+    operands = tuple([operand.of(bases).value() for operand in result.operands])
+    scalars = tuple([
+        lifted[at] if dimension is None else lifted[at].shape[dimension] for at, dimension in result.scalars
+    ])  # fmt: skip
+    return result, operands, scalars
+
+
+def _of_output(out: Tensor, function: Graph, mask: Graph, options: dict[str, Any]) -> Tensor:
+    """An output function of `out`."""
+    result, operands, scalars = _read((function, mask), options["context"], "output")
+    precision = Precision(**_plain(options["precision"]))
+    starts, used = options["rows"]
+    lengths, whole = SequenceLengths(starts, None, used), whole_of(out, options["heads_first"])
+    call = OutputCall(out, operands, lengths, None, whole, scalars, options["heads_first"])
+    return by_operator(publish(result.facts, Schedule(), precision), call)
 
 
 attention = _Attention()
@@ -235,6 +261,26 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[s
     return attention(*qkv, mods.score, (mods.mask,), scale, options)  # type: ignore[arg-type]
 
 
+def output(variant: Variant, out: Tensor, varlen: Varlen | None) -> Tensor:
+    """Counterpart of `runtime.output.applied`: the variant's output function of an output in its layout. The
+    function enters the graph as a score mod does, of which it has the form."""
+    _register()
+    assert variant.output_mod is not None
+    heads_first = variant.layout == "bhsd" and out.ndim == 4
+    check_tables((variant.output_mod,), out.shape[1 if heads_first or out.ndim == 3 else 2])
+    asked = variant.output_mod.context
+    context = {name: torch.zeros((), dtype=torch.int64) for name in CONTEXT if name in asked}
+    mods = _Mods(variant, context)
+    options = {
+        "rows": (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q),
+        "heads_first": heads_first,
+        "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
+        "context": tuple([context.get(name) for name in CONTEXT]),
+        "contract": _CONTRACT,
+    }
+    return attention(out, out, out, mods.output, (mods.every,), None, options)[0]  # type: ignore[arg-type]
+
+
 class _Mods:
     """The functions of a variant as graphs take them, of positional arguments."""
 
@@ -243,8 +289,12 @@ class _Mods:
 
     def score(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         mod = self.variant.score_mod
-        if mod is None:
-            return s
+        return s if mod is None else self._value(mod, s, b, h, q, kv)
+
+    def output(self, out: Any, b: Any, h: Any, q: Any, d: Any) -> Any:
+        return self._value(self.variant.output_mod, out, b, h, q, d)
+
+    def _value(self, mod: Any, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         result = _one(mod(s, b, h, q, kv, **{name: self.context[name] for name in mod.context}))
         # Dynamo takes no float for the result of a function.
         return (
@@ -252,6 +302,9 @@ class _Mods:
             if isinstance(result, float)
             else result
         )
+
+    def every(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return torch.ones_like(b, dtype=torch.bool)
 
     def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         mod = self.variant.allowed
@@ -281,6 +334,16 @@ def _eager(variant: Variant, qkv: tuple[Tensor, Tensor, Tensor], options: dict[s
     return launch.attend(replace(variant, layout=layout), q, kv, varlen, statistics)
 
 
+@torch.compiler.disable
+def _eager_output(variant: Variant, outs: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Results:
+    """An output function of eager mode."""
+    starts, used = options["rows"]
+    rows = Rows(SequenceLengths(starts, None, used))
+    layout = _LAYOUTS[options["heads_first"]] if outs[0].ndim == 4 else variant.layout
+    result = applied(replace(variant, layout=layout), launch.bound_for(variant), outs[0], rows)
+    return result, None, None
+
+
 # --- from graphs to a program -------------------------------------------------------------------------------
 
 Graph = tuple[fx.GraphModule, Sequence[Any]]
@@ -290,14 +353,14 @@ _traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDicti
 """Programs by the score's graph, then by the mask's graph (kept beside) and the look of the lifted inputs."""
 
 
-def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
+def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor], kind: ModKind) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
-    key = id(mask), tuple([_look(x, lifted, context) for x in lifted])
+    key = kind, id(mask), tuple([_look(x, lifted, context) for x in lifted])
     known = _traces.setdefault(score, {})
     # Numbers that are part of a program are guarded by torch.compile, too, once they were looked at.
     if key not in known or any(_value(lifted[at]) != value for at, value in known[key][1].pinned):
-        known[key] = mask, _traced(graphs, context)
+        known[key] = mask, _traced(graphs, context, kind)
     return known[key][1]
 
 
@@ -310,7 +373,7 @@ def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
     return first, role, x.dtype, x.device, tuple([str(n) for n in x.shape])
 
 
-def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
+def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor], kind: ModKind) -> GraphTrace:
     (score, score_lifted), (mask, mask_lifted) = graphs
     lifted = (*score_lifted, *mask_lifted)
     carriers = _carriers(score, len(score_lifted)) + _carriers(mask, len(mask_lifted))
@@ -318,10 +381,11 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
         stand_ins = _stand_ins(lifted, carriers, context)
         count, captures = len(score_lifted), Captures()
         functions = (
-            GraphFunction(score, "score", stand_ins[:count]),
+            GraphFunction(score, kind, stand_ins[:count]),
             GraphFunction(mask, "mask", stand_ins[count:]),
         )
-        traced = [trace(function, kind, captures) for function, kind in zip(functions, ("score", "mask"))]  # type: ignore[arg-type]
+        kinds: tuple[ModKind, ...] = kind, "mask"
+        traced = [trace(function, each, captures) for function, each in zip(functions, kinds, strict=True)]
         traced_score, traced_mask = captures.finish(*traced)
     pinned = [
         (function.positions[number.name], number.value)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa4flex.codegen import blame
-from fa4flex.codegen.build import Bound, Trace, bind
-from fa4flex.errors import EarlierError, Fa4flexError
+from fa4flex.codegen.build import Bound, Trace, bind, bind_output, joined
+from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, ops
 from fa4flex.runtime.call import Call, Results, Statistics, lengths_of
@@ -60,10 +60,12 @@ class Caller:
     """State of one Attention between its calls. Threads call at the same time: what belongs together is one
     object, which is stored and read at once."""
 
-    __slots__ = ("recent",)
+    __slots__ = ("output", "recent")
 
     def __init__(self) -> None:
         self.recent: Recent[Prepared] | None = None
+        self.output: Trace | None = None
+        """Trace of the output function, which is asked first."""
 
 
 class Calling(NamedTuple):
@@ -103,6 +105,51 @@ def calling(variant: Variant, caller: Caller | None) -> Calling:
     return Calling(variant, recent.prepared, bound, recent)
 
 
+def bound_for(variant: Variant, caller: Caller | None = None) -> Bound:
+    """Trace of the variant's output function, with what it captured as it is now."""
+    assert variant.output_mod is not None
+    if caller is None:
+        return bind_output(variant.output_mod)
+    bound = bind_output(variant.output_mod, caller.output)
+    caller.output = bound.trace
+    return bound
+
+
+def with_output(variant: Variant, caller: Caller | None, bound: Bound) -> Calling:
+    """One call of the variant's core and its output function, as it was bound, by one kernel."""
+    core = calling(variant.core, caller)
+    known = _joined.setdefault(core.prepared, weakref.WeakKeyDictionary())
+    made = known.get(bound.trace)
+    if made is None:
+        trace, program = joined(core.bound.trace, bound.trace), core.prepared.program
+        shared = publish(trace.facts, program.schedule, program.precision, program.backend)
+        made = known[bound.trace] = trace, Prepared(shared)
+    trace, prepared = made
+    return Calling(variant.core, prepared, core.bound.beside(bound, trace))
+
+
+_joined: weakref.WeakKeyDictionary[Prepared, weakref.WeakKeyDictionary[Trace, tuple[Trace, Prepared]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Traces and programs of attention with an output function, by those of both."""
+
+
+def fused(
+    now: Calling, q: Tensor, kv: KeySource, varlen: Varlen | None, statistics: Statistics
+) -> Results | None:
+    """The results of attention with an output function by one kernel; None where none is for it, where
+    gradients are wanted, and where something traces or intercepts operators."""
+    if not isinstance(q, Tensor) or any_autocast() or not by_kernels(now.variant, q):
+        return None
+    kv.check(q, varlen, now.variant)
+    if observed(q, kv.k, kv.v):
+        return None
+    tensors = q, kv.k, kv.v, now.sinks, *now.operands()
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return None
+    return _by_kernels(now, q, kv, varlen, statistics)
+
+
 _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
 """Prepared programs of the traces that are kept, by settings."""
 
@@ -134,10 +181,14 @@ def attend(
 def dress(error: Fa4flexError, variant: Variant, now: Calling | None) -> None:
     """Tell an error of a call of the variant, as far as it came, in the user's words."""
     if now is not None:
-        trace = now.bound.trace
-        origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
-        blame.dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
+        dress_of(error, now.bound.trace)
     error.add_note(f"in Attention({variant!r})")
+
+
+def dress_of(error: Fa4flexError, trace: Trace) -> None:
+    """Tell an error of a trace's functions in the user's words."""
+    origins = [traced.origins for traced in trace.functions]
+    blame.dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
 
 
 def run(
@@ -228,7 +279,13 @@ def _by_kernels(
         _check_call(now, q, kv, varlen, call.operands)
         if trains:
             compile_ahead(engine, call, "lse" in statistics)
-        ready = engine.made(call) if contiguous else in_place.made(engine, call)
+        try:
+            ready = engine.made(call) if contiguous else in_place.made(engine, call)
+        except UnsupportedError:
+            if engine.facts.output is None:
+                raise
+            ready = None  # its function is applied after it
+            engine.keep(call, None)
     elif blocks is not None:
         shape = call.extents()
         blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
@@ -314,8 +371,8 @@ def _check_call(
 _OWN_TYPES = (Tensor, Parameter)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES
+def _plain(tensors: tuple[Tensor, ...]) -> bool:
+    return all(type(x) in _OWN_TYPES for x in tensors)
 
 
 def _own(*tensors: Tensor | None) -> bool:
@@ -336,10 +393,10 @@ def transformed(call: Call) -> bool:
     return in_transforms(call.q, call.kv.k, call.kv.v, call.sinks, *call.operands, *call.lengths)
 
 
-def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def observed(*tensors: Tensor) -> bool:
     """True if something traces, transforms or intercepts operators."""
     return bool(
-        not _plain(q, k, v)
+        not _plain(tensors)
         or torch.compiler.is_compiling()
         or dispatch_modes()
         or is_tracing()

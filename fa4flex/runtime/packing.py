@@ -51,7 +51,7 @@ def gradients_by_operator(
 def named(program: Published, call: Call) -> dict[str, Any]:
     """All that operators may take of a call, by name."""
     ints, floats = program.numbers(call.scalars)
-    scale, tensors = call.scale, [_as_tensor(x) for x in floats]
+    scale, tensors = call.scale, [as_tensor(x) for x in floats]
     if isinstance(scale, Tensor):
         tensors.append(scale)
     return {
@@ -70,7 +70,7 @@ def named(program: Published, call: Call) -> dict[str, Any]:
     }
 
 
-def _as_tensor(x: Any) -> Tensor:
+def as_tensor(x: Any) -> Tensor:
     """A float as operators take it; one that is symbolic stays so."""
     if isinstance(x, Tensor):
         return x

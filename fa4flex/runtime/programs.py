@@ -65,7 +65,7 @@ class Published:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kind of each captured number, by slot: "int" or "float"."""
-        results = {n.value: n.kind for n in nodes(self.facts.score, self.facts.mask) if n.op == "scalar"}
+        results = {n.value: n.kind for n in nodes(*self.facts.roots) if n.op == "scalar"}
         return tuple(results[slot] for slot in range(len(results)))
 
     @cached_property
@@ -107,11 +107,15 @@ class Published:
         return tuple([next(of_floats) if kind == "float" else next(of_ints) for kind in self.kinds])
 
     def captured(self, call: Call) -> Captured:
-        """Captured numbers of a call by their kinds."""
-        if not call.scalars:
-            return Captured(call.operands, ())
-        pairs = zip(call.scalars, self.kinds, strict=True)
-        return Captured(call.operands, tuple([float(x) if kind == "float" else int(x) for x, kind in pairs]))
+        """Captured tensors and numbers of a call, these by their kinds."""
+        return self.captured_of(call.operands, call.scalars)
+
+    def captured_of(self, operands: tuple[Tensor, ...], scalars: Sequence[Any]) -> Captured:
+        """The same of what was captured."""
+        if not scalars:
+            return Captured(operands, ())
+        pairs = zip(scalars, self.kinds, strict=True)
+        return Captured(operands, tuple([float(x) if kind == "float" else int(x) for x, kind in pairs]))
 
 
 @lru_cache(maxsize=4096)

@@ -34,6 +34,12 @@ Choice = str | None
 """One dimension of the mesh shards "batch" or "heads", or, if None, nothing."""
 
 
+def is_dtensor(x: object) -> bool:
+    """True for a DTensor; their module is not loaded to find out."""
+    module = sys.modules.get(DTENSOR)
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def follow(library: torch.library.Library) -> None:
     """Register the rule once torch.distributed.tensor is loaded."""
     global _registered

@@ -27,9 +27,11 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.chunked_local import chunked_local as chunked_local
     from fa4flex.variants.dilated_window import dilated_window as dilated_window
     from fa4flex.variants.document import document as document
+    from fa4flex.variants.gated import gated as gated
     from fa4flex.variants.global_window import global_window as global_window
     from fa4flex.variants.gpt_oss_sinks import gpt_oss_sinks as gpt_oss_sinks
     from fa4flex.variants.graphormer import graphormer as graphormer
+    from fa4flex.variants.head_scale import head_scale as head_scale
     from fa4flex.variants.learned_bias import learned_bias as learned_bias
     from fa4flex.variants.mla import mla as mla
     from fa4flex.variants.natten import natten as natten

@@ -26,13 +26,14 @@ Pairs = Callable[[int, int, int], bool]
 """(b, q, kv) -> whether the pair takes part."""
 
 Scores = Callable[[float, int, int, int, int], float]
-"""(score, b, h, q, kv) -> the modified score."""
+"""(score, b, h, q, kv) -> the modified score; (out, b, h, q, d) -> the function of the output."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes to draw a case at.
 
+    dim_v  head width of v
     scale  numbers of tokens in a case are those of some hundred keys, times this
     rng    source of random numbers for brute force; None: the case's own numbers, in order
     """
@@ -42,6 +43,7 @@ class Sizes:
     kv_heads: int = 1
     q_len: int = 8
     kv_len: int = 12
+    dim_v: int = field(default=4, kw_only=True)
     scale: float = field(default=0.03, kw_only=True)
     rng: random.Random | None = field(default=None, kw_only=True)
 
@@ -78,7 +80,8 @@ class Sizes:
 class Drawn:
     """A case at some sizes: `compose(*learned)` is what fa4flex.compile takes.
 
-    definition  for a mask Pairs, for a score mod Scores; None where the file's main() checks the variant
+    definition  for a mask Pairs, for a score mod or an output function Scores; None where the file's main()
+                checks the variant
     dims        head widths of q and k, and of v, where the variant fixes them
     """
 
@@ -138,6 +141,13 @@ def modified(s: Sizes, make: Callable[..., Any], definition: Scores, *learned: T
     )
 
 
+def applied(s: Sizes, make: Callable[..., Any], definition: Scores, *learned: Tensor, **rest: Any) -> Drawn:
+    """The same of an output function; `rest` may hold a score mod and a mask."""
+    return Drawn(
+        lambda *tensors: {"output_mod": make(*tensors), **rest}, definition, s.q_len, s.kv_len, learned
+    )
+
+
 # --- checking -------------------------------------------------------------------------------------------
 
 
@@ -151,7 +161,7 @@ def allowed(mask: Any, q_len: int, kv_len: int, batch: int = 1) -> Tensor:
 
 
 def scored(mod: Any, scores: Tensor) -> Tensor:
-    """Scores [.., H, Q, KV] through the score mod."""
+    """Scores [.., H, Q, KV] through the score mod, or outputs [.., H, Q, D] through the output function."""
     whole = scores.reshape(-1, *scores.shape[-3:])
     indices = torch.meshgrid(*(torch.arange(n) for n in whole.shape), indexing="ij")
     context = dict(zip(("num_heads", "q_len", "kv_len"), whole.shape[1:], strict=True))
@@ -160,20 +170,22 @@ def scored(mod: Any, scores: Tensor) -> Tensor:
 
 
 def check(s: Sizes, drawn: Drawn) -> Tensor:
-    """The values of a case: of its mask, or of its score mod on random scores, [batch, .., Q, KV].
+    """The values of a case: of its mask, or of its score mod on random scores, [batch, .., Q, KV]; of its
+    output function on random outputs [batch, H, Q, D].
 
     Raises AssertionError where one is not that of the definition.
     """
     composition, definition = drawn.compose(*drawn.learned), drawn.definition
     assert definition is not None
-    if "score_mod" not in composition:
-        mod = settle(composition["mask"])
+    role = role_of(composition)
+    mod = settle(composition[role])
+    if role == "mask":
         values = allowed(mod, drawn.q_len, drawn.kv_len, s.batch)
         wanted = [definition(*index) for index in _places(values)]
         right = values.flatten() == torch.tensor(wanted)
     else:
-        mod = settle(composition["score_mod"])
-        scores = 3 * torch.randn(s.batch, s.heads, drawn.q_len, drawn.kv_len, dtype=torch.float64)
+        columns = drawn.kv_len if role == "score_mod" else s.dim_v
+        scores = 3 * torch.randn(s.batch, s.heads, drawn.q_len, columns, dtype=torch.float64)
         values = scored(mod, scores)
         olds = scores.flatten().tolist()
         wanted = [definition(old, *at) for old, at in zip(olds, _places(values), strict=True)]
@@ -186,25 +198,35 @@ def check(s: Sizes, drawn: Drawn) -> Tensor:
     return values
 
 
+def role_of(composition: Composition) -> str:
+    """Argument that a case is about: its output function, its score mod, or its mask."""
+    return next(role for role in ("output_mod", "score_mod", "mask") if role in composition)
+
+
 def _places(values: Tensor) -> list[list[int]]:
     places: list[list[int]] = torch.ones_like(values, dtype=torch.bool).nonzero().tolist()
     return places
 
 
 def show(cases: Sequence[Case]) -> None:
-    """Print masks, queries down and keys across, and scores of head 0; compare them with definitions."""
+    """Print masks, queries down and keys across, scores of head 0, and functions of outputs of 1; compare
+    them with definitions."""
     for case in cases:
         s = Sizes()
         drawn = case.draw(s)
         values = check(s, drawn)
         composition = drawn.compose(*drawn.learned)
-        if "score_mod" in composition:
-            print(settle(composition["score_mod"]))
-            zero = torch.zeros(s.batch, s.heads, drawn.q_len, drawn.kv_len)
-            for row in scored(settle(composition["score_mod"]), zero)[0, 0].tolist():
+        role = role_of(composition)
+        mod = settle(composition[role])
+        if role != "mask":
+            print(mod)
+            start = torch.full((s.batch, s.heads, drawn.q_len, drawn.kv_len), 0.0)
+            if role == "output_mod":
+                start = torch.ones(s.batch, s.heads, drawn.q_len, s.dim_v)
+            for row in scored(mod, start)[0, 0].tolist():
                 print(" ".join(f"{value:7.3f}" for value in row))
         else:
-            print(settle(composition["mask"]))
+            print(mod)
             print("\n".join("".join("#" if pair else "." for pair in row) for row in values[0].tolist()))
         print(f"{math.prod(values.shape)} values agree with the definition\n")
 

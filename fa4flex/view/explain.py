@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fa4flex.codegen.analyze.facts import SCORE
+from fa4flex.codegen.analyze.gradient import CapturedGradient
 from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.analyze.overflow import overflowing
 from fa4flex.codegen.analyze.tiles import Proof, TileMap
@@ -59,6 +60,7 @@ def explain(
         ("composed", _composition(program)),
         ("mask", _mask(program, names, chosen)),
         ("score", _score(program, names)),
+        ("output", _output(program)),
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
         ("backend", backend.summary(program, chosen)),
@@ -91,6 +93,9 @@ def _composition(program: Program) -> list[str]:
         f"score_mod   {name_of(variant.score_mod)}",
         f"mask        {name_of(variant.mask)}",
     ]
+    if variant.output_mod is not None:
+        lines[0] = f"output_mod(softmax(score) v), score = score_mod({scale} * q.k)"
+        lines.append(f"output_mod  {name_of(variant.output_mod)}: once, of the output that all keys gave")
     if variant.blocks is not None:
         lines.append(
             f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
@@ -216,21 +221,47 @@ def _score(program: Program, names: Names) -> list[str]:
         f"score' = {_text(facts.score, names, 'trace')}",
         f"computed: {names.rename(facts.hoisting.explain())}",
     ]
-    gradient = facts.gradient
-    by_score = gradient.by_score
+    by_score = facts.gradient.by_score
     if by_score is const(1.0):
         lines.append("d score'/d score = 1: the gradient of the raw score is that of score'")
     elif by_score is const(0.0):
         lines.append("d score'/d score = 0: q and k receive no gradient")
     else:
         lines.append(f"d score'/d score = {_term(by_score, names)}")
-    for term in gradient.captured:
+    for term, line in _captured_gradients(program, names, "score'"):
         operand = program.operands[term.slot]
-        index = ", ".join(names.show(i) for i in term.index)
         wanted = "" if operand.differentiable else "; not computed, as it does not require a gradient"
-        lines.append(f"d score'/d {names.tensors[term.slot]}[{index}] = {_term(term.value, names)}")
-        lines.append(f"  {REDUCTIONS[term.pattern]}{wanted}")
+        lines += [line, f"  {REDUCTIONS[term.pattern]}{wanted}"]
     return lines
+
+
+def _captured_gradients(program: Program, names: Names, of: str) -> list[tuple[CapturedGradient, str]]:
+    """Gradients of what a function captured, each with its line."""
+    results = []
+    for term in program.facts.gradient.captured:
+        index = ", ".join(names.show(i) for i in term.index)
+        line = f"d {of}/d {names.tensors[term.slot]}[{index}] = {_term(term.value, names)}"
+        results.append((term, line))
+    return results
+
+
+# --- the output -----------------------------------------------------------------------------------------
+
+
+def _output(program: Program) -> list[str]:
+    """The output function, its derivatives, and what it captured."""
+    function = program.of_output
+    if function is None:
+        return []
+    names, facts = Names.of(function), function.facts
+    return [
+        f"out' = {_text(facts.score, names, 'trace')}",
+        f"d out'/d out = {_term(facts.gradient.by_score, names)}",
+        *(line for _, line in _captured_gradients(function, names, "out'")),
+        *_captured(function, names),
+        "of a query without allowed keys: of out = 0",
+        "kept for the backward pass: the output before it, in the output's dtype",
+    ]
 
 
 def _term(node: Expr, names: Names) -> str:
@@ -259,8 +290,8 @@ def _captured(program: Program, names: Names) -> list[str]:
     lines = describe_operands(program, names)
     numbers = describe_numbers(program, names)
     lines += [f"{line}: a run-time number, no constant of the program" for line in numbers]
-    for traced in (program.score, program.mask):
-        lines += [_pinned(pin) for pin in (() if traced is None else traced.pinned)]
+    for traced in program.bound.trace.functions:
+        lines += [_pinned(pin) for pin in traced.pinned]
     return lines
 
 

@@ -55,11 +55,26 @@ class KernelView:
         return setting(self.program, *(self.problem.get(name) for name in SIZES)).shape
 
     @cached_property
+    def shown(self) -> Program:
+        """The program as its kernel computes it: with the output function, where that is applied there."""
+        joined = self.program.joined
+        if joined is self.program or self.problem.get("direction", "forward") != "forward":
+            return self.program
+        try:
+            self._lowered(joined)
+        except UnsupportedError:
+            return self.program
+        return joined
+
+    @cached_property
     def lowered(self) -> Lowered:
         """The pass, down to its source."""
+        return self._lowered(self.shown)
+
+    def _lowered(self, program: Program) -> Lowered:
         from fa4flex.lower import Given, lower_backward, lower_forward
 
-        program, changes = self.program, {k: x for k, x in self.problem.items() if k not in SIZES}
+        changes = {k: x for k, x in self.problem.items() if k not in SIZES}
         target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
         direction = changes.pop("direction", "forward")
         if direction not in DIRECTIONS:
@@ -78,11 +93,12 @@ class KernelView:
         from fa4flex.codegen.emit.module import Captions
         from fa4flex.lower import captioned
 
-        program, variant = self.program, self.program.variant
+        program, variant = self.shown, self.program.variant
         names = Names.of(program)
-        traced = [t for t in (program.score, program.mask) if t is not None]
+        traced = program.bound.trace.functions
         origins = {node: origin for t in traced for node, origin in t.origins.items()}
-        mods = [name_of(mod) for mod in (variant.score_mod, variant.mask) if mod is not None]
+        applied = None if program.facts.output is None else variant.output_mod
+        mods = [name_of(mod) for mod in (variant.score_mod, variant.mask, applied) if mod is not None]
         captions = Captions(" with ".join(mods) or "attention", names.tensors, names.numbers)
         return captioned(self.lowered, captions, origins)
 
@@ -101,8 +117,8 @@ class KernelView:
         from fa4flex.compiler.inspect import inspect
         from fa4flex.compiler.signature import Signature
 
-        program, result = self.program, self.lowered
-        nodes = walk(program.facts.score, program.facts.mask)
+        program, result = self.shown, self.lowered
+        nodes = walk(*program.facts.roots)
         kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
         scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
         return inspect(self.source, result.problem, Signature(scalars=scalars), result.plan.target.name).ptx
@@ -129,7 +145,10 @@ class KernelView:
                 if problem.in_range
                 else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
             )
-        names = Names.of(self.program)
+        names = Names.of(self.shown)
+        if self.problem.get("direction", "forward") == "forward" and self.program.output is not None:
+            applied = "in its epilogue" if self.lowered.problem.output else "by a launch of its own after it"
+            proved.append(f"output function: {applied}; with gradients, by a launch of its own")
         return [names.rename(line) for line in (*lines, *proved)]
 
     def in_a_line(self) -> str:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import SYMBOLS, Expr
 
-_SLOT = re.compile(r"\b([ts])(\d+)\b")
+_SLOT = re.compile(r"\b([ts])(\d+)\b|\b(score|kv)\b")
+_OF_OUTPUT = {"score": "out", "kv": "d"}
+"""Symbols of a score mod as an output function calls them."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of captured tensors and numbers by slot."""
+    """Names of captured tensors and numbers by slot, and of symbols that are called otherwise."""
 
     tensors: tuple[str, ...]
     numbers: tuple[str, ...]
+    symbols: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program) -> Names:
         names = [operand.name for operand in program.operands]
         numbers = list(program.scalar_names)
-        taken = Counter([*names, *numbers, *SYMBOLS])
+        trace = program.bound.trace
+        alone = trace.output is not None and trace.facts.output is None
+        symbols = _OF_OUTPUT if alone else {}
+        taken = Counter([*names, *numbers, *SYMBOLS, *symbols.values()])
 
         def settle(arguments: list[str], letter: str) -> tuple[str, ...]:
             # A name that is no identifier, or stands for two things, would make the listing ambiguous.
@@ -34,12 +40,16 @@ class Names:
                 for slot, name in enumerate(arguments)
             )
 
-        return Names(settle(names, "t"), settle(numbers, "s"))
+        return Names(settle(names, "t"), settle(numbers, "s"), symbols)
 
     def rename(self, text: str) -> str:
-        """`text`, as `str(expr)` prints it, with slots replaced by names."""
+        """`text`, as `str(expr)` prints it, with slots and symbols replaced by names."""
         tables = {"t": self.tensors, "s": self.numbers}
-        return _SLOT.sub(lambda m: tables[m[1]][int(m[2])], text)
+
+        def name(m: re.Match[str]) -> str:
+            return self.symbols.get(m[3], m[3]) if m[3] else tables[m[1]][int(m[2])]
+
+        return _SLOT.sub(name, text)
 
     def show(self, node: Expr) -> str:
         return self.rename(str(node))

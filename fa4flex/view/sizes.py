@@ -24,7 +24,24 @@ class Setting:
 
 
 def implied(program: Program) -> dict[str, int]:
-    """Extents that captured tensors give to b, h, q and kv: `ids[b, kv]` has ids.shape[1] keys."""
+    """Extents that captured tensors give to b, h, q, kv and d: `ids[b, kv]` has ids.shape[1] keys."""
+    results = _implied(program)
+    if program.of_output is not None:
+        others = _implied(program.of_output)
+        if "kv" in others:
+            others["d"] = others.pop("kv")
+        results |= {name: min(size, results.get(name, size)) for name, size in others.items()}
+    blocks, sinks = program.variant.blocks, program.variant.sinks
+    if blocks is not None:
+        results |= {"q": blocks.q_len, "kv": blocks.kv_len}
+        results |= {name: size for name, size in zip("bh", blocks.classes.shape) if size > 1}
+    if sinks is not None:
+        results["h"] = sinks.now().shape[0]
+    return results
+
+
+def _implied(program: Program) -> dict[str, int]:
+    """The same by the functions of a program, under the symbols of its expressions."""
     results: dict[str, int] = {}
     for load in loads(program.facts.score, program.facts.mask):
         shape = program.operands[load.value].shape
@@ -32,12 +49,6 @@ def implied(program: Program) -> dict[str, int]:
             name, per_entry = _plain(program, index)
             if name in ("b", "h", "q", "kv"):
                 results[name] = min(extent * per_entry, results.get(name, extent * per_entry))
-    blocks, sinks = program.variant.blocks, program.variant.sinks
-    if blocks is not None:
-        results |= {"q": blocks.q_len, "kv": blocks.kv_len}
-        results |= {name: size for name, size in zip("bh", blocks.classes.shape) if size > 1}
-    if sinks is not None:
-        results["h"] = sinks.now().shape[0]
     return results
 
 
@@ -99,5 +110,6 @@ def _lengths(
 
 
 def _needs_heads(program: Program) -> bool:
-    roots: tuple[Expr, ...] = (program.facts.score, program.facts.mask)
+    functions = [program, *([] if program.of_output is None else [program.of_output])]
+    roots = [root for each in functions for root in (each.facts.score, each.facts.mask)]
     return any({"h", "num_heads"} & root.free for root in roots)

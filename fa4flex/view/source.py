@@ -155,6 +155,17 @@ def _mod(program: Program, kind: str, root: Expr, names: Names) -> str:
     return _function(f"{kind}({_parameters(root, first)})", listing, result, _defined(mod))
 
 
+def _of_output(program: Program) -> str:
+    """The traced output function."""
+    names = Names.of(program)
+    traced, root = program.bound.trace.output, program.facts.score
+    listing = Listing(names, {} if traced is None else traced.origins)
+    result = listing.add(root)
+    head = names.rename(f"output({_parameters(root, 'score')})")
+    text = _function(head, listing, result, _defined(program.variant.output_mod))
+    return "\n".join([*_header(program, names), text])
+
+
 def trace_stage(program: Program) -> str:
     """The traced score and mask, operation by operation."""
     names, facts = Names.of(program), program.facts
@@ -164,6 +175,8 @@ def trace_stage(program: Program) -> str:
     else:
         parts.append(_mod(program, "score", facts.score, names))
     parts.append("# mask: every key" if facts.mask is TRUE else _mod(program, "mask", facts.mask, names))
+    if program.of_output is not None:
+        parts.append(_of_output(program.of_output))
     return "\n\n".join(parts)
 
 
@@ -176,23 +189,34 @@ def facts_stage(program: Program) -> str:
     keys = "the mask is not a union of key intervals that can be named: tiles are bounded or evaluated"
     if facts.keys is not None:
         keys = names.rename(describe(facts.keys))
-    parts = (
+    parts: list[tuple[str, str]] = [
         ("score", names.show(facts.score)),
         ("mask", names.show(facts.mask)),
         ("keys", keys),
         ("hoisting", names.rename(facts.hoisting.explain())),
         ("identity", facts.key),
-    )
+    ]
+    if program.of_output is not None:
+        function = program.of_output
+        shown = Names.of(function).show(function.facts.score)
+        parts += [("output", shown), ("identity", f"{function.facts.key} of the output function")]
     return "\n".join(f"{name:<9} {text.replace(chr(10), chr(10) + ' ' * 10)}" for name, text in parts)
 
 
 def gradient_stage(program: Program) -> str:
     """d score' / d score and the captured gradients, operation by operation."""
+    function = program.of_output
+    parts = _gradient(program, "score")
+    return "\n\n".join(parts if function is None else [*parts, *_gradient(function, "out")])
+
+
+def _gradient(program: Program, of: str) -> list[str]:
     names, gradient = Names.of(program), program.facts.gradient
     origins = {} if program.score is None else program.score.origins
     listing = Listing(names, origins)
     by_score = listing.add(gradient.by_score)
-    head = f"d_score({_parameters(program.facts.score, 'score')})"
+    parameters = names.rename(_parameters(program.facts.score, "score"))
+    head = f"d_{of}({parameters})"
     parts = [_function(head, listing, by_score)]
     for term in gradient.captured:
         listing = Listing(names, origins)
@@ -202,9 +226,9 @@ def gradient_stage(program: Program) -> str:
         name = names.tensors[term.slot]
         parts.append(
             f"# adds to the gradient of {name}[{index}]{loops}; the index is {term.pattern}\n"
-            + _function(f"d_{name}({_parameters(program.facts.score, 'score')})", listing, value)
+            + _function(f"d_{name}({parameters})", listing, value)
         )
-    return "\n\n".join(parts)
+    return parts
 
 
 STAGES: dict[str, Callable[[Program], str]] = {

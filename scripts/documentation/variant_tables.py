@@ -18,16 +18,18 @@ from typing import NamedTuple
 
 from fa4flex import variants
 from fa4flex.primitives.base import Family
-from fa4flex.variants._cases import Sizes
+from fa4flex.variants._cases import Sizes, role_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, PACKAGE = ROOT / "docs" / "variants.md", Path(str(variants.__file__))
 TABLES = {
     "Masks": "| name | allowed(q, kv) | source |",
     "Score mods": "| name | score' | source |",
-    "Neither mask nor score mod": "| name | what it gives | source |",
+    "Output functions": "| name | out' | source |",
+    "Neither of these": "| name | what it gives | source |",
 }
 """Headings of the page, and heads of their tables."""
+HEADINGS = {"mask": "Masks", "score_mod": "Score mods", "output_mod": "Output functions"}
 
 POSITION = re.compile(r",? *(with )?p = q \+ \(kv_len - q_len\)")
 MOST_SHOWN = 2
@@ -75,9 +77,9 @@ def called(name: str) -> str:
 
 def heading_of(name: str) -> str:
     if not isinstance(getattr(variants, name), Family):
-        return "Neither mask nor score mod"
+        return "Neither of these"
     drawn = module_of(name).CASES[0].draw(Sizes())
-    return "Score mods" if "score_mod" in drawn.compose(*drawn.learned) else "Masks"
+    return HEADINGS[role_of(drawn.compose(*drawn.learned))]
 
 
 def table(heading: str) -> Iterator[str]:

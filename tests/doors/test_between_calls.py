@@ -40,6 +40,10 @@ def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx - kv_idx < 20) & (kv_idx - q_idx < 9)
 
 
+def gained(out: Any, b: Any, h: Any, q_idx: Any, d_idx: Any) -> Any:
+    return out * (h + 2) + 0.125 * d_idx
+
+
 def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx + kv_idx) % 3 > 0
 
@@ -65,6 +69,7 @@ FIELDS: dict[str, Any] = {
     "precision": Precision(output=torch.bfloat16),
     "schedule": Schedule(tile=(32, 16)),
     "backend": "flex",
+    "output_mod": fa4flex.as_output(gained),
 }
 """A value other than the default, for each field of a variant that is given."""
 
@@ -72,6 +77,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "plain": {},
     "a score mod": {"score_mod": louder},
     "a mask": {"mask": near},
+    "an output function": {"output_mod": lambda out, b, h, q_idx, d_idx: out - 0.5 * h},
     "a map of its own": {"blocks": block_map(2)},
     "all of them": {"score_mod": louder, "mask": near, "sinks": -SINKS, "scale": 0.3},
 }
@@ -145,8 +151,8 @@ def exact(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
     variant = at_call(variant, **given)
     q, k, v = step.qkv if step.dense is None else step.dense
     sinks = None if variant.sinks is None else variant.sinks.now()
-    mask = variant.allowed
-    return reference.attention(q, k, v, variant.score_mod, mask, scale=variant.scale, sinks=sinks)
+    given = {"scale": variant.scale, "sinks": sinks, "output_mod": variant.output_mod}
+    return reference.attention(q, k, v, variant.score_mod, variant.allowed, **given)
 
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.operators import NAMESPACE, OPERATORS, called
+from fa4flex.primitives.precision import Precision
 from fa4flex.runtime.call import SequenceLengths
+from fa4flex.runtime.output import program_of
 from fa4flex.variants import causal
 
 SAVED = Path(__file__).parent / "saved"
@@ -50,6 +52,13 @@ def arguments(name: str) -> tuple[Any, ...]:
     table, used = torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
     if name == "attention_in_pages":
         return q, *pools, table, used, None, None, [], None, text, [], [], scale, True, False
+    if name.startswith("output_function"):
+        function = fa4flex.compile(output_mod=lambda out, b, h, q_idx, d_idx: out * out + h)
+        bound = function.program.output
+        assert bound is not None
+        text = program_of(bound, Precision()).text
+        rest = [], None, None, None, text, [], [], [4, 0, 2], True
+        return (q, *rest) if name == "output_function" else (k, q, *rest, [])
     if name == "append":
         return k, v, *pools, table, used, None, None, None, None, False, None
     if name == "block_classes":
@@ -72,7 +81,7 @@ def test_lists_may_come_as_none(name: str) -> None:
     if operator.gradients is not None:
         functions["Autograd"] = called(name, operator.gradients)
     for key, function in functions.items():
-        given_too = given if key == "Autograd" and name == "attention_backward" else without
+        given_too = given if key == "Autograd" and name.endswith("_backward") else without
         found, truth = function(*copies(given_too)), getattr(torch.ops.fa4flex, name)(*copies(given))
         found, truth = ([x] if isinstance(x, Tensor) else list(x) for x in (found, truth))
         assert len(found) == len(truth), key
@@ -120,6 +129,11 @@ SCHEMAS = (
     "append(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seqused_k,"
     " Tensor? cu_seqlens, Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q) -> (Tensor,"
     " Tensor)",
+    "output_function(Tensor out, Tensor[] operands, Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor?"
+    " positions, str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool heads_first) -> Tensor",
+    "output_function_backward(Tensor dout, Tensor out, Tensor[] operands, Tensor? cu_seqlens_q, Tensor?"
+    " seqused_q, Tensor? positions, str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool"
+    " heads_first, int[] needs) -> Tensor[]",
     "required(Tensor x, Tensor condition, str message) -> Tensor",
     "block_classes(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
     " -> Tensor",

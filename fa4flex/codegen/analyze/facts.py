@@ -31,12 +31,25 @@ ASKED: tuple[MaskForm, ...] = ("tables", "pairs")
 class Facts:
     """`score`: the modified score in terms of sym("score"); `mask`: whether a (q, kv) pair takes part.
 
-    `intervals` stand in for those found from the mask: the same keys, computed in another way.
+    `intervals` stand in for those found from the mask: the same keys, computed in another way. `output`: the
+    output function that kernels apply, in terms of the same symbols as a score mod; its slots are those after
+    all others.
     """
 
     score: Expr = SCORE
     mask: Expr = TRUE
     intervals: KeyIntervals | None = None
+    output: Expr | None = None
+
+    @property
+    def roots(self) -> tuple[Expr, ...]:
+        """All expressions."""
+        return (self.score, self.mask) if self.output is None else (self.score, self.mask, self.output)
+
+    @property
+    def of_output(self) -> Facts | None:
+        """Facts of the output function alone, in the place of a score mod."""
+        return None if self.output is None else analyze(self.output, TRUE)
 
     @property
     def plain(self) -> bool:
@@ -71,7 +84,8 @@ class Facts:
     @cached_property
     def key(self) -> str:
         """Identity of the program: equal text, equal program. Captured values are not part of it."""
-        return hashlib.sha256(f"{self.score!r}\n{self.mask!r}".encode()).hexdigest()[:32]
+        text = "\n".join(map(repr, self.roots))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=1024)

@@ -284,6 +284,12 @@ def classify(index: tuple[Expr, ...]) -> Pattern:
     return "diagonal" if all(map(_by_difference, index)) else "general"
 
 
+def plain_index(index: Sequence[Expr]) -> tuple[str, ...] | None:
+    """Names of the symbols that an index consists of, each of them once, or None."""
+    names = tuple([i.value for i in index if i.op == "sym" and i.value in ("b", "h", "q", "kv")])
+    return names if len(names) == len(index) == len(set(names)) else None
+
+
 def written_once(terms: Sequence[CapturedGradient], alone: Collection[str] = ()) -> bool:
     """True if no two pairs of a launch read the same element of a tensor, whose only contributions these are:
     q and kv stand in its index by themselves, and so do b and h, unless they are among `alone`, of which a

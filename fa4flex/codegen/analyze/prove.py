@@ -69,13 +69,14 @@ def proving() -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
 
 
-def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
-    """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor."""
+def prove(facts: Facts, shape: Shape, captured: Captured, of_scores: tuple[str, ...] = ("b", "h")) -> Proved:
+    """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor.
+    of_scores: symbols that may not run past a tensor that a score reads."""
     roots = (facts.score, facts.mask, *_ends(facts))
     tables = Tables(captured.unread().signed())
     refuse_overflow((facts.score, facts.mask), shape, tables.captured)
     form, wide = _mask_form(facts, shape, tables), bool(overflowing(roots, shape, tables.captured))
-    in_range = _in_range(roots, _never_past(facts, shape), shape, tables)
+    in_range = _in_range(roots, _never_past(facts, shape, of_scores), shape, tables)
     known = form == "tables" and not wide and _hold_in_order(facts, shape, tables)
     return Proved(form, wide, in_range, len(facts.keys.spans) if known else 0)  # type: ignore[union-attr]
 
@@ -155,10 +156,12 @@ def _ends(facts: Facts) -> tuple[Expr, ...]:
     return tuple(dict.fromkeys(end for keys in sets for span in keys.spans for end in span))
 
 
-def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
+def _never_past(
+    facts: Facts, shape: Shape, of_scores: tuple[str, ...] = ("b", "h")
+) -> dict[Expr, tuple[str, ...]]:
     """The symbols that may not run past the table of each read: masks are asked about every pair, scores
     about allowed ones, and the lengths of ragged sequences are not known."""
-    results: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), ("b", "h"))
+    results: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), of_scores)
     results |= dict.fromkeys(nodes(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
     return results
 

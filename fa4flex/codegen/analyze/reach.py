@@ -93,11 +93,13 @@ def _cap(reads: tuple[tuple[int, int], ...], sizes: Sizes, n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _directly_read(facts: Facts) -> Mapping[str, tuple[tuple[int, int], ...]]:
-    """Dimensions of captured tensors, by slot, that a symbol itself is the index of."""
+    """Dimensions of captured tensors, by slot, that a symbol itself is the index of. In an output function
+    "kv" is a channel."""
     results: dict[str, tuple[tuple[int, int], ...]] = {}
-    for node in nodes(facts.score, facts.mask):
+    pairs = frozenset(nodes(facts.score, facts.mask))
+    for node in nodes(*facts.roots):
         if node.op in READS:
             for dim, index in enumerate(index_of(node)):
-                if index.op == "sym":
+                if index.op == "sym" and (node in pairs or index.value != "kv"):
                     results[index.value] = (*results.get(index.value, ()), (slot_of(node), dim))
     return results

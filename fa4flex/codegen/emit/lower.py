@@ -59,15 +59,25 @@ class Lowering:
 
     in_range   captured tensors are indexed within [0, size) for every allowed pair: no index is wrapped
     wide       integers are Int64
+    unit       the factor of sym("score") where it stands for at.score: the scale of q.k; 1 of an output
     """
 
-    def __init__(self, in_range: bool, wide: bool, origins: Mapping[Expr, Origin]) -> None:
+    def __init__(
+        self, in_range: bool, wide: bool, origins: Mapping[Expr, Origin], unit: Expr | None = SCALE
+    ) -> None:
+        self._unit = unit
         self._in_range, self._wide, self._origins = in_range, wide, origins
         self.came: dict[Expr, Origin | None] = {}
         self._here: Origin | None = None
         self._values: dict[Expr, Expr] = {}
         self._exact: dict[Expr, Expr] = {}
         self._terms: dict[Expr, Terms] = {}
+
+    def unscaled(self) -> Lowering:
+        """The same of expressions of an output."""
+        other = Lowering(self._in_range, self._wide, self._origins, None)
+        other.came = self.came
+        return other
 
     def value(self, x: Expr) -> Expr:
         """Lowered expression of x."""
@@ -241,7 +251,7 @@ class Lowering:
     def _sum_of(self, x: Expr) -> Terms:
         match x.op:
             case "sym":
-                return ((Factor(1.0, SCALE), SCORE),)
+                return ((Factor(1.0) if self._unit is None else Factor(1.0, self._unit), SCORE),)
             case "add":
                 return self.terms(x.args[0]) + self.terms(x.args[1])
             case "sub":

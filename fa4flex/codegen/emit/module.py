@@ -127,7 +127,7 @@ class Module:
         self._plan, self._captions, self._pass = plan, captions, which
         self._lowering = Lowering(problem.in_range, problem.wide_index, origins)
         self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
-        self._printer.names.reserve(facts.score, facts.mask)
+        self._printer.names.reserve(*facts.roots)
         self._factor: Expr | None = None
         self._roots: dict[str, Expr] = {}
         self._spans: tuple[Span, ...] = ()
@@ -152,6 +152,8 @@ class Module:
         self._roots = {name: x for name, x in scores.items() if x is not None}
         if which.slope and facts.gradient.by_score is not const(1.0):
             self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
+        if facts.output is not None and which is FORWARD:
+            self._roots["output"] = self._lowering.unscaled().value(facts.output)
         if problem.mask_form in ASKED:
             self._roots["mask"] = self._lowering.value(facts.mask)
         if problem.mask_form in ENDS or (problem.mask_form == "pairs" and facts.allowed is not None):
@@ -357,7 +359,7 @@ class Module:
 
 def _rate_of(hook: str, root: Expr) -> Rate:
     """Only some hooks are called where there is a score."""
-    wanted = hook in ("score", "slope") or (hook.endswith("_weight") and "score" in root.free)
+    wanted = hook in ("score", "slope", "output") or (hook.endswith("_weight") and "score" in root.free)
     return "element" if wanted else "pair"
 
 

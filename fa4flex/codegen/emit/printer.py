@@ -110,7 +110,7 @@ class Names:
 _RESERVED = frozenset(
     (
         "at", "range", "tuple", "kernel", "uniform", "start", "score", "mask", "factor", "spans", "queries",
-        "term", "terms",
+        "term", "terms", "output",
         "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped", "confined",
         "load_int", "load_float", "load_wide", "load_bool", "fold_over", "search_left", "search_right",
         *SYMBOLS, *functions(), *words(),

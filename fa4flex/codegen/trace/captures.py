@@ -154,6 +154,15 @@ class Operand:
         base = bases[self.base.position]
         return replace(self, base=base, shape=tuple(base.shape))
 
+    def moved(self, by: int) -> Operand:
+        """The operand of positions, counted from `by` on."""
+
+        def there(place: Place) -> Place:
+            return Place(place.position + by)
+
+        recipe = None if self.recipe is None else self.recipe.exchanged(Place, there)
+        return replace(self, base=there(self.base) if isinstance(self.base, Place) else None, recipe=recipe)
+
     @property
     def differentiable(self) -> bool:
         """True if autograd wants a gradient for this tensor."""

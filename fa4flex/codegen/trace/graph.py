@@ -19,6 +19,7 @@ from fa4flex.codegen.expr import sym
 from fa4flex.codegen.trace.functions import apply_captured
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import current
+from fa4flex.codegen.trace.traced import SIGNATURES, ModKind
 from fa4flex.codegen.trace.value import Number, Value
 from fa4flex.errors import Origin, TraceError
 from fa4flex.primitives.base import positional
@@ -49,12 +50,11 @@ class GraphFunction:
 
     context: tuple[str, ...] = ()
 
-    def __init__(self, graph: fx.GraphModule, kind: str, lifted: Sequence[StandIn]) -> None:
+    def __init__(self, graph: fx.GraphModule, kind: ModKind, lifted: Sequence[StandIn]) -> None:
         self.graph, self.lifted = graph, tuple(lifted)
         self.positions: dict[str, int] = {}
         """Positions of lifted numbers by name."""
-        indices = ("b", "h", "q_idx", "kv_idx")
-        self.indices = ("score", *indices) if kind == "score" else indices
+        self.indices = SIGNATURES[kind]
         self.__signature__ = positional(*self.indices)
         self.__name__ = f"{kind}_mod"
 

@@ -10,7 +10,14 @@ from typing import Literal
 from fa4flex.codegen.expr import Expr, make, rewritten
 from fa4flex.errors import Origin
 
-ModKind = Literal["score", "mask"]
+ModKind = Literal["score", "mask", "output"]
+
+SIGNATURES: dict[ModKind, tuple[str, ...]] = {
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask": ("b", "h", "q_idx", "kv_idx"),
+    "output": ("out", "b", "h", "q_idx", "d_idx"),
+}
+"""Parameters of functions by kind."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Pinned:
 
 @dataclass(frozen=True)
 class Traced:
-    """A mod as an expression: a bool for a mask, a float for a score. `origins`: lines of the user's code."""
+    """A mod as an expression: a bool for a mask, a float for a score or an output. `origins`: lines of the
+    user's code. In an output function's, sym("score") is the output and sym("kv") the channel."""
 
     name: str
     kind: ModKind

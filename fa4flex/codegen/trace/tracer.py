@@ -23,18 +23,16 @@ from fa4flex.codegen.trace.origin import definition_line, raising_line
 from fa4flex.codegen.trace.paths import Path, root
 from fa4flex.codegen.trace.questions import asking_types
 from fa4flex.codegen.trace.state import State, running
-from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
+from fa4flex.codegen.trace.traced import SIGNATURES, ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number, is_real
 from fa4flex.errors import Fa4flexError, Origin, TraceError
-from fa4flex.primitives.base import accepted_context, out_of_order
-from fa4flex.primitives.mask import Mask, ModMask
-from fa4flex.primitives.score import ModScore, ScoreMod
+from fa4flex.primitives.base import FunctionMod, Mod, accepted_context, out_of_order
 
-SIGNATURES: dict[ModKind, tuple[str, ...]] = {
-    "score": ("score", "b", "h", "q_idx", "kv_idx"),
-    "mask": ("b", "h", "q_idx", "kv_idx"),
-}
-_SYMBOLS = {"score": "score", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "kv"}
+_SYMBOLS = {
+    "score": "score", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "kv", "out": "score", "d_idx": "kv",
+}  # fmt: skip
+"""Symbols of the parameters. An output function has those of a score mod: what is known of expressions of a
+value and four indices, derivatives and index patterns, holds for both."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,9 @@ class _Restart(Exception):
 def trace(fn: Callable[..., Any], kind: ModKind, captures: Captures) -> Traced:
     """The expression of a FlexAttention mod.
 
-    fn(score, b, h, q_idx, kv_idx) -> float for kind "score", fn(b, h, q_idx, kv_idx) -> bool for kind "mask";
-    either may also take parameters named q_len, kv_len and num_heads. Captured tensors and numbers get slots
+    fn(score, b, h, q_idx, kv_idx) -> float for kind "score", fn(b, h, q_idx, kv_idx) -> bool for kind "mask",
+    fn(out, b, h, q_idx, d_idx) -> float for kind "output"; each may also take parameters named q_len, kv_len
+    (no output function) and num_heads. Captured tensors and numbers get slots
     in `captures`; call `captures.finish(...)` after the last trace. Raises TraceError, with the user's line.
     """
     if not callable(fn):
@@ -190,7 +189,7 @@ def _callable(lifter: Lifter, fn: Callable[..., Any], path: Path) -> Callable[..
 
 def _call(lifted: Callable[..., Any], mod: _Mod, state: State, grad_mode: bool) -> Any:
     """The user's code runs below this frame: with gradients, unless it asks whether there are."""
-    dtypes = {"score": torch.float32}
+    dtypes = {"score": torch.float32, "out": torch.float32}
     args = [_symbol(_SYMBOLS[p], dtypes.get(p, torch.int64)) for p in SIGNATURES[mod.kind]]
     extra = {name: _symbol(name, torch.int64) for name in mod.context}
     try:
@@ -220,11 +219,11 @@ def _form(kind: ModKind) -> str:
 
 def _users_functions(fn: Any) -> list[Any]:
     """Functions in a composition: the mods under fa4flex's masks and score mods, in order."""
-    if isinstance(fn, (ModMask, ModScore)):
+    if isinstance(fn, FunctionMod):
         return [fn.mod]
     parts = [getattr(fn, part.name) for part in fields(fn)] if is_dataclass(fn) else []
-    inner = [part for part in parts if isinstance(part, (Mask, ScoreMod))]
-    if not isinstance(fn, (Mask, ScoreMod)) or not inner:
+    inner = [part for part in parts if isinstance(part, Mod)]
+    if not isinstance(fn, Mod) or not inner:
         return [fn]
     return [function for part in inner for function in _users_functions(part)]
 
@@ -260,7 +259,7 @@ def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
 
 
 def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck: list[str]) -> TraceError:
-    other: ModKind = "mask" if kind == "score" else "score"
+    other: ModKind = "score" if kind == "mask" else "mask"
     if not stuck and out_of_order(given, SIGNATURES[kind]):
         return TraceError(
             given=f"{_name(fn)} takes ({', '.join(given)})",
@@ -301,12 +300,13 @@ def _root(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Expr:
     if kind == "mask" and outcome != "bool":
         argument = f"{_article(outcome)} (`{value.expr}`)"
         raise _bad_result(argument, kind, fn, "a mask_mod returns a bool; compare, as in `x > 0` or `x != 0`")
-    if kind == "score" and outcome == "bool":
+    if kind != "mask" and outcome == "bool":
         argument = f"a bool (`{value.expr}`)"
-        raise _bad_result(
-            argument, kind, fn, "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
-        )
-    return to_float(value.expr) if kind == "score" else value.expr
+        fix = "use torch.where(condition, out, 0)"
+        if kind == "score":
+            fix = "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
+        raise _bad_result(argument, kind, fn, fix)
+    return value.expr if kind == "mask" else to_float(value.expr)
 
 
 def _as_value(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Value:

@@ -8,17 +8,22 @@ which of them count. The kernel may be launched before the splits are done, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.combine.workspace import Parts, parts_of, rows_of
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.pointwise import apply_output, row_channels
 from fa4flex.kernels.common.softmax import LOG2_E, finish_row, finite, sink_of
+from fa4flex.kernels.common.tile_scheduler import place
+from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.plan.arguments import FORWARD, MERGE
 
 WARPS = 4
@@ -31,12 +36,25 @@ out not to be split, each of them has nothing to do, which takes time as well.""
 BATCH = 8
 """Splits that a warp loads at once: most calls have no more than all warps together."""
 
-_Arguments: Any = named("CombineArguments", FORWARD.read_by(MERGE))
+_FIELDS = FORWARD.read_by(MERGE)
+_OF_OUTPUT = "operands", "scalars", "scale"
 
 
-class CombineArguments(_Arguments):
-    """out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and used_keys [B], sinks [H], or None;
-    workspace: see workspace.py."""
+class CombineArguments(tuple[Any, ...]):
+    """Named tuples: out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and used_keys [B], sinks
+    [H], or None; workspace: see workspace.py. With an output function also what hooks are called with."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+@lru_cache
+def combine_arguments(output: bool) -> type[CombineArguments]:
+    """The class of the arguments; output: whether there is an output function."""
+    more = tuple([name for name in _OF_OUTPUT if name not in _FIELDS]) if output else ()
+    fields = named("CombineArguments", (*_FIELDS, *more))
+    return type("CombineArguments", (fields, CombineArguments), {})
 
 
 @dataclass(frozen=True)
@@ -49,12 +67,13 @@ class Batch:
 
 class Row(NamedTuple):
     """Place of a merged row: its output (width), element `q` of the log-sum-exps of a head, or None;
-    and the sink of its head, or None."""
+    the sink of its head, or None; and the arguments of an output function, or None."""
 
     out: cute.Tensor
     lse: cute.Tensor | None
     q: Int32
     sink: Float32 | None
+    at: At | None = None
 
 
 Sums = tuple[cute.Tensor, cute.Tensor]
@@ -62,10 +81,12 @@ Sums = tuple[cute.Tensor, cute.Tensor]
 
 
 class Combine:
-    """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times."""
+    """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times.
+    `hooks`: those of a variant with an output function."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hooks: Hooks = Hooks()) -> None:
         self.width = width
+        self.hooks = hooks
         self.together = 4 if width > 64 else 2
         self.pieces = -(-width // (32 * self.together))
 
@@ -102,8 +123,17 @@ class Combine:
             lse = None
             if const_expr(arguments.lse is not None):
                 lse = arguments.lse[b, h, None]
-            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h))
+            at = None
+            if const_expr(self.hooks.output is not None):
+                at = self.place(arguments, (Int32(b), Int32(h), q_len), Int32(heads))
+            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at)
             self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
+
+    def place(self, arguments: Any, of: tuple[Int32, Int32, Int32], heads: Int32) -> At:
+        """Arguments of the output function for a head of a sequence with so many queries: (b, h, q_len)."""
+        b, h, q_len = of
+        zero = Int32(0)
+        return place(self.hooks, Work(zero, h, b, zero, zero, q_len, zero, Boolean(True)), heads, arguments)
 
     def room(self) -> Sums:
         return (
@@ -206,8 +236,19 @@ class Combine:
         kind = row.out.element_type
         if 2 * thread < self.width:
             pair = cute.make_rmem_tensor((2,), kind)
-            for i in cutlass.range_constexpr(2):
-                column = 2 * thread + i
-                total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
-                pair[i] = (total * scale).to(kind)
+            if const_expr(row.at is None):
+                for i in cutlass.range_constexpr(2):
+                    column = 2 * thread + i
+                    total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
+                    pair[i] = (total * scale).to(kind)
+            else:
+                values = cute.make_rmem_tensor((1, 2), Float32)
+                for i in cutlass.range_constexpr(2):
+                    column = 2 * thread + i
+                    total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
+                    values[0, i] = total * scale
+                at: Any = row.at
+                apply_output(self.hooks, row_channels(at, row.q, 2 * thread, 2), values, self.width)
+                for i in cutlass.range_constexpr(2):
+                    pair[i] = values[0, i].to(kind)
             cute.autovec_copy(pair, pairs[None, thread])

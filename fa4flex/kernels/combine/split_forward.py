@@ -6,8 +6,9 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from fa4flex.kernels.combine.kernel import Combine, CombineArguments
+from fa4flex.kernels.combine.kernel import Combine, combine_arguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
@@ -20,11 +21,12 @@ class SplitForward:
     """Schema of its arguments."""
 
     config: Any
+    hooks: Hooks
 
     def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
         """The kernel that merges splits, and the class of its arguments, `arguments` being this one's. width:
         of the output."""
-        return Combine(width), CombineArguments
+        return Combine(width, self.hooks), combine_arguments(self.hooks.output is not None)
 
     def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
         """A block for each split of a sequence and head of keys. device: the kernel with its arguments."""

@@ -137,6 +137,8 @@ class Hooks:
     score     y, a Float32, where a probability is proportional to exp2(factor * y); absent: y is at.score
     slope     of backward passes: the derivative of the modified score by the scaled one, a Float32; absent: 1
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
+    output    the function of the normalised output, a Float32 that is at at.score, with the channel at at.kv;
+              absent: it is written as it is
     mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
     spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
     queries   of backward passes: the queries of key at.kv likewise, None for hi = q_len; instead of `spans`
@@ -160,3 +162,4 @@ class Hooks:
     possible: Pointwise | None = None
     ranges: tuple[Pointwise, ...] = ()
     searched: tuple[Pointwise, ...] = ()
+    output: Pointwise | None = None

@@ -311,6 +311,48 @@ class Fragment:
             scores[r, start + place] = select_(allowed, scores[r, start + place], -Float32.inf)
 
 
+def apply_output(hooks: Hooks, fragment: Fragment, out: cute.Tensor, width: Any) -> None:
+    """out (row, column): the normalised output becomes the function of it, at the places of a fragment whose
+    columns are channels; `width` is how many channels there are."""
+    assert hooks.output is not None
+    last = fragment.columns[-1]
+    at, first = fragment.at.but(kv_len=Int32(width)), fragment.first_row
+    q = tuple(
+        cutlass.max(cutlass.min(first + offset, at.q_len - 1), Int32(0)) for offset in fragment.row_offsets
+    )
+    q_float = tuple(x.to(Float32) for x in q)
+    places = [at.but(q=x, q_float=y) for x, y in zip(q, q_float, strict=True)]
+    terms = tuple(terms_of(hooks.output, "row", place) for place in places)
+    here = replace(fragment, at=at, rows=Rows(q, q_float, (), (), (), ()))
+    guard = not isinstance(width, int) or width % CHANNELS != 0 or last >= width
+    elements = here._places(Int32(0), guard, terms).elements(hooks.output)
+    for r, c, place in here._pinned(out, elements):
+        out[r, c] = hooks.output.element(place.but(score=out[r, c]))
+
+
+CHANNELS = 32
+"""Widths of heads that are a multiple of this fill tiles of channels: there are no columns past the last."""
+
+NO_ROWS = Rows((), (), (), (), (), ())
+
+
+def quad_channels(
+    at: At, first_row: Int32, out: cute.Tensor, lane: Int32, offsets: tuple[int, ...]
+) -> Fragment:
+    """Places of a lane's outputs (row, column) in accumulators."""
+    return quad_fragment(at, NO_ROWS, first_row, 4 * cute.size(out, mode=[1]), lane, offsets)
+
+
+def row_channels(at: At, q: Int32, first: Int32, count: int) -> Fragment:
+    """Places of `count` channels of one row, from `first` on, which is even."""
+    return Fragment(at, NO_ROWS, (0,), tuple(range(count)), q, first)
+
+
+def one_row(x: cute.Tensor) -> cute.Tensor:
+    """A vector as (1, column): the same registers."""
+    return cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1)))
+
+
 def quad_fragment(
     at: At, rows: Rows, first_row: Int32, width: int, lane: Int32, offsets: tuple[int, ...] = (0,)
 ) -> Fragment:

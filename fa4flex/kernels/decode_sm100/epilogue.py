@@ -15,7 +15,9 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, sync
-from fa4flex.kernels.common.packed_rows import Row, Tile
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.packed_rows import Row, Tile, place_of
+from fa4flex.kernels.common.pointwise import apply_output, one_row, row_channels
 from fa4flex.kernels.common.softmax import Finished, finish_row, finite, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks
 from fa4flex.kernels.decode_sm100.config import LANES, MERGED, MERGED_STAGES, Config
@@ -28,8 +30,9 @@ WIDE = 8
 
 
 class Epilogue:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
+        self.hooks = hooks
 
     @cute.jit
     def run(
@@ -124,7 +127,7 @@ class Epilogue:
     @cute.jit
     def put(self, arguments: Arguments, tile: Tile, row: Row, total: cute.Tensor, column: Int32) -> None:
         if tile.alone:
-            self.store(arguments.out[tile.b, row.q, row.h, None], total, column)
+            self.finish(arguments, tile, row, total, column)
         else:
             number = row_number(arguments, tile.b, row.h, row.q)
             self.store(outputs(arguments)[tile.split, number, None], total, column)
@@ -141,7 +144,19 @@ class Epilogue:
             for column in cutlass.range(
                 thread % threads * WIDE, self.config.head_dim_v, threads * WIDE, unroll=1
             ):
-                self.store(arguments.out[tile.b, row.q, row.h, None], zeros, column)
+                self.finish(arguments, tile, row, zeros, column)
+
+    @cute.jit
+    def finish(self, arguments: Arguments, tile: Tile, row: Row, total: cute.Tensor, column: Int32) -> None:
+        """Columns of a row of the output, by the output function, if there is one."""
+        value = total
+        if const_expr(self.hooks.output is not None):
+            value = cute.make_rmem_tensor((WIDE,), Float32)
+            value.store(total.load())
+            at = place_of(row, tile, arguments, self.hooks)
+            places = row_channels(at, row.q, column, WIDE)
+            apply_output(self.hooks, places, one_row(value), arguments.out.shape[3])
+        self.store(arguments.out[tile.b, row.q, row.h, None], value, column)
 
     @cute.jit
     def store(self, target: cute.Tensor, total: cute.Tensor, column: Int32) -> None:

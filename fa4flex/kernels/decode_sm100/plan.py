@@ -210,5 +210,10 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
 
 
 DECODE_SM100 = Pipeline(
-    "Blackwell forward, few query rows", "forward", accepts, plan_decode, writes_float32=True
+    "Blackwell forward, few query rows",
+    "forward",
+    accepts,
+    plan_decode,
+    writes_float32=True,
+    applies_output=True,
 )

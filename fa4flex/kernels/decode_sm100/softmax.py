@@ -61,7 +61,7 @@ class Softmax:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.epilogue = Epilogue(config)
+        self.epilogue = Epilogue(config, hooks)
 
     @cute.jit
     def run(

@@ -62,7 +62,7 @@ class Consumer:
         self.hooks = hooks
         self.width = config.tile_n
         """Keys of a product's scores, of which a lane has a quarter."""
-        self.epilogue = Epilogue(config)
+        self.epilogue = Epilogue(config, hooks)
 
     @cute.jit
     def run(

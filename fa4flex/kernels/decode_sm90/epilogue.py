@@ -10,15 +10,18 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Row, Tile
+from fa4flex.kernels.common.pointwise import apply_output, one_row, quad_channels
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.softmax import multiply_rows, sink_of
 from fa4flex.kernels.decode_sm90.config import Config
 
 
 class Epilogue:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
+        self.hooks = hooks
 
     @cute.jit
     def run(
@@ -37,9 +40,20 @@ class Epilogue:
         multiply_rows(out, [mine.scale for mine in finished])
         for r in cutlass.range_constexpr(len(rows)):
             if tile.alone:
+                self.apply(arguments, rows[r], out[r, None], lane)
                 self.whole(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
             else:
                 self.part(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
+
+    @cute.jit
+    def apply(
+        self, arguments: Arguments, mine: cutlass.Constexpr[Any], out: cute.Tensor, lane: Int32
+    ) -> None:
+        """The output function of a row, if there is one."""
+        if const_expr(self.hooks.output is not None):
+            grid = one_row(out)
+            places = quad_channels(mine.fragment.at, mine.row.q, grid, lane, (0,))
+            apply_output(self.hooks, places, grid, arguments.out.shape[3])
 
     @cute.jit
     def whole(

@@ -155,4 +155,11 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     return target.family == "sm90" and takes(problem, sizes)
 
 
-DECODE_SM90 = Pipeline("Hopper forward, few query rows", "forward", accepts, plan_decode, writes_float32=True)
+DECODE_SM90 = Pipeline(
+    "Hopper forward, few query rows",
+    "forward",
+    accepts,
+    plan_decode,
+    writes_float32=True,
+    applies_output=True,
+)

@@ -14,6 +14,8 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.pointwise import apply_output, one_row, row_channels
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
@@ -32,8 +34,9 @@ class Output:
 
 
 class Correction:
-    def __init__(self, config: Config, scheduler: TileScheduler, cluster: Cluster) -> None:
+    def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
+        self.hooks = hooks
         self.scheduler = scheduler
         self.cluster = cluster
 
@@ -68,7 +71,7 @@ class Correction:
                 place = (row, warp, tile)
                 scale = self.final(shared, pipes, place, phase)
                 cute.arch.mbarrier_wait(pipes.o_full + tile, phase)
-                given = (outputs[tile], place, scale)
+                given = (outputs[tile], place, scale, at)
                 out_count = self.hand_out(arguments, work, shared, pipes, given, out_count)
             return scale_phase, out_count
 
@@ -120,12 +123,12 @@ class Correction:
         work: Work,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        given: tuple[Output, tuple[Int32, Int32, int], Float32],
+        given: cutlass.Constexpr[tuple[Output, tuple[Int32, Int32, int], Float32, At]],
         count: Int32,
     ) -> Int32:
         """The finished output leaves tensor memory: for a TMA store by way of shared memory, or straight to
         global memory. Returns how many chunks have been staged so far."""
-        out, (row, _, tile), scale = given
+        out, (row, _, tile), scale, at = given
         blocks = self.config.head_dim_v // FRAGMENT
         per_chunk = chunk_columns(self.config, arguments.out.element_type) // FRAGMENT
         for block in cutlass.range_constexpr(blocks):
@@ -136,6 +139,9 @@ class Correction:
                 # The next tile's output may be written: its first product waits for this.
                 self.cluster.arrive(pipes.p_early + tile)
             multiply(part, scale)
+            if const_expr(self.hooks.output is not None):
+                first = first_row(self.config, work, tile, self.cluster.rank()) + row
+                self.apply(arguments, at.but(q=first), part, block * FRAGMENT)
             rounded = cute.make_rmem_tensor((FRAGMENT,), arguments.out.element_type)
             rounded.store(part.load().to(arguments.out.element_type))
             if const_expr(shared.out is None):
@@ -152,6 +158,12 @@ class Correction:
                     arrive_once(pipes.out_full + stage)
                     count = count + 1
         return count
+
+    def apply(self, arguments: Arguments, at: At, part: cute.Tensor, first: int) -> None:
+        """The output function of a thread's part of a row."""
+        width = arguments.out.shape[cute.rank(arguments.out) - 1]
+        places = row_channels(at, at.q, Int32(first), FRAGMENT)
+        apply_output(self.hooks, places, one_row(part), width)
 
     def stage(
         self, target: cute.Tensor, whole: Blocks, rounded: cute.Tensor, place: tuple[Int32, int, Int32]

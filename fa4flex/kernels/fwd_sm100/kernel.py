@@ -69,7 +69,7 @@ class Forward:
         self.load = Load(config, tiles, cluster)
         self.mma = Mma(config, tiles, cluster)
         self.softmax = Softmax(config, hooks, tiles, cluster)
-        self.correction = Correction(config, tiles, cluster)
+        self.correction = Correction(config, hooks, tiles, cluster)
         self.epilogue = Epilogue(config, tiles, cluster)
 
     @cute.jit

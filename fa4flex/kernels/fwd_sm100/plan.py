@@ -222,4 +222,6 @@ def _in_place(problem: Problem) -> bool:
     return narrow and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
 
 
-FWD_SM100 = Pipeline("Blackwell forward", "forward", accepts, plan_blackwell, writes_float32=True)
+FWD_SM100 = Pipeline(
+    "Blackwell forward", "forward", accepts, plan_blackwell, writes_float32=True, applies_output=True
+)

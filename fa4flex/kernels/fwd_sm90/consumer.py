@@ -88,7 +88,7 @@ class Consumer:
         self.hooks = hooks
         self.scheduler = scheduler
         self.ring = QueryRing(config.q_stages)
-        self.epilogue = Epilogue(config)
+        self.epilogue = Epilogue(config, hooks)
         self.rows = rows_of(config)
 
     @cute.jit

@@ -12,6 +12,8 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.pointwise import apply_output, quad_channels
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.softmax import LN_2, Finished, OnlineSoftmax, multiply_rows, sink_of
@@ -23,8 +25,9 @@ from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 
 class Epilogue:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
+        self.hooks = hooks
         self.rows = rows_of(config)
 
     @cute.jit
@@ -42,6 +45,10 @@ class Epilogue:
         self.statistics(arguments, work, row, lane, finished, softmax)
         out = rows_and_columns(mine.products.out)
         multiply_rows(out, [mine.scale for mine in finished])
+        if const_expr(self.hooks.output is not None):
+            width = arguments.out.shape[cute.rank(arguments.out) - 1]
+            places = quad_channels(mine.at, mine.query, out, lane, self.rows.offsets)
+            apply_output(self.hooks, places, out, width)
         if const_expr(self.config.lengths == "dense" and mine.transfers.out is not None):
             self.store(mine, lane)
         else:

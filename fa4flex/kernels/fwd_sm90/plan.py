@@ -328,4 +328,6 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     return target.family == "sm90" and problem.mask_form != "pairs"
 
 
-FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper, writes_float32=True)
+FWD_SM90 = Pipeline(
+    "Hopper forward", "forward", accepts, plan_hopper, writes_float32=True, applies_output=True
+)

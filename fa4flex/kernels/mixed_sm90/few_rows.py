@@ -62,7 +62,7 @@ class FewRows(consumer.Consumer):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         super().__init__(_config(config), hooks)
         self.mixed = config
-        self.packed = Epilogue(self.config)
+        self.packed = Epilogue(self.config, hooks)
         self.merging = Merging(self.config)
 
     @cute.jit

@@ -160,6 +160,7 @@ class Pipeline:
     kv_dtype     of the keys and values that it reads, see Problem
     mixes        whether a launch for packed queries has the heads of sequences with few queries packed
     writes_float32  whether its kernel writes an output that is not rounded to 16 bits
+    applies_output  whether its kernel has the hook `output`
     """
 
     name: str
@@ -172,3 +173,4 @@ class Pipeline:
     kv_dtype: str = ""
     mixes: bool = False
     writes_float32: bool = False
+    applies_output: bool = False

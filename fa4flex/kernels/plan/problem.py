@@ -41,6 +41,7 @@ class Problem:
     row_ends               with "tables": how many key intervals per row hold if the captured tensors that
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
+    output                 a function of the output is applied before it is written
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -87,6 +88,7 @@ class Problem:
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
     row_ends: int = 0
+    output: bool = False
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))

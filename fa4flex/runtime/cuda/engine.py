@@ -79,13 +79,13 @@ class Engine:
         self.kinds = kinds
         """The kind of each captured number, by slot."""
         self.watched = watched(facts)
-        self._integers = sorted(slots_read(*integers(facts.score, facts.mask)))
+        self._integers = sorted(slots_read(*integers(*facts.roots)))
         self.bits: Bits = ()
         """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
         these have, which only grow: see Captured."""
         self.ready: LaunchCache[Ready] = LaunchCache(MOST_READY)
         """Launches by key, None where no kernel reads keys in place: see runtime/cuda/in_place.py."""
-        self._computed_with = computed_with(facts.score, facts.mask)
+        self._computed_with = computed_with(*facts.roots)
         self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
         self.backward: LaunchCache[Any] = LaunchCache(MOST_READY)
         """Launches that runtime/cuda/backward.py keeps, by key; None where there is no kernel."""
