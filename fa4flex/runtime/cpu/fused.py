@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.shifts import follows_diagonals
-from fa4flex.codegen.evaluate import evaluate
+from fa4flex.codegen.evaluate import Value, evaluate
 from fa4flex.codegen.expr import TRUE, Expr
 from fa4flex.errors import InputError
 from fa4flex.runtime.cpu.few import DTYPES
@@ -99,7 +99,7 @@ def _is_causal(facts: Facts, inputs: Inputs) -> bool:
     if keys.sorted_operands or keys.nonnegative or facts.mask.free & {"b", "h"}:
         return False
     rows = torch.arange(q_len)
-    symbols = {"q": rows, "q_len": q_len, "kv_len": q_len, "num_heads": inputs.q.shape[1]}
+    symbols: dict[str, Value] = {"q": rows, "q_len": q_len, "kv_len": q_len, "num_heads": inputs.q.shape[1]}
     try:
         first, stop = (torch.as_tensor(x) for x in evaluate(keys.spans[0], symbols, inputs.captured))
     except InputError:

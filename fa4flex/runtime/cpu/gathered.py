@@ -22,11 +22,11 @@ BUFFER = 1 << 17
 
 
 class _Chunk(NamedTuple):
-    """Items `start` .. `stop` in order, of `count` tiles each: tiles `first` .. `last` of all of theirs."""
+    """Items `start` .. `stop` in order, of `each` tiles each: tiles `first` .. `last` of all of theirs."""
 
     start: int
     stop: int
-    count: int
+    each: int
     first: int
     last: int
 
@@ -65,14 +65,14 @@ def _attend(call: Scattered, out: Tensor, lse: Tensor) -> None:
     counts = count[order].tolist()
     view = _in_place(call, inputs.q)
     queries = call.of_rows(inputs.q, dtype) if view is None else view
-    read = _Read(*(call.of_keys(x, dtype) for x in (inputs.k, inputs.v)), _places(call, order, count[order]))
+    keys, values = (call.of_keys(x, dtype) for x in (inputs.k, inputs.v))
+    read = _Read(keys, values, _places(call, order, count[order]))
     masked = bool(lists.partial.any()) or inputs.k.shape[2] % call.tiles.tile[1] > 0
     most = BUFFER * torch.get_num_threads() // read.keys.shape[1]
-    widths = inputs.k.shape[3], inputs.v.shape[3]
     for chunk in _chunks(counts, most):
         own = order[chunk.start : chunk.stop]
         mask = _mask(Batch.of(call, call.items.take(own))) if masked else None
-        parts, sums = read.attend(chunk, queries.index_select(0, own), mask, (*widths, inputs.scale))
+        parts, sums = read.attend(chunk, queries.index_select(0, own), mask, inputs.scale)
         if call.sinks is not None:
             parts, sums = beside_sinks(parts, sums, call.sinks.index_select(0, own))
         out.index_copy_(0, own, parts)
@@ -97,17 +97,17 @@ class _Read:
         self.buffers = [x.new_empty(0, x.shape[1]) for x in (keys, values)]
 
     def attend(
-        self, chunk: _Chunk, queries: Tensor, mask: Tensor | None, how: tuple[int, int, float]
+        self, chunk: _Chunk, queries: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the items of a chunk. how: widths of keys and of values, and the scale."""
+        """(out, lse) of the items of a chunk."""
         assert fused_kernel is not None
         items = chunk.stop - chunk.start
         some = self.places[chunk.first : chunk.last]
         k, v = (
-            self._gathered(i, x, some).view(items, 1, -1, how[i])
+            self._gathered(i, x, some).view(items, 1, -1, x.shape[1])
             for i, x in enumerate((self.keys, self.values))
         )
-        out, lse = fused_kernel(queries.unsqueeze(1), k, v, 0.0, False, attn_mask=mask, scale=how[2])
+        out, lse = fused_kernel(queries.unsqueeze(1), k, v, 0.0, False, attn_mask=mask, scale=scale)
         lse = lse.squeeze(1)
         if mask is not None:  # the kernel gives rows without keys 0
             lse = lse.masked_fill((mask.amax(-1) == -INFINITY).squeeze(1), -INFINITY)
