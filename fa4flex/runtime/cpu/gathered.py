@@ -99,12 +99,12 @@ class _Read:
     def attend(
         self, chunk: _Chunk, queries: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the items of a chunk."""
+        """(out, lse) of the items of a chunk; values are as wide as keys."""
         assert fused_kernel is not None
         items = chunk.stop - chunk.start
         some = self.places[chunk.first : chunk.last]
         k, v = (
-            self._gathered(i, x, some).view(items, 1, -1, x.shape[1])
+            self._gathered(i, x, some).view(items, 1, -1, queries.shape[-1])
             for i, x in enumerate((self.keys, self.values))
         )
         out, lse = fused_kernel(queries.unsqueeze(1), k, v, 0.0, False, attn_mask=mask, scale=scale)
