@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fa4flex.compiler import cache
 from fa4flex.compiler.compile import build_object, kernel_key
@@ -24,8 +24,11 @@ ARCH = "CUTE_DSL_ARCH"
 """Environment variable by which the compiler knows its GPU without asking the driver."""
 
 
-def work(job: Job, folder: Path) -> None:
-    """Put the kernel of a job into a folder, unless it is there."""
+def work(job: Job, folder: Path, plan: Any = None) -> None:
+    """Put the kernel of a job into a folder, unless it is there. Raises PlanError for a plan that does not
+    hold."""
+    if plan is not None:
+        plan.check()
     source, problem, signature, arch = job
     key = kernel_key(source.key, problem, signature, arch)
     # Otherwise the compiler asks the driver which GPU there is, and has no use for the answer. After the key,

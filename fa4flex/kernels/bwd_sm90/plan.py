@@ -275,7 +275,7 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
     ctas = _ctas(problem, tile, *widths)
     tile = PAIR_TILE if ctas > 1 else tile
     plan = HopperBackwardPlan(target, problem, tile, *widths, STAGES[0], ctas)
-    stores = plan.may_store_dq() and sizes.kv.at_most(FEW_KEYS)
+    stores = plan.may_store_dq() and _one_tile(sizes)
     # Where steps are few, blocks would lose more time by clearing than the kernel before them saves.
     clears = plan.may_clear() and not stores and not _few_steps(problem, sizes)
     plan = replace(plan, stores_dq=stores, clears=clears)
@@ -310,16 +310,22 @@ def _tile(request: Request, width: int, width_v: int) -> tuple[int, int]:
         return ROOMY_TILE
     if not roomy or width != KEYS_APART or problem.mask_form == "spans":
         return TILE
-    return SHORT_TILE if sizes.kv.at_most(FEW_KEYS) or _few_steps(problem, sizes) else LONG_TILE
+    return SHORT_TILE if _one_tile(sizes) or _few_steps(problem, sizes) else LONG_TILE
 
 
 def _few_tiles(request: Request) -> bool:
     """True if no block has all keys, and tiles of WHOLE keys would leave half of the multiprocessors idle.
     Shapes alone tell how many there are where lengths are dense."""
     sizes = request.sizes
-    if request.problem.lengths != "dense" or sizes.kv.at_most(FEW_KEYS):
+    if request.problem.lengths != "dense" or _one_tile(sizes):
         return False
-    return sizes.tiles(WHOLE).at_most(request.target.multiprocessors // 2 // max(sizes.heads, 1))
+    most = request.target.multiprocessors // 2 // max(sizes.heads, 1)
+    return sizes.tiles(WHOLE).at_most(most, right="any")
+
+
+def _one_tile(sizes: Sizes) -> bool:
+    """True if a block has all keys. Kernels whose blocks share them are right for so few, too."""
+    return sizes.kv.at_most(FEW_KEYS, right="no")
 
 
 def _few_steps(problem: Problem, sizes: Sizes) -> bool:
@@ -328,7 +334,7 @@ def _few_steps(problem: Problem, sizes: Sizes) -> bool:
     wide = least <= problem.head_dim and max(problem.head_dim, problem.head_dim_v) <= most
     long = problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks
     few = FEW_STEPS[problem.mask_form != "none"]
-    return problem.lengths == "dense" and wide and not long and sizes.q.at_most(few)
+    return problem.lengths == "dense" and wide and not long and sizes.q.at_most(few, right="any")
 
 
 BWD_SM90 = Pipeline(

@@ -177,7 +177,7 @@ def candidates(problem: Problem, plain: bool, sizes: Sizes = UNKNOWN) -> tuple[P
     if problem.keys.loaded:
         fitting = (pair for pair in pairs if _for_pages(problem, pair))
         return tuple(sorted(fitting, key=lambda pair: too_many_boxes(problem, pair[1])))
-    if _differ_in_rows(problem, pairs) and sizes.q.at_most(FEW_QUERIES):
+    if _differ_in_rows(problem, pairs) and sizes.q.at_most(FEW_QUERIES, right="any"):
         pairs = tuple(sorted(pairs, key=lambda pair: -FEW_QUERIES % pair[0]))
     return pairs
 
