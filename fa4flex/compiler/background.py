@@ -19,6 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from fa4flex.compiler import ahead, cache
@@ -32,12 +33,17 @@ PATIENCE = 2.0
 """Seconds that the thread has to end with the interpreter."""
 
 
+ATTEMPTS = 2
+"""Processes that are started for a kernel whose file is not there, when none said why."""
+
+
 class Job(NamedTuple):
-    """A kernel to compile: its key, its name, and what worker.py reads."""
+    """A kernel to compile: its key, its name, what worker.py reads, and the folder where its file will be."""
 
     key: str
     name: str
     text: bytes
+    folder: Path
 
 
 class Awaited:
@@ -108,19 +114,18 @@ def _compiled(jobs: Sequence[Job]) -> str:
 
 
 def _reason(job: Job) -> str:
-    while not _ending:
-        folder = cache.directory()
-        if folder is None:
-            return "there is no cache on disk any more"
-        if cache.holds(folder, job.key):
+    for _ in range(ATTEMPTS):
+        if cache.holds(job.folder, job.key):
             return ""
         if ahead.failed(job.key):
-            return ahead.failed(job.key)
-        if ahead.start(job.key, job.text, least=1):
-            ahead.wait(job.key, LOOK)
-        else:
+            break
+        while not ahead.start(job.key, job.text, least=1):
+            if _ending:
+                return "the interpreter ends"
             time.sleep(LOOK)
-    return "the process ends"
+        ahead.wait(job.key, LOOK)
+    held = cache.holds(job.folder, job.key)
+    return "" if held else ahead.failed(job.key) or f"{job.folder} does not keep what is put there"
 
 
 def _say(awaited: Awaited) -> None:

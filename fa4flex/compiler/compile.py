@@ -108,7 +108,7 @@ def job_of(
     assert folder is not None, "kernels that another process makes are found on disk"
     job: Job = source, problem, signature, arch
     text = pickle.dumps((job, folder.absolute(), plan))
-    return background.Job(kernel_key(source.key, *job[1:]), source.name, text)
+    return background.Job(kernel_key(source.key, *job[1:]), source.name, text, folder)
 
 
 def kept(source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a") -> bool:

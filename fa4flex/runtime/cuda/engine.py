@@ -162,6 +162,10 @@ class Engine:
         with self._changing:
             self.meanwhile = (one, *self.meanwhile)[:MOST_NOTED]
 
+    def serving(self) -> list[str]:
+        """Kernels that serve until better ones are compiled, or because these could not be, in words."""
+        return [one.explain() for one in self.meanwhile if not one.awaited.over]
+
     @property
     def counted(self) -> bool:
         """True if torch's count of changes decides if contents are new."""
