@@ -111,10 +111,17 @@ def _forget(key: str) -> None:
     with errors:
         if process.returncode:
             errors.seek(max(errors.seek(0, os.SEEK_END) - MOST_SAID, 0))
-            lines = errors.read().decode(errors="replace").strip().splitlines()
-            _failed[key] = lines[-1] if lines else f"the process ended with {process.returncode}"
+            told = _last_error(errors.read().decode(errors="replace"))
+            _failed[key] = told or f"the process ended with {process.returncode}"
         else:
             _failed.pop(key, None)
+
+
+def _last_error(text: str) -> str:
+    """The error that ended a process, as one line: its first line is not indented, its others are."""
+    lines = text.strip().splitlines()
+    first = max((i for i, line in enumerate(lines) if line[:1].strip()), default=0)
+    return "; ".join(line.strip() for line in lines[first:])
 
 
 def _others() -> int:
