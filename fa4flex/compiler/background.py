@@ -109,7 +109,8 @@ def _work(asked: queue.SimpleQueue[Awaited | None]) -> None:
 def _compiled(jobs: Sequence[Job]) -> str:
     """The reason why some of these cannot be compiled, when it is known; "" when all of them are."""
     for job in jobs:
-        ahead.start(job.key, job.text, least=1)
+        if not ahead.failed(job.key) and not cache.holds(job.folder, job.key):
+            ahead.start(job.key, job.text, least=1)
     return next((reason for reason in map(_reason, jobs) if reason), "")
 
 
