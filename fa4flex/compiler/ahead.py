@@ -47,6 +47,7 @@ class Running(NamedTuple):
 
 
 _running: dict[str, Running] = {}
+_prepared: list[Running] = []
 _failed: dict[str, str] = {}
 _starting = threading.Lock()
 
@@ -67,19 +68,37 @@ def start(key: str, job: bytes, least: int = 0) -> bool:
         if len(_running) >= min(MOST_RUNNING, max(_others(), least)):
             return False
         with contextlib.suppress(OSError):
-            errors = tempfile.TemporaryFile()  # noqa: SIM115
-            process = subprocess.Popen(
-                [sys.executable, "-m", WORKER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=_environment(),
-            )
-            _running[key] = Running(process, errors)
-            assert process.stdin is not None
-            with process.stdin as pipe:
+            running = _running[key] = _prepared.pop() if _prepared else _begun()
+            assert running.process.stdin is not None
+            with running.process.stdin as pipe:
                 pipe.write(job)
         return key in _running
+
+
+def prepare(arch: str) -> None:
+    """Begin a process that imports the compiler while its job, for this chip, is still to be found out."""
+    with _starting, contextlib.suppress(OSError):
+        if not _running and not _prepared:
+            _prepared.append(_begun(arch))
+
+
+def dismiss() -> None:
+    """End a process that was prepared and has no job."""
+    with _starting:
+        idle = [_prepared.pop() for _ in range(len(_prepared))]
+    _end([running.process for running in idle])
+
+
+def _begun(*arguments: str) -> Running:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-m", WORKER, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=_environment(),
+    )
+    return Running(process, errors)
 
 
 def wait(key: str, look: float = LOOK) -> None:
@@ -153,6 +172,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 @atexit.register
 def end_all() -> None:
     """End all processes."""
+    dismiss()
     _end([running.process for running in list(_running.values())])
     _running.clear()
 
@@ -160,6 +180,7 @@ def end_all() -> None:
 def _in_child() -> None:
     global _starting
     _running.clear()
+    _prepared.clear()
     _starting = threading.Lock()
 
 

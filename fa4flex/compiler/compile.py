@@ -99,6 +99,14 @@ def compile_ahead(
     ahead.start(job.key, job.text)
 
 
+def prepare_ahead(arch: str) -> None:
+    """Begin the process of `compile_ahead` before it is known what it is to compile, where nothing is kept:
+    its imports take a while. `ahead.dismiss` ends it if it gets no job."""
+    folder = None if simulating() or not ahead.useful() else cache.directory()
+    if folder is not None and cache.empty(folder):
+        ahead.prepare(arch)
+
+
 def job_of(
     source: Source, problem: Problem, signature: Signature, arch: str, plan: Any = None
 ) -> background.Job:

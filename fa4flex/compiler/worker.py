@@ -57,9 +57,22 @@ def import_calling_convention() -> None:
         import tvm_ffi  # noqa: F401
 
 
+def import_compiler(arch: str) -> None:
+    """Import all that a compilation for a chip needs, before its job is known."""
+    told = os.environ.get(ARCH)
+    os.environ[ARCH] = told or arch
+
+    import fa4flex.compiler.entry  # noqa: F401
+
+    if told is None:
+        del os.environ[ARCH]  # keys have variables of this name in them
+
+
 if __name__ == "__main__":
     gc.disable()
     import_calling_convention()
+    for chip in sys.argv[1:]:
+        import_compiler(chip)
     work(*pickle.load(sys.stdin.buffer))
     # What the interpreter takes down at its end would be waited for as well.
     os._exit(0)

@@ -286,3 +286,21 @@ def test_same_keys(kind: Kind, beside: list[str], folder: Path) -> None:
     assert [lowered.direction for lowered, _ in first] == ["forward", *beside]
     assert [lowered.direction for lowered, _ in second] == ["backward", *beside]
     assert asked_ahead(kind) == keys_of([second[0], *first[1:], *second[1:]])
+
+
+def test_a_process_that_is_prepared_takes_the_first_job(folder: Path, tmp_path: Path) -> None:
+    """Where nothing is kept, and only there; without a job it ends."""
+    folder.mkdir(mode=0o700)
+    compile.prepare_ahead("sm_90a")
+    (one,) = ahead._prepared
+    ahead.start("key", b"no job")
+    assert not ahead._prepared and ahead._running["key"] is one
+    ahead.wait("key")
+    assert "UnpicklingError" in ahead.failed("key")
+    compile.prepare_ahead("sm_90a")
+    (other,) = ahead._prepared
+    ahead.dismiss()
+    assert not ahead._prepared and other.process.returncode
+    cache.store(folder, "key", ".so", b"")
+    compile.prepare_ahead("sm_90a")
+    assert not ahead._prepared

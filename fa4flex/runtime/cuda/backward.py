@@ -19,6 +19,8 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.analyze.prove import proving
+from fa4flex.compiler import ahead
+from fa4flex.compiler.compile import prepare_ahead
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, UnsupportedError
 from fa4flex.kernels.plan.arguments import BACKWARD
@@ -32,7 +34,7 @@ from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.engine import Engine, described, lowered_for
+from fa4flex.runtime.cuda.engine import Engine, chip_of, described, lowered_for
 from fa4flex.runtime.cuda.known import (
     Form,
     Known,
@@ -160,11 +162,19 @@ def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
     left for the passes to say."""
     with contextlib.suppress(Fa4flexError), proving():
         require_not_capturing()
-        _, *before = described(engine, call).kernels
-        needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
-        longest, *others = _described(engine, call, needs, dlse, _deterministic(engine)).kernels
-        for lowered, signature in (longest, *before, *others):
-            lowered.compile_ahead(signature)
+        prepare_ahead(chip_of(call).name)
+        try:
+            _compile_ahead(engine, call, dlse)
+        finally:
+            ahead.dismiss()
+
+
+def _compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
+    _, *before = described(engine, call).kernels
+    needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
+    longest, *others = _described(engine, call, needs, dlse, _deterministic(engine)).kernels
+    for lowered, signature in (longest, *before, *others):
+        lowered.compile_ahead(signature)
 
 
 def _described(

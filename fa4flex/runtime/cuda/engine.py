@@ -59,6 +59,7 @@ from fa4flex.runtime.key_sources import Contiguous
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.pipeline import ForwardPlan
+    from fa4flex.kernels.plan.target import Target
     from fa4flex.lower import Given, Lowered
 
 MOST_READY = 256
@@ -235,6 +236,11 @@ def _below(x: Tensor, bits: int) -> Tensor:
 # --- making ready -----------------------------------------------------------------------------------------
 
 
+def chip_of(call: Call) -> Target:
+    """The chip of a call. Raises UnsupportedError where there is no kernel for it."""
+    return target_of(call.q.device)
+
+
 def lowered_for(
     engine: Engine,
     call: Call,
@@ -250,7 +256,7 @@ def lowered_for(
 
     engine.look_at(call)
     captured = Captured(call.operands, numbers_of(engine.kinds, call), engine.bits)
-    target = target_of(call.q.device)
+    target = chip_of(call)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
     proofs = Proofs(engine, call, captured)
     value = Given(engine.facts, schedule, inputs, captured, target, proofs.prove, answers=answers)
