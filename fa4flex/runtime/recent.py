@@ -148,9 +148,7 @@ class Recent(Generic[Prepared]):
         return None
 
     def _form(self, statistics: Statistics, sinks: Any, positive: bool, beside: Form) -> Form:
-        engine = self.engine
-        grad = torch.is_grad_enabled()
-        return statistics, grad, sinks is None, positive, engine.bits, engine.switches, beside
+        return statistics, torch.is_grad_enabled(), sinks is None, positive, self.engine.stand, beside
 
     def _narrow(self, one: KnownCall, call: Call, extents: Extents, tensors: Sequence[Tensor]) -> None:
         guard = guard_of([*map(Row.of, tensors)])

@@ -63,7 +63,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if faults.pending.value or later.awaited:
         faults.check()
     deterministic, slots = _deterministic(engine), tuple(needs)
-    compared = _compared(call, saved, (slots, deterministic, engine.bits, engine.switches))
+    compared = _compared(call, saved, (slots, deterministic, engine.stand))
     known = _known(engine.known_backward, call, saved, compared)
     if known is not None:
         return known(call, saved)

@@ -86,12 +86,9 @@ class Engine:
         """The kind of each captured number, by slot."""
         self.watched = watched(facts)
         self._integers = sorted(slots_read(*integers(facts.score, facts.mask)))
-        self.bits: Bits = ()
-        """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
-        these have, which only grow: see Captured."""
-        self.switches = 0
-        """How often better kernels have been compiled meanwhile: calls that were seen before are recognised
-        by it, so that they look for their launches again."""
+        self.stand: tuple[Bits, int] = (), 0
+        """`bits`, and how often better kernels have been compiled meanwhile: calls that were seen before are
+        recognised by it, so that they look for their launches again."""
         self.meanwhile: tuple[Meanwhile, ...] = ()
         """Launches that serve, or served, until better kernels are compiled, the last ones first."""
         self.ready: LaunchCache[Ready] = LaunchCache(MOST_READY)
@@ -156,7 +153,7 @@ class Engine:
     def switch(self) -> None:
         """Have calls look for their launches again: better kernels have been compiled. From any thread."""
         with self._changing:
-            self.switches += 1
+            self.stand = self.bits, self.stand[1] + 1
 
     def note(self, one: Meanwhile) -> None:
         """Keep for explanations that a launch serves until better kernels are compiled."""
@@ -166,6 +163,16 @@ class Engine:
     def serving(self) -> list[str]:
         """Kernels that serve until better ones are compiled, or because these could not be, in words."""
         return [one.explain() for one in self.meanwhile if not one.awaited.over]
+
+    @property
+    def bits(self) -> Bits:
+        """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
+        these have, which only grow: see Captured."""
+        return self.stand[0]
+
+    @bits.setter
+    def bits(self, bits: Bits) -> None:
+        self.stand = bits, self.stand[1]
 
     @property
     def counted(self) -> bool:
