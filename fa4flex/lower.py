@@ -108,7 +108,7 @@ class Lowered:
         return kept(self.source, self.problem, signature, self.plan.target.name)
 
     def job(self, signature: Signature) -> Job:
-        """What another process is to do in place of `compile`, which checks the plan as well."""
+        """The job of another process in place of `compile`, which checks the plan as well."""
         plan = self.plan if self.direction in EMIT else None
         return job_of(self.source, self.problem, signature, self.plan.target.name, plan)
 

@@ -117,7 +117,7 @@ def wait(key: str, look: float = LOOK) -> None:
 
 
 def failed(key: str) -> str:
-    """What the last process that failed to compile `key` said of it; "" if none did."""
+    """Error of the last process that failed to compile `key`; "" if none did."""
     return _failed.get(key, "")
 
 

@@ -60,7 +60,7 @@ class Awaited:
 
     @property
     def state(self) -> str:
-        """What has become of them, in words."""
+        """State of the compilation, in words."""
         if self.error:
             return f"could not be compiled, so that it stays so: {self.error}"
         return "has been compiled, and takes over" if self.over else "is being compiled"

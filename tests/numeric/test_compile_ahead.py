@@ -289,7 +289,7 @@ def test_same_keys(kind: Kind, beside: list[str], folder: Path) -> None:
 
 
 def test_a_process_that_is_prepared_takes_the_first_job(folder: Path, tmp_path: Path) -> None:
-    """Where nothing is kept, and only there; without a job it ends."""
+    """It is begun where nothing is kept, and only there; without a job it ends."""
     folder.mkdir(mode=0o700)
     compile.prepare_ahead("sm_90a")
     (one,) = ahead._prepared

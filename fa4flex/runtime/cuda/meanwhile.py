@@ -58,7 +58,7 @@ class Meanwhile(NamedTuple):
     awaited: Awaited
 
     def explain(self) -> str:
-        """What serves whom, and why, in words."""
+        """The kernel that serves, the calls that it serves, and the reason, in words."""
         own, better = _kernel(self.serving), _kernel(self.chosen)
         return f"{own} serves calls of {_calls(self.reach)}: {better}, which is faster, {self.awaited.state}"
 
@@ -73,7 +73,7 @@ def allowed(schedule: Schedule) -> bool:
 def meanwhile(
     engine: Engine, chosen: Described, answers: Iterable[Answers], described: Callable[[Answers], Described]
 ) -> Meanwhile | None:
-    """What serves a call until the kernels of `chosen` are compiled, which this begins; None where they are,
+    """The launch that serves a call until the kernels of `chosen` are compiled, which this begins; None where they are,
     or where nothing that has been compiled is right for it.
 
     answers    of earlier calls that look like this one, to questions about speed
