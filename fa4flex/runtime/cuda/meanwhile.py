@@ -73,8 +73,8 @@ def allowed(schedule: Schedule) -> bool:
 def meanwhile(
     engine: Engine, chosen: Described, answers: Iterable[Answers], described: Callable[[Answers], Described]
 ) -> Meanwhile | None:
-    """The launch that serves a call until the kernels of `chosen` are compiled, which this begins; None where they are,
-    or where nothing that has been compiled is right for it.
+    """The launch that serves a call until the kernels of `chosen` are compiled, which this begins; None where
+    they are, or where nothing that has been compiled is right for it.
 
     answers    of earlier calls that look like this one, to questions about speed
     described  the call with such answers
