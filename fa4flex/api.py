@@ -167,7 +167,8 @@ class Attention:
         """
         from fa4flex.view.explain import explain
 
-        return explain(self.program, q_len, q_len if kv_len is None else kv_len, arch, **problem)
+        kv_len = q_len if kv_len is None else kv_len
+        return explain(self.program, q_len, kv_len, arch, self.prepared.engine.serving(), **problem)
 
     @on_the_host
     def source(self, stage: str = "trace", **problem: Any) -> str:

@@ -20,7 +20,8 @@ from fa4flex.codegen.emit.module import Captions
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
 from fa4flex.compiler import debug
-from fa4flex.compiler.compile import Kernel, compile_ahead, compile_kernel, kept
+from fa4flex.compiler.background import Job
+from fa4flex.compiler.compile import Kernel, compile_ahead, compile_kernel, job_of, kept
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
@@ -29,7 +30,7 @@ from fa4flex.kernels.plan.captured_sums import CapturedSum, separate, sums_of
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.pipeline import Direction
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers, Sizes
 from fa4flex.kernels.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.sequences.plan import plan_sequences
@@ -50,6 +51,7 @@ class Given:
     prove             makes proofs, or finds them again
     changes           fields of Problem that are to be as they are here, whatever was found
     bound             the problem that proofs are made for, which may be larger than this call
+    answers           of another call to questions about speed, with which the plan is right, if slower
     """
 
     facts: Facts
@@ -60,6 +62,7 @@ class Given:
     prove: Prove = prove
     changes: Mapping[str, Any] = field(default_factory=dict)
     bound: Shape | None = None
+    answers: Answers = NO_ANSWERS
 
     @property
     def proved_for(self) -> Shape:
@@ -68,8 +71,13 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A pass of a program, down to the source of its kernel. facts: what it was made of; sums: memory for the
-    gradients of captured tensors; valid: extents of calls for which it is the same, by these alone."""
+    """A pass of a program, down to the source of its kernel.
+
+    facts     what it was made of
+    sums      memory for the gradients of captured tensors
+    valid     extents of calls for which it is the same, by these alone
+    answers   to questions about speed, by which another call may have a plan like this one
+    """
 
     direction: Direction
     facts: Facts
@@ -78,6 +86,7 @@ class Lowered:
     source: Source
     sums: tuple[CapturedSum, ...] = ()
     valid: Reach = Reach()
+    answers: Answers = NO_ANSWERS
 
     def compile(self, signature: Signature) -> Kernel:
         """The kernel for arguments that look like this. What FA4FLEX_DEBUG asks for is printed.
@@ -94,6 +103,15 @@ class Lowered:
         """Begin with what `compile` would do, in another process."""
         compile_ahead(*self._checked(signature))
 
+    def kept(self, signature: Signature) -> bool:
+        """True if `compile` would find the kernel in memory or on disk."""
+        return kept(self.source, self.problem, signature, self.plan.target.name)
+
+    def job(self, signature: Signature) -> Job:
+        """The job of another process in place of `compile`, which checks the plan as well."""
+        plan = self.plan if self.direction in EMIT else None
+        return job_of(self.source, self.problem, signature, self.plan.target.name, plan)
+
     def _checked(self, signature: Signature) -> tuple[Source, Problem, Signature, str]:
         """Inputs of the compilation, whose plan holds. The plan of a kernel that is kept was checked by who
         compiled it: the sources of plans and checks are in a kernel's key."""
@@ -106,12 +124,14 @@ class Lowered:
 def lower_forward(arguments: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
     target = arguments.target.leaving(arguments.schedule.sm_margin)
-    sizes = Sizes(arguments.inputs)
+    sizes = Sizes(arguments.inputs, arguments.answers)
     problem = dispatch.by_pairs(arguments.facts, _proved(arguments), target, arguments.schedule, sizes)
     problem = replace(problem, **arguments.changes)
     plan: Any = dispatch.plan_forward(arguments.facts, problem, target, arguments.schedule, sizes=sizes)
     source = _emitted(emit_forward, arguments.facts, plan)
-    return Lowered("forward", arguments.facts, plan.problem, plan, source, valid=sizes.valid)
+    return Lowered(
+        "forward", arguments.facts, plan.problem, plan, source, valid=sizes.valid, answers=sizes.answers
+    )
 
 
 def lower_backward(arguments: Given, needs: Sequence[int] = ()) -> Lowered:
@@ -119,7 +139,7 @@ def lower_backward(arguments: Given, needs: Sequence[int] = ()) -> Lowered:
     facts, inputs = arguments.facts, arguments.inputs
     target = arguments.target.leaving(arguments.schedule.sm_margin)
     deterministic = arguments.schedule.deterministic
-    sizes = Sizes(inputs)
+    sizes = Sizes(inputs, arguments.answers)
     problem = backward_problem(_proved(arguments), facts, deterministic)
     queries = None if deterministic else prove_queries(facts, arguments.proved_for, arguments.captured)
     if queries is not None:
@@ -134,7 +154,7 @@ def lower_backward(arguments: Given, needs: Sequence[int] = ()) -> Lowered:
     source = _emitted(emit_backward, facts, plan)
     if deterministic:
         sums = separate(sums, facts, inputs, plan)
-    return Lowered("backward", facts, problem, plan, source, sums, sizes.valid)
+    return Lowered("backward", facts, problem, plan, source, sums, sizes.valid, sizes.answers)
 
 
 def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:

@@ -200,6 +200,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 # --- seeds and golden files -------------------------------------------------------------------------------
 
 
+os.environ.setdefault("FA4FLEX_BACKGROUND", "0")
+"""Kernels are compiled where they are asked for, in all tests but those of the background."""
+
+
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """A fresh seed, already given to torch, numpy and random; it stands in the report of a failing test."""

@@ -5,8 +5,8 @@ no use. A process starts in a tenth of a second, imports the compiler without to
 what it makes into the cache on disk (cache.py), where this process finds it. Where it fails or is late, this
 process compiles, and raises what there is to raise.
 
-What is remembered here is which processes run, by the key of their kernel, until they are waited for. None
-outlives the interpreter, and children of a fork know of none.
+What is remembered here is which processes run, by the key of their kernel, until they are waited for, and
+what was said by those that failed. None outlives the interpreter, and children of a fork know of none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import IO, NamedTuple
 
 from fa4flex.compiler import cache
 
@@ -32,7 +35,21 @@ gigabyte. Three are for gradients of a first call, and for tables or lengths of 
 LOOK = 0.005
 """Seconds between looks whether a process has ended: a first call waits that much too long at most."""
 
-_running: dict[str, subprocess.Popen[bytes]] = {}
+MOST_SAID = 2000
+"""Characters of what a process said last that are read."""
+
+
+class Running(NamedTuple):
+    """A process, and the file of what it says of errors, which is closed with it."""
+
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+
+_running: dict[str, Running] = {}
+_prepared: list[Running] = []
+_failed: dict[str, str] = {}
+_starting = threading.Lock()
 
 
 def useful() -> bool:
@@ -40,39 +57,90 @@ def useful() -> bool:
     return bool(sys.executable) and _others() > 0
 
 
-def start(key: str, job: bytes) -> None:
-    """Have `job`, as worker.py reads it, done by a process, if that can be had and few run yet."""
-    for known in [known for known, process in list(_running.items()) if process.poll() is not None]:
-        _running.pop(known, None)
-    if key in _running or len(_running) >= min(MOST_RUNNING, _others()):
-        return
-    with contextlib.suppress(OSError):
-        process = subprocess.Popen(
-            [sys.executable, "-m", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # what goes wrong there goes wrong here again, where it is raised
-            env=_environment(),
-        )
-        _running[key] = process
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(job)
+def start(key: str, job: bytes, least: int = 0) -> bool:
+    """Have `job`, as worker.py reads it, done by a process, if that can be had and few run yet; `least` may
+    run whatever processors there are. True if one works on it."""
+    with _starting:
+        for known in [known for known, one in list(_running.items()) if one.process.poll() is not None]:
+            _forget(known)
+        if key in _running:
+            return True
+        if len(_running) >= min(MOST_RUNNING, max(_others(), least)):
+            return False
+        with contextlib.suppress(OSError):
+            running = _running[key] = _prepared.pop() if _prepared else _begun()
+            assert running.process.stdin is not None
+            with running.process.stdin as pipe:
+                pipe.write(job)
+        return key in _running
 
 
-def wait(key: str) -> None:
-    """Return when no process works on `key`."""
-    process, deadline = _running.get(key), time.monotonic() + cache.WAIT
-    if process is None:
+def prepare(arch: str) -> None:
+    """Begin a process that imports the compiler while its job, for this chip, is still to be found out."""
+    with _starting, contextlib.suppress(OSError):
+        if not _running and not _prepared:
+            _prepared.append(_begun(arch))
+
+
+def dismiss() -> None:
+    """End a process that was prepared and has no job."""
+    with _starting:
+        idle = [_prepared.pop() for _ in range(len(_prepared))]
+    _end([running.process for running in idle])
+
+
+def _begun(*arguments: str) -> Running:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-m", WORKER, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=_environment(),
+    )
+    return Running(process, errors)
+
+
+def wait(key: str, look: float = LOOK) -> None:
+    """Return when no process works on `key`; looks come after so many seconds."""
+    running, deadline = _running.get(key), time.monotonic() + cache.WAIT
+    if running is None:
         return
     # Popen.wait looks every 50 ms. One whose waiting is interrupted is known still, and ends with the
     # interpreter.
-    while process.poll() is None:
+    while running.process.poll() is None:
         if time.monotonic() > deadline:
-            _end([process])
+            _end([running.process])
         else:
-            time.sleep(LOOK)
-    _running.pop(key, None)
+            time.sleep(look)
+    _forget(key)
+
+
+def failed(key: str) -> str:
+    """Error of the last process that failed to compile `key`; "" if none did."""
+    return _failed.get(key, "")
+
+
+def _forget(key: str) -> None:
+    """Take note of a process that has ended."""
+    running = _running.pop(key, None)
+    if running is None:  # another thread was faster
+        return
+    process, errors = running
+    with errors:
+        if process.returncode:
+            errors.seek(max(errors.seek(0, os.SEEK_END) - MOST_SAID, 0))
+            told = _last_error(errors.read().decode(errors="replace"))
+            _failed[key] = told or f"the process ended with {process.returncode}"
+        else:
+            _failed.pop(key, None)
+
+
+def _last_error(text: str) -> str:
+    """The error that ended a process, as one line: its first line is not indented, its others are."""
+    lines = text.strip().splitlines()
+    first = max((i for i, line in enumerate(lines) if line[:1].strip()), default=0)
+    return "; ".join(line.strip() for line in lines[first:])
 
 
 def _others() -> int:
@@ -102,9 +170,18 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @atexit.register
-def _end_all() -> None:
-    _end(list(_running.values()))
+def end_all() -> None:
+    """End all processes."""
+    dismiss()
+    _end([running.process for running in list(_running.values())])
     _running.clear()
 
 
-os.register_at_fork(after_in_child=_running.clear)
+def _in_child() -> None:
+    global _starting
+    _running.clear()
+    _prepared.clear()
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)

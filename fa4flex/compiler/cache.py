@@ -100,6 +100,11 @@ def holds(folder: Path, key: str) -> bool:
     return any((folder / (key + suffix)).exists() for suffix in SUFFIXES)
 
 
+def empty(folder: Path) -> bool:
+    """True if nothing is kept there."""
+    return not any(path.suffix in SUFFIXES for path in folder.iterdir())
+
+
 def store(folder: Path, key: str, suffix: str, content: bytes) -> Path:
     """Put `content` under `key`, at once and readable by this user alone."""
     path = folder / (key + suffix)

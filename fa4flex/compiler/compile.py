@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa4flex.compiler import ahead, cache
+from fa4flex.compiler import ahead, background, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
 from ptxsim.active import keeper, simulating, target
@@ -95,8 +95,28 @@ def compile_ahead(
     folder = None if simulating() or not ahead.useful() else cache.directory()
     if folder is None or kept(source, problem, signature, arch):
         return
+    job = job_of(source, problem, signature, arch)
+    ahead.start(job.key, job.text)
+
+
+def prepare_ahead(arch: str) -> None:
+    """Begin the process of `compile_ahead` before it is known what it is to compile, where nothing is kept:
+    its imports take a while. `ahead.dismiss` ends it if it gets no job."""
+    folder = None if simulating() or not ahead.useful() else cache.directory()
+    if folder is not None and cache.empty(folder):
+        ahead.prepare(arch)
+
+
+def job_of(
+    source: Source, problem: Problem, signature: Signature, arch: str, plan: Any = None
+) -> background.Job:
+    """A kernel as another process is asked for it, where kernels are kept on disk. plan: one to check before,
+    where this process has not."""
+    folder = cache.directory()
+    assert folder is not None, "kernels that another process makes are found on disk"
     job: Job = source, problem, signature, arch
-    ahead.start(kernel_key(source.key, *job[1:]), pickle.dumps((job, folder.absolute())))
+    text = pickle.dumps((job, folder.absolute(), plan))
+    return background.Job(kernel_key(source.key, *job[1:]), source.name, text, folder)
 
 
 def kept(source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a") -> bool:

@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fa4flex.compiler import cache
 from fa4flex.compiler.compile import build_object, kernel_key
@@ -24,8 +24,11 @@ ARCH = "CUTE_DSL_ARCH"
 """Environment variable by which the compiler knows its GPU without asking the driver."""
 
 
-def work(job: Job, folder: Path) -> None:
-    """Put the kernel of a job into a folder, unless it is there."""
+def work(job: Job, folder: Path, plan: Any = None) -> None:
+    """Put the kernel of a job into a folder, unless it is there. Raises PlanError for a plan that does not
+    hold."""
+    if plan is not None:
+        plan.check()
     source, problem, signature, arch = job
     key = kernel_key(source.key, problem, signature, arch)
     # Otherwise the compiler asks the driver which GPU there is, and has no use for the answer. After the key,
@@ -54,9 +57,22 @@ def import_calling_convention() -> None:
         import tvm_ffi  # noqa: F401
 
 
+def import_compiler(arch: str) -> None:
+    """Import all that a compilation for a chip needs, before its job is known."""
+    told = os.environ.get(ARCH)
+    os.environ[ARCH] = told or arch
+
+    import fa4flex.compiler.entry  # noqa: F401
+
+    if told is None:
+        del os.environ[ARCH]  # keys have variables of this name in them
+
+
 if __name__ == "__main__":
     gc.disable()
     import_calling_convention()
+    for chip in sys.argv[1:]:
+        import_compiler(chip)
     work(*pickle.load(sys.stdin.buffer))
     # What the interpreter takes down at its end would be waited for as well.
     os._exit(0)

@@ -18,7 +18,8 @@ class Schedule:
     """tile           (queries, keys) per tile; None lets the planner choose. A CPU takes any size; GPU
                    pipelines take the sizes that their instructions support, and others raise
     deterministic  True: equal inputs give equal bits, run after run, in gradients too. False permits, and
-                   does not demand, sums in any order; forward passes and CPUs are deterministic either way
+                   does not demand, sums in any order. CPUs are deterministic either way, and so are forward
+                   passes of GPUs, but where a better kernel, compiled in the background, takes over
     order          in which tiles of queries are started: "row_major", "longest_first" (most keys first, for
                    balance between processors) or "auto". It is advice to GPU pipelines; one CPU walks the
                    tiles one after the other, where order changes neither result nor balance. Of ragged

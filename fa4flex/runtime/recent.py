@@ -148,7 +148,7 @@ class Recent(Generic[Prepared]):
         return None
 
     def _form(self, statistics: Statistics, sinks: Any, positive: bool, beside: Form) -> Form:
-        return statistics, torch.is_grad_enabled(), sinks is None, positive, self.engine.bits, beside
+        return statistics, torch.is_grad_enabled(), sinks is None, positive, self.engine.stand, beside
 
     def _narrow(self, one: KnownCall, call: Call, extents: Extents, tensors: Sequence[Tensor]) -> None:
         guard = guard_of([*map(Row.of, tensors)])
@@ -168,6 +168,8 @@ class Recent(Generic[Prepared]):
         beside, more = brought(kv, call.lengths)
         form = self._form(statistics, call.sinks, call.scale > 0, beside)
         if ready.bits != self.engine.bits or not self.known.lacks(ready, form):
+            return
+        if ready.until is not None and ready.until.over:  # looked at after the form was made
             return
         others = _others(call)
         rows = [*rows_of(call, kv, more), *map(Row.of, others)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
 from fa4flex.view.sizes import Setting, setting
 
-Section = tuple[str, list[str]]
+Section = tuple[str, Sequence[str]]
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
 MOST_LISTED = 4
 """Integers beyond 32 bits that are listed."""
@@ -43,10 +43,16 @@ class Explanation(str):
 
 
 def explain(
-    program: Program, q_len: int, kv_len: int, arch: str | None = None, **problem: Any
+    program: Program,
+    q_len: int,
+    kv_len: int,
+    arch: str | None = None,
+    serving: Sequence[str] = (),
+    **problem: Any,
 ) -> Explanation:
     """The program at these lengths, in words; the GPU's part in full where there is one, or for `arch`.
 
+    serving  kernels that serve until better ones are compiled, in words
     problem  sizes, pass and fields of the GPU's problem, as `source` takes them: head_dim, batch, heads, ...
     """
     if problem:
@@ -66,6 +72,7 @@ def explain(
         ("backend", backend.summary(program, chosen)),
         ("on a CPU", _place(program, chosen) if auto else []),
         ("on a GPU", _gpu(program, q_len, kv_len, arch, problem) if auto or arch else []),
+        ("meanwhile", serving),
     )
     return Explanation("\n\n".join(_section(title, lines) for title, lines in sections if lines))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(compile, "_kernels", {})
     yield tmp_path / "kernels"
-    ahead._end_all()
+    ahead.end_all()
 
 
 def program() -> Given:
@@ -148,7 +149,7 @@ def test_few_run_at_a_time(
     for i in range(ahead.MOST_RUNNING + 2):
         ahead.start(f"key {i}", b"")
     assert len(ahead._running) == min(ahead.MOST_RUNNING, processors - 1)
-    ahead._end_all()
+    ahead.end_all()
 
 
 def test_a_process_that_another_thread_waits_for_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,8 @@ def test_a_process_that_another_thread_waits_for_meanwhile(monkeypatch: pytest.M
         def poll(self) -> None:
             ahead._running.pop("first", None)  # as `wait` does
 
-    monkeypatch.setattr(ahead, "_running", {"first": Polled(), "second": Polled()})
+    polled: Any = ahead.Running(Polled(), io.BytesIO())  # type: ignore[arg-type]
+    monkeypatch.setattr(ahead, "_running", {"first": polled, "second": polled})
     ahead.start("second", b"")
     assert list(ahead._running) == ["second"]
 
@@ -284,3 +286,21 @@ def test_same_keys(kind: Kind, beside: list[str], folder: Path) -> None:
     assert [lowered.direction for lowered, _ in first] == ["forward", *beside]
     assert [lowered.direction for lowered, _ in second] == ["backward", *beside]
     assert asked_ahead(kind) == keys_of([second[0], *first[1:], *second[1:]])
+
+
+def test_a_process_that_is_prepared_takes_the_first_job(folder: Path, tmp_path: Path) -> None:
+    """It is begun where nothing is kept, and only there; without a job it ends."""
+    folder.mkdir(mode=0o700)
+    compile.prepare_ahead("sm_90a")
+    (one,) = ahead._prepared
+    ahead.start("key", b"no job")
+    assert not ahead._prepared and ahead._running["key"] is one
+    ahead.wait("key")
+    assert "UnpicklingError" in ahead.failed("key")
+    compile.prepare_ahead("sm_90a")
+    (other,) = ahead._prepared
+    ahead.dismiss()
+    assert not ahead._prepared and other.process.returncode
+    cache.store(folder, "key", ".so", b"")
+    compile.prepare_ahead("sm_90a")
+    assert not ahead._prepared

@@ -13,7 +13,7 @@ from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.analyze.extents import Extents, Reach
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.lengths import Lengths
-from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
+from fa4flex.kernels.plan.sizes import UNKNOWN, Right, Sizes
 
 HEADS, KV_HEADS = 12, 3
 KINDS: tuple[tuple[Lengths, bool], ...] = (
@@ -105,3 +105,20 @@ def test_nothing_is_known_of_unknown_sizes() -> None:
     for quantity in (UNKNOWN.q, UNKNOWN.kv, UNKNOWN.rows, UNKNOWN.usual_keys, UNKNOWN.tiles(64)):
         assert not quantity.at_most(1 << 40) and not quantity.more_than(0)
     assert UNKNOWN.batch_power() == 1 and UNKNOWN.valid == Reach()
+
+
+@pytest.mark.parametrize("right", ["true", "no", "any"])
+@pytest.mark.parametrize("true", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_which_answers_are_taken(right: Right, true: bool, other: bool) -> None:
+    """A question that says nothing has its true answer; one for which no is right has no other answer than
+    that."""
+    sizes = sizes_at((2, 70, 500))
+    most = 70 if true else 69
+    sizes._others = {("q", most): other}
+    taken = other if right == "any" or (right == "no" and not other) else true
+    assert sizes.q.at_most(most, right) is taken
+    assert sizes.answers == (() if right == "true" else ((("q", most), taken),))
+    assert sizes.valid.holds((2, 70, 500))
+    assert sizes.valid.holds((2, 1 if true else 1000, 500))
+    assert sizes.valid.holds((2, 1000 if true else 1, 500)) is (taken is not true)

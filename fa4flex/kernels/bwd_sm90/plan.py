@@ -345,16 +345,16 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
         size = many(sizes.heads, 1, q_len)  # as if each had keys of its own: groups may come in parts
         return least(among(range(len(plans)), str, lambda i: times[i].predict(size)), error).what
 
-    return plans[sizes.settled(decide)]
+    return plans[sizes.chosen(decide, len(plans))]
 
 
 def _of_tile(request: Request, tile: tuple[int, int], widths: tuple[int, int]) -> HopperBackwardPlan:
-    problem, target = request.problem, request.target
+    problem, target, sizes = request.problem, request.target, request.sizes
     ctas = _ctas(problem, tile, *widths)
     tile = PAIR_TILE if ctas > 1 else tile
     plan = HopperBackwardPlan(target, problem, tile, *widths, STAGES[0], ctas)
-    stores = plan.may_store_dq() and request.sizes.kv.at_most(FEW_KEYS)
-    clears = plan.may_clear() and not stores and not _few_cleared(problem, request.sizes)
+    stores = plan.may_store_dq() and _one_tile(sizes)
+    clears = plan.may_clear() and not stores and not _few_cleared(problem, sizes)
     plan = replace(plan, stores_dq=stores, clears=clears)
     plans = [replace(plan, stages=stages) for stages in STAGES]
     return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
@@ -390,7 +390,7 @@ def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int],
     if not roomy or width != KEYS_APART or problem.mask_form == "spans":
         return (TILE,)
     # A block that writes dQ itself has no product for dQ that is transposed.
-    return (SHORT_TILE,) if request.sizes.kv.at_most(FEW_KEYS) else (LONG_TILE, SHORT_TILE)
+    return (SHORT_TILE,) if _one_tile(request.sizes) else (LONG_TILE, SHORT_TILE)
 
 
 def _untried(request: Request, tiles: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -406,9 +406,15 @@ def _few_tiles(request: Request) -> bool:
     """True if no block has all keys, and tiles of WHOLE keys would leave half of the multiprocessors idle.
     Shapes alone tell how many there are where lengths are dense."""
     sizes = request.sizes
-    if request.problem.lengths != "dense" or sizes.kv.at_most(FEW_KEYS):
+    if request.problem.lengths != "dense" or _one_tile(sizes):
         return False
-    return sizes.tiles(WHOLE).at_most(request.target.multiprocessors // 2 // max(sizes.heads, 1))
+    most = request.target.multiprocessors // 2 // max(sizes.heads, 1)
+    return sizes.tiles(WHOLE).at_most(most, right="any")
+
+
+def _one_tile(sizes: Sizes) -> bool:
+    """True if a block has all keys. Kernels whose blocks share them are right for so few, too."""
+    return sizes.kv.at_most(FEW_KEYS, right="no")
 
 
 def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
@@ -416,7 +422,7 @@ def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
     long = problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks
     wide = max(problem.head_dim, problem.head_dim_v)
     few = FEW_CLEARED[wide > NARROW]
-    return not long and wide <= KEYS_APART and sizes.q.at_most(few)
+    return not long and wide <= KEYS_APART and sizes.q.at_most(few, right="any")
 
 
 BWD_SM90 = Pipeline(

@@ -182,7 +182,8 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
 
 def _row_warps(problem: Problem, sizes: Sizes) -> int:
     """Fewest sets of ROWS query rows that hold all of them."""
-    return next(n for n in ROW_WARPS if sizes.rows.at_most(n * ROWS))
+    *fewer, most = ROW_WARPS
+    return next((n for n in fewer if sizes.rows.at_most(n * ROWS, right="no")), most)
 
 
 DECODE_FP8_SM90 = Pipeline(

@@ -179,7 +179,8 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     problem, target = request.problem, request.target
     if asks_for_order(request.schedule):
         return plan_blackwell(request)
-    copies = next((n for n in COPIES if request.sizes.rows.at_most(LANES // n)), COPIES[-1])
+    rows = request.sizes.rows
+    copies = next((n for n in COPIES if rows.at_most(LANES // n, right="no")), COPIES[-1])
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
     columns = _allocated(_columns(problem, tile_n, target))
 

@@ -119,11 +119,11 @@ def _pays_in_pairs(problem: Problem, widths: Pair, sizes: Sizes) -> bool:
     plain = problem.mask_form == "none" and problem.lengths == "dense"
     # Each CTA holds half of V's columns: whole blocks of 64.
     wide = widths[0] > 64 and widths[1] % 128 == 0
-    return plain and wide and sizes.q.more_than(ALONE)
+    return plain and wide and sizes.q.more_than(ALONE, right="any")
 
 
 def _query_tiles(wanted: Pair | None, target: Target, sizes: Sizes) -> tuple[int, str]:
-    if wanted is None and sizes.q.at_most(ROWS):
+    if wanted is None and sizes.q.at_most(ROWS, right="any"):
         return 1, f"one tile of queries: no sequence has more than {ROWS}"
     if wanted is None:
         return 2, "two tiles of queries: one is multiplied while the softmax of the other is taken"

@@ -37,7 +37,8 @@ def packed_heads(request: ForwardRequest) -> int:
     if not copied or problem.mask_form == "tables":
         return 1
     if problem.lengths == "packed":
-        pays = _may_pack_sequences(facts, problem, sizes) and sizes.q.at_most(_short_in_all(request))
+        may = _may_pack_sequences(facts, problem, sizes) and sizes.rows.at_most(MOST_PACKED)
+        pays = may and sizes.q.at_most(_short_in_all(request), right="any")
     else:
         pays = _may_pack(facts, problem) and not few_rows(problem, sizes) and sizes.rows.at_most(MOST_PACKED)
     return sizes.group if pays else 1
@@ -64,4 +65,4 @@ def _short_in_all(request: ForwardRequest) -> int:
     group, narrow = sizes.group, max(problem.head_dim, problem.head_dim_v) <= NARROW
     saved = COPIED - COPIED // group
     each = SHORT_SEQUENCES * saved * (2 if narrow else 1) // (2 if request.facts.mask is TRUE else 1)
-    return min(each * sizes.batch_power() * 3 // 2, MOST_PACKED // group)
+    return each * sizes.batch_power() * 3 // 2

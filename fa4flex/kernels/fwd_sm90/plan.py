@@ -296,7 +296,8 @@ def _least(request: ForwardRequest, choices: tuple[Choice, ...], form: Form, pac
         return choices[0]
     shortest = min(choices, key=lambda one: one.tiles.tile_m)
     at_once = target.multiprocessors // max(sizes.heads, 1)
-    if sizes.batch.at_most(1) and sizes.q.at_most(at_once * shortest.tiles.tile_m):
+    most = at_once * shortest.tiles.tile_m
+    if sizes.batch.at_most(1, right="any") and sizes.q.at_most(most, right="any"):
         return shortest  # all tiles of a prompt run at the same time: it takes as long as one of them
     error = constants_of(target).forward.error
     times = [time_of(one.tiles, problem, request.work, target, form, packed) for one in choices]
@@ -305,7 +306,7 @@ def _least(request: ForwardRequest, choices: tuple[Choice, ...], form: Form, pac
         size = many(sizes.heads, sizes.group, q_len)
         return least(among(range(len(times)), str, lambda i: times[i].predict(size)), error).what
 
-    return choices[sizes.settled(decide)]
+    return choices[sizes.chosen(decide, len(choices))]
 
 
 def _named(tile: Pair) -> str:

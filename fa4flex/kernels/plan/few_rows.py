@@ -210,8 +210,8 @@ def asks_for_order(schedule: Schedule) -> bool:
 
 def few_rows(problem: Problem, sizes: Sizes) -> bool:
     """True if a tile has all queries of a group of heads. Of packed sequences, all queries together are
-    known, which says nothing of one."""
-    return problem.lengths != "packed" and sizes.rows.at_most(MOST_ROWS)
+    known, which says nothing of one. Kernels for many rows are right for few."""
+    return problem.lengths != "packed" and sizes.rows.at_most(MOST_ROWS, right="no")
 
 
 def takes(problem: Problem, sizes: Sizes) -> bool:

@@ -3,12 +3,17 @@
 A plan is made for one call and serves others. So extents are no numbers to compare: a plan asks questions,
 each of which answers and narrows `valid`, the extents of all calls that get the same answers. For which calls
 a plan is valid follows from what it asked.
+
+Some questions are about speed alone: another answer gives a kernel that is slower and right. These say so
+(`Right`), and a plan may be made with the answers that another call got, so that a kernel which has been
+compiled serves until the best one has. A question that says nothing has its true answer always: what was
+forgotten is slow and never wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
 
@@ -18,8 +23,17 @@ if TYPE_CHECKING:
 Answer = tuple[bool, Reach]
 """Truth of a statement about extents, and extents of which the same is true."""
 
+Right = Literal["true", "no", "any"]
+"""Answers after which a plan is right for the sizes of a call: the true one; also no, for all sizes; any."""
 
-T = TypeVar("T")
+Question = tuple[str, int]
+"""A quantity by its name, and the number that it is compared with; 0 where it is asked for itself."""
+
+Answers = tuple[tuple[Question, int], ...]
+"""Questions about speed, with their answers."""
+
+NO_ANSWERS: Answers = ()
+"""Answers of no other call: all questions get their true ones."""
 
 CELLS = (*range(64, 641, 64), 768, 1024, 1536, 2048, 3072, 4096, 8192)
 """Ends of the cells of queries in which choices are settled, of which the last one stands for all beyond."""
@@ -32,60 +46,83 @@ class Sizes:
     heads    query heads; calls that a plan serves have as many
     group    query heads that share a head of keys
     valid    extents of calls that get the same answers to all questions so far
+    answers  to questions about speed so far
+    others   answers that another call got to these, which are taken where they are right for this one
     """
 
-    def __init__(self, inputs: Inputs | None = None) -> None:
+    def __init__(self, inputs: Inputs | None = None, others: Answers = NO_ANSWERS) -> None:
         self.extents = None if inputs is None else extents_of(inputs.extents)
         self.heads = 1 if inputs is None else inputs.extents.heads
         self.group = 1 if inputs is None else max(self.heads // max(inputs.kv_heads, 1), 1)
         self.valid = Reach()
+        self._answers: dict[Question, int] = {}
+        self._others = dict(others)
         self._packed = inputs is not None and inputs.lengths == "packed"
         self._parts = 2 if inputs is not None and inputs.keys_used else 1
 
     @property
     def q(self) -> Quantity:
         """Queries of the longest sequence, at most; of packed sequences, all together."""
-        return Quantity(self, lambda extents, most: _extent(extents, 1, most))
+        return Quantity(self, "q", lambda extents, most: _extent(extents, 1, most))
 
     @property
     def batch(self) -> Quantity:
         """Batch entries, or sequences."""
-        return Quantity(self, lambda extents, most: _extent(extents, 0, most))
+        return Quantity(self, "batch", lambda extents, most: _extent(extents, 0, most))
 
     @property
     def kv(self) -> Quantity:
         """Keys, likewise."""
-        return Quantity(self, lambda extents, most: _extent(extents, 2, most))
+        return Quantity(self, "kv", lambda extents, most: _extent(extents, 2, most))
 
     @property
     def rows(self) -> Quantity:
         """Queries times the heads that share a head of keys."""
-        return Quantity(self, lambda extents, most: _extent(extents, 1, most // self.group))
+        return Quantity(self, "rows", lambda extents, most: _extent(extents, 1, most // self.group))
 
     @property
     def usual_keys(self) -> Quantity:
         """Keys of a sequence: of packed ones on average, and of padded ones half of the padded length."""
         if self._packed:
-            return Quantity(self, _mean_keys)
-        return Quantity(self, lambda extents, most: _extent(extents, 2, (most + 1) * self._parts - 1))
+            return Quantity(self, "usual keys", _mean_keys)
+        parts = self._parts
+        return Quantity(self, "usual keys", lambda extents, most: _extent(extents, 2, (most + 1) * parts - 1))
 
     def tiles(self, keys: int) -> Quantity:
         """Tiles of so many keys, of all batch entries."""
-        return Quantity(self, lambda extents, most: _tiles(extents, keys, most))
+        return Quantity(self, f"tiles of {keys}", lambda extents, most: _tiles(extents, keys, most))
 
     def batch_power(self) -> int:
-        """The greatest power of two that is not larger than the batch, 1 at least."""
+        """The greatest power of two that is not larger than the batch, 1 at least: a measure for speed
+        alone."""
         if self.extents is None:
             return 1
         power = 1 << max(self.extents[0], 1).bit_length() - 1
-        self.narrow(Reach((power if power > 1 else 0, 0, 0), (2 * power - 1, ANY, ANY)))
-        return power
+        valid = Reach((power if power > 1 else 0, 0, 0), (2 * power - 1, ANY, ANY))
+        return self.settled(("batch power", 0), power, valid, "any")
 
-    def settled(self, decide: Callable[[int], T]) -> T:
-        """The decision for the queries of the longest sequence: for the most of the cell in which they
-        lie. It holds for all cells around it that are decided alike.
+    @property
+    def answers(self) -> Answers:
+        return tuple(sorted(self._answers.items()))
 
-        One axis, so that a few launches serve calls of all lengths; of unknown queries, there are many.
+    def settled(self, question: Question, answer: int, valid: Reach, right: Right) -> int:
+        """The answer to a question, noted: the true one, which holds for extents `valid`, or that of another
+        call, which holds for all."""
+        if right != "true":
+            other = self._others.get(question, answer)
+            if other != answer and (right == "any" or not other):
+                answer, valid = other, Reach()
+            self._answers[question] = answer
+        self.narrow(valid)
+        return answer
+
+    def chosen(self, decide: Callable[[int], int], count: int) -> int:
+        """The number of the candidate, of `count`, that `decide` takes for the queries of the longest
+        sequence: for the most of the cell in which they lie. It holds for all cells around it that are
+        decided alike.
+
+        One axis, so that a few launches serve calls of all lengths; of unknown queries, there are many. All
+        candidates are right.
         """
         if self.extents is None:
             return decide(CELLS[-1])
@@ -98,8 +135,7 @@ class Sizes:
             last += 1
         least = CELLS[first - 1] + 1 if first else 0
         most = CELLS[last] if last + 1 < len(CELLS) else ANY
-        self.narrow(Reach((0, least, 0), (ANY, most, ANY)))
-        return wanted
+        return self.settled(("candidate of", count), wanted, Reach((0, least, 0), (ANY, most, ANY)), "any")
 
     def narrow(self, valid: Reach) -> None:
         """Note that an answer holds for these extents alone."""
@@ -107,22 +143,23 @@ class Sizes:
 
 
 class Quantity(NamedTuple):
-    """A number that follows from sizes, and whether it is at most another one."""
+    """A number that follows from sizes, and whether it is at most another one. right: after which answers a
+    plan is right, which whoever asks knows, and which is tested."""
 
     sizes: Sizes
+    name: str
     answer: Callable[[Extents, int], Answer]
 
-    def at_most(self, most: int) -> bool:
+    def at_most(self, most: int, right: Right = "true") -> bool:
         """True if it is known to be this large, or smaller."""
         if self.sizes.extents is None:
             return False
         held, valid = self.answer(self.sizes.extents, most)
-        self.sizes.narrow(valid)
-        return held
+        return bool(self.sizes.settled((self.name, most), held, valid, right))
 
-    def more_than(self, most: int) -> bool:
+    def more_than(self, most: int, right: Literal["true", "any"] = "true") -> bool:
         """True if it is known to be larger than this."""
-        return self.sizes.extents is not None and not self.at_most(most)
+        return self.sizes.extents is not None and not self.at_most(most, right)
 
 
 def _extent(extents: Extents, place: int, most: int) -> Answer:

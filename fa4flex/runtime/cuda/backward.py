@@ -19,11 +19,14 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.analyze.prove import proving
+from fa4flex.compiler import ahead
+from fa4flex.compiler.compile import prepare_ahead
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, UnsupportedError
 from fa4flex.kernels.plan.arguments import BACKWARD
 from fa4flex.kernels.plan.groups import groups_of
 from fa4flex.kernels.plan.lengths import row_block
+from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.calls.conversions import tma_able
@@ -31,7 +34,7 @@ from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.engine import Engine, kernels_of, lowered_for
+from fa4flex.runtime.cuda.engine import Engine, chip_of, described, lowered_for
 from fa4flex.runtime.cuda.known import (
     Form,
     Known,
@@ -45,14 +48,13 @@ from fa4flex.runtime.cuda.known import (
     rows_of,
 )
 from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
+from fa4flex.runtime.cuda.meanwhile import Described, meanwhile
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 from ptxsim import active as simulated
 
 if TYPE_CHECKING:
-    from fa4flex.compiler.signature import Signature
     from fa4flex.kernels.plan.pipeline import BackwardPlan
-    from fa4flex.lower import Given, Lowered
 
 
 def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
@@ -61,7 +63,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if faults.pending.value or later.awaited:
         faults.check()
     deterministic, slots = _deterministic(engine), tuple(needs)
-    compared = _compared(call, saved, (slots, deterministic, engine.bits))
+    compared = _compared(call, saved, (slots, deterministic, engine.stand))
     known = _known(engine.known_backward, call, saved, compared)
     if known is not None:
         return known(call, saved)
@@ -74,7 +76,8 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if ready is MISSING:
         try:
             with proving():
-                ready = _make_ready(engine, call, saved, needs, deterministic)
+                alike = engine.backward.answers(key)
+                ready = _make_ready(engine, call, saved, slots, deterministic, alike)
         except UnsupportedError:
             ready = None
         engine.backward.keep(key, extents, ready)
@@ -129,7 +132,7 @@ def _remember(
     """`ready` was made for an earlier call. Where tensors of heads are copied at each launch, as a gradient
     of a sum is, which has strides of 0, it serves those of the very same shapes and strides."""
     form, more, others, tensors = compared
-    if not shortlist.lacks(ready, form):
+    if not shortlist.lacks(ready, form) or (ready.until is not None and ready.until.over):
         return
     rows, valid = [*map(Row.of, tensors)], None
     if all(map(tma_able, (call.q, call.kv.k, call.kv.v, saved.out, saved.dout))):
@@ -159,40 +162,67 @@ def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
     left for the passes to say."""
     with contextlib.suppress(Fa4flexError), proving():
         require_not_capturing()
-        _, *before = kernels_of(engine, call)
-        longest, *others = _kernels_of(engine, call, dlse)
-        for lowered, signature in (longest, *before, *others):
-            lowered.compile_ahead(signature)
+        prepare_ahead(chip_of(call).name)
+        try:
+            _compile_ahead(engine, call, dlse)
+        finally:
+            ahead.dismiss()
 
 
-def _kernels_of(engine: Engine, call: Call, dlse: bool) -> list[tuple[Lowered, Signature]]:
-    """All kernels that `_make_ready` will have compiled, that of the pass first."""
+def _compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
+    _, *before = described(engine, call).kernels
     needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
-    lowered, value, signature, _ = _lowered(engine, call, needs, dlse, _deterministic(engine))
-    lengths = lengths_kernel(engine.kinds, call, lowered)
-    tables = tables_kernel(engine.kinds, call, lowered, value.captured)
-    return [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
+    longest, *others = _described(engine, call, needs, dlse, _deterministic(engine)).kernels
+    for lowered, signature in (longest, *before, *others):
+        lowered.compile_ahead(signature)
 
 
-def _lowered(
-    engine: Engine, call: Call, needs: Sequence[int], dlse: bool, deterministic: bool
-) -> tuple[Lowered, Given, Signature, Reach]:
-    """Everything that decides the kernels, and the extents of other calls for which it is the same."""
+def _described(
+    engine: Engine,
+    call: Call,
+    needs: Sequence[int],
+    dlse: bool,
+    deterministic: bool,
+    answers: Answers = NO_ANSWERS,
+) -> Described:
+    """Everything that decides the launch of a backward pass. answers: of other calls, to questions about
+    speed."""
     from fa4flex.lower import lower_backward
 
     schedule = replace(engine.schedule, deterministic=deterministic)
     lower = partial(lower_backward, needs=needs)
-    lowered, value, reach = lowered_for(engine, call, schedule, lower, queries=not deterministic)
-    return lowered, value, signature_of(engine.kinds, call, ("dlse",) * dlse), reach
+    lowered, value, reach = lowered_for(engine, call, schedule, lower, answers, queries=not deterministic)
+    signature = signature_of(engine.kinds, call, ("dlse",) * dlse)
+    lengths = lengths_kernel(engine.kinds, call, lowered)
+    tables = tables_kernel(engine.kinds, call, lowered, value.captured)
+    kernels = [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
+    return Described(lowered, value, signature, reach, kernels)
 
 
 def _make_ready(
-    engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
+    engine: Engine,
+    call: Call,
+    saved: Saved,
+    needs: Sequence[int],
+    deterministic: bool,
+    answers: Sequence[Answers] = (),
 ) -> ReadyBackward:
-    lowered, value, signature, reach = _lowered(engine, call, needs, saved.dlse is not None, deterministic)
+    """answers: those of earlier calls that look like this one, to questions about speed."""
+    describe = partial(_described, engine, call, needs, saved.dlse is not None, deterministic)
+    chosen = describe()
+    other = meanwhile(engine, chosen, answers, describe)
+    if other is None:
+        return _ready(engine, call, saved, chosen)
+    made = _ready(engine, call, saved, other.serving)
+    return replace(made, reach=made.reach.within(other.reach), until=other.awaited)
+
+
+def _ready(engine: Engine, call: Call, saved: Saved, made: Described) -> ReadyBackward:
+    lowered, value, reach = made.lowered, made.given, made.reach
     captured = value.captured
     plan: BackwardPlan = lowered.plan
-    kernel = lowered.compile(signature)
+    deterministic = lowered.problem.deterministic
+    kernel = lowered.compile(made.signature)
     of_one = any(one.adding != "sum" for one in lowered.sums)
     if of_one or (lowered.sums and deterministic):
         reach = Reach.exactly(extents_of(value.inputs.extents))
@@ -213,6 +243,7 @@ def _make_ready(
         reach,
         lengths_of(engine.kinds, call, lowered, engine.counted),
         groups_of(value.inputs, plan),
+        lowered.answers,
     )
 
 

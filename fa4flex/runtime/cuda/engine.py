@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
 from fa4flex.kernels.plan.arguments import forward_schema
+from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -50,13 +52,14 @@ from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.known import Known, Shortlist
 from fa4flex.runtime.cuda.launches.ready import PARAMETERS, REPEATED, Ready
+from fa4flex.runtime.cuda.meanwhile import Described, Meanwhile, meanwhile
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 from fa4flex.runtime.key_sources import Contiguous
 
 if TYPE_CHECKING:
-    from fa4flex.compiler.signature import Signature
     from fa4flex.kernels.plan.pipeline import ForwardPlan
+    from fa4flex.kernels.plan.target import Target
     from fa4flex.lower import Given, Lowered
 
 MOST_READY = 256
@@ -67,6 +70,9 @@ MOST_PROVED = 256
 """Proofs of one program, and attempts at some: one serves forward and backward passes, whatever else their
 tensors look like."""
 
+
+MOST_NOTED = 16
+"""Launches that serve until better kernels are compiled, of which explanations tell."""
 
 Bits = tuple[tuple[int, int], ...]
 
@@ -80,9 +86,11 @@ class Engine:
         """The kind of each captured number, by slot."""
         self.watched = watched(facts)
         self._integers = sorted(slots_read(*integers(*facts.roots)))
-        self.bits: Bits = ()
-        """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
-        these have, which only grow: see Captured."""
+        self.stand: tuple[Bits, int] = (), 0
+        """`bits`, and how often better kernels have been compiled meanwhile: calls that were seen before are
+        recognised by it, so that they look for their launches again."""
+        self.meanwhile: tuple[Meanwhile, ...] = ()
+        """Launches that serve, or served, until better kernels are compiled, the last ones first."""
         self.ready: LaunchCache[Ready] = LaunchCache(MOST_READY)
         """Launches by key, None where no kernel reads keys in place: see runtime/cuda/in_place.py."""
         self._computed_with = computed_with(*facts.roots)
@@ -141,6 +149,30 @@ class Engine:
             results = tuple(sorted((known | more).items()))
             if results != self.bits:
                 self.bits = results
+
+    def switch(self) -> None:
+        """Have calls look for their launches again: better kernels have been compiled. From any thread."""
+        with self._changing:
+            self.stand = self.bits, self.stand[1] + 1
+
+    def note(self, one: Meanwhile) -> None:
+        """Keep for explanations that a launch serves until better kernels are compiled."""
+        with self._changing:
+            self.meanwhile = (one, *self.meanwhile)[:MOST_NOTED]
+
+    def serving(self) -> list[str]:
+        """Kernels that serve until better ones are compiled, or because these could not be, in words."""
+        return [one.explain() for one in self.meanwhile if not one.awaited.over]
+
+    @property
+    def bits(self) -> Bits:
+        """Slots of captured tensors that were seen to hold integers of MODEST or more, with the bits that
+        these have, which only grow: see Captured."""
+        return self.stand[0]
+
+    @bits.setter
+    def bits(self, bits: Bits) -> None:
+        self.stand = bits, self.stand[1]
 
     @property
     def counted(self) -> bool:
@@ -211,19 +243,30 @@ def _below(x: Tensor, bits: int) -> Tensor:
 # --- making ready -----------------------------------------------------------------------------------------
 
 
+def chip_of(call: Call) -> Target:
+    """The chip of a call. Raises UnsupportedError where there is no kernel for it."""
+    return target_of(call.q.device)
+
+
 def lowered_for(
-    engine: Engine, call: Call, schedule: Schedule, lower: Callable[[Given], Lowered], queries: bool = False
+    engine: Engine,
+    call: Call,
+    schedule: Schedule,
+    lower: Callable[[Given], Lowered],
+    answers: Answers = NO_ANSWERS,
+    queries: bool = False,
 ) -> tuple[Lowered, Given, Reach]:
     """A pass for calls that look like this one, what it was made of, and the extents that it is good for.
-    `queries`: the pass computes query intervals where it can."""
+    answers: of other calls, to questions about speed; `queries`: the pass computes query intervals where it
+    can."""
     from fa4flex.lower import Given
 
     engine.look_at(call)
     captured = Captured(call.operands, numbers_of(engine.kinds, call), engine.bits)
-    target = target_of(call.q.device)
+    target = chip_of(call)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
     proofs = Proofs(engine, call, captured)
-    value = Given(engine.facts, schedule, inputs, captured, target, proofs.prove)
+    value = Given(engine.facts, schedule, inputs, captured, target, proofs.prove, answers=answers)
     passes: dict[Shape, Lowered] = {}
 
     def planned(bound: Shape) -> Reach:
@@ -281,8 +324,16 @@ class Proofs:
         return self._engine.proved.made((what, shape, self._key), (), make)
 
 
-def _sorted(plan: ForwardPlan) -> tuple[int, int]:
-    """Queries and keys of tiles that are sorted: their rows may be those of several heads."""
+def _by_work(plan: ForwardPlan) -> bool:
+    """True if tiles of queries are sorted by their keys."""
+    return plan.order == "by_work"
+
+
+def _sorted(plan: ForwardPlan) -> tuple[int, int] | None:
+    """Queries and keys of tiles that are sorted: their rows may be those of several heads; None where none
+    are."""
+    if not _by_work(plan):
+        return None
     rows, keys = plan.tile
     return rows // plan.packed_heads, keys
 
@@ -295,34 +346,36 @@ def _splitting(plan: ForwardPlan, inputs: Given) -> Splitting | None:
     return replace(result, seen=keys_seen(inputs.facts, inputs.proved_for, inputs.captured))
 
 
-def lowered_of(engine: Engine, call: Call) -> tuple[Lowered, Given, Signature, Reach]:
-    """Everything that decides the kernel of a call, and the extents of other calls for which it is the
-    same."""
+def described(engine: Engine, call: Call, answers: Answers = NO_ANSWERS) -> Described:
+    """Everything that decides the launch of a forward pass. answers: of other calls, to questions about
+    speed."""
     from fa4flex.lower import lower_forward
 
-    lowered, value, reach = lowered_for(engine, call, engine.schedule, lower_forward)
-    ordered = ("order",) if lowered.plan.order == "by_work" else ()
-    return lowered, value, signature_of(engine.kinds, call, ordered), reach
-
-
-def kernels_of(engine: Engine, call: Call) -> list[tuple[Lowered, Signature]]:
-    """All kernels that `make_ready` has compiled, that of the pass first."""
-    lowered, value, signature, _ = lowered_of(engine, call)
-    tile = _sorted(lowered.plan) if lowered.plan.order == "by_work" else None
-    lengths = lengths_kernel(engine.kinds, call, lowered, tile)
+    lowered, value, reach = lowered_for(engine, call, engine.schedule, lower_forward, answers)
+    signature = signature_of(engine.kinds, call, ("order",) if _by_work(lowered.plan) else ())
+    lengths = lengths_kernel(engine.kinds, call, lowered, _sorted(lowered.plan))
     tables = tables_kernel(engine.kinds, call, lowered, value.captured)
-    return [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
+    kernels = [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
+    return Described(lowered, value, signature, reach, kernels)
 
 
 def make_ready(engine: Engine, call: Call) -> Ready:
     """Everything that calls that look like this one have in common. Raises UnsupportedError for what no
     kernel does, PastTheEnd for short captured tensors."""
     require_not_capturing()
-    lowered, value, signature, reach = lowered_of(engine, call)
+    chosen, key = described(engine, call), engine.key(call)
+    answers = () if key is None else engine.ready.answers(key[0])
+    other = meanwhile(engine, chosen, answers, partial(described, engine, call))
+    if other is None:
+        return _ready(engine, call, chosen)
+    return replace(_ready(engine, call, other.serving), reach=other.reach, until=other.awaited)
+
+
+def _ready(engine: Engine, call: Call, made: Described) -> Ready:
+    lowered, value = made.lowered, made.given
     captured = value.captured
     plan: ForwardPlan = lowered.plan
-    by_work = plan.order == "by_work"
-    kernel = lowered.compile(signature)
+    kernel = lowered.compile(made.signature)
     output = engine.precision.output_dtype(call.q.dtype)
     schema, constants = forward_schema(call.keys), {"scalars": prepared(captured.scalars or None)}
     if call.kv.seqused_k is None:
@@ -340,13 +393,14 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         call.kv.v.shape[-1],
         call.kv_heads,
         call.statistics,
-        reach,
+        made.reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
         call.kv.seqused_k is not None,
         _splitting(plan, value),
-        lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan) if by_work else None),
+        lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan)),
         tables_of(engine.kinds, call, lowered, captured, engine.counted),
         engine.watch_integers if engine.watches_integers else None,
         bits=captured.bits,
+        answers=lowered.answers,
     )

@@ -111,7 +111,7 @@ def pays_in_pairs(problem: Problem, sizes: Sizes) -> bool:
     bias by key."""
     wide = all(96 < width <= WIDTHS[-1] for width in (problem.head_dim, problem.head_dim_v))
     alike = problem.met_alike and not problem.long_scores
-    return wide and alike and sizes.usual_keys.more_than(FEW_KEYS)
+    return wide and alike and sizes.usual_keys.more_than(FEW_KEYS, right="any")
 
 
 def plan_two_cta(request: Request) -> TwoCtaPlan:

@@ -12,8 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from fa4flex.codegen.analyze.extents import Extents, Reach
-from fa4flex.contents import VersionedCache
+from fa4flex.compiler.background import Awaited
+from fa4flex.contents import VersionedCache, capturing
 from fa4flex.kernels.plan.arguments import FORWARD
+from fa4flex.kernels.plan.sizes import Answers
 from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.arguments import key_function, key_function_of
 from fa4flex.runtime.cuda.calls.looks import ALIGNMENT, heads_look
@@ -113,11 +115,25 @@ def _loaded(call: Call) -> tuple[Key, Extents] | None:
 
 
 class Reaching(Protocol):
+    """A launch: extents that it serves, answers by which others may have it, and what is to replace it."""
+
     @property
     def reach(self) -> Reach: ...
 
+    @property
+    def answers(self) -> Answers: ...
+
+    @property
+    def until(self) -> Awaited | None: ...
+
 
 Ready = TypeVar("Ready", bound=Reaching)
+
+
+def serves(ready: Reaching) -> bool:
+    """False once a launch is to be replaced by one whose kernels are there; while a CUDA graph is captured,
+    in which none is made, it goes on."""
+    return ready.until is None or not ready.until.over or capturing()
 
 
 class LaunchCache(Generic[Ready]):
@@ -125,21 +141,30 @@ class LaunchCache(Generic[Ready]):
 
     def __init__(self, most: int) -> None:
         self._kept: VersionedCache[Any] = VersionedCache(most)
+        self._answers: VersionedCache[tuple[Answers, ...]] = VersionedCache(most)
 
     def find(self, key: Key, extents: Extents) -> Any:
         """Entry kept for calls of this key and these extents, else MISSING."""
         for ready in self._kept.get(key, (), ()):
-            if ready.reach.holds(extents):
+            if ready.reach.holds(extents) and serves(ready):
                 return ready
-        return self._kept.get((key, extents), (), MISSING)
+        ready = self._kept.get((key, extents), (), MISSING)
+        return ready if ready is None or ready is MISSING or serves(ready) else MISSING
+
+    def answers(self, key: Key) -> tuple[Answers, ...]:
+        """Answers to questions about speed that calls of this key got, the last ones first."""
+        return self._answers.get(key, (), ())
 
     def keep(self, key: Key, extents: Extents, ready: Ready | None) -> None:
+        if ready is not None and ready.until is None:
+            others = [one for one in self.answers(key) if one != ready.answers]
+            self._answers.keep(key, (), (ready.answers, *others)[:MOST_REACHES])
         if ready is None or ready.reach.exact:
             self._kept.keep((key, extents), (), ready)
         else:
-            known = self._kept.get(key, (), ())
+            known = [one for one in self._kept.get(key, (), ()) if one.until is None or not one.until.over]
             self._kept.keep(key, (), (ready, *known)[:MOST_REACHES])
 
     def __len__(self) -> int:
-        """Number of keys, and of extents that have a launch of their own."""
+        """Number of keys with launches, and of extents that have a launch of their own."""
         return len(self._kept)

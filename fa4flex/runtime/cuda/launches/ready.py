@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
+from fa4flex.compiler.background import Awaited
+from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
@@ -94,6 +96,8 @@ class Ready:
                 its corrected lengths
     watch       looks after contents of captured tensors that launches take for granted, where there are any
     bits        of captured integers that the kernel was made for: see Engine
+    answers     to questions about speed that the kernel was planned with
+    until       what is to replace it, where it serves until a faster kernel is compiled
     remembered  what the last call had made that the next may use
     more        whether a call does more than launch
     """
@@ -113,6 +117,8 @@ class Ready:
     tables: Callable[..., Any] | None = None
     watch: Callable[[Call], None] | None = None
     bits: tuple[tuple[int, int], ...] = ()
+    answers: Answers = NO_ANSWERS
+    until: Awaited | None = None
     remembered: Remembered = field(default_factory=Remembered)
     more: bool = field(init=False)
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.extents import Reach, extents_of
+from fa4flex.compiler.background import Awaited
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
+from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.conversions import compact
 from fa4flex.runtime.cuda.device.counters import counters
@@ -66,6 +68,8 @@ class ReadyBackward:
     sums        memory for the gradients of captured tensors
     groups      where query heads share keys: in how many parts they are taken
     lengths     what corrects the lengths of a ragged batch
+    answers     to questions about speed that the kernel was planned with
+    until       what is to replace it, where it serves until a faster kernel is compiled
     """
 
     launch: Callable[..., None]
@@ -80,6 +84,8 @@ class ReadyBackward:
     reach: Reach
     lengths: LengthsKernel | None = None
     groups: Groups | None = None
+    answers: Answers = NO_ANSWERS
+    until: Awaited | None = None
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         call, saved = _in_whole_tokens(call, saved)
