@@ -120,7 +120,10 @@ def plan_parallel(arguments: argparse.Namespace) -> int:
 
 def bench(arguments: argparse.Namespace) -> int:
     """Times and errors beside every installed peer, on a GPU; status 1 where a target is missed."""
-    from fa4flex.bench.command import run
+    if "random" in arguments.suite:
+        from fa4flex.bench.random_suite import run
+    else:
+        from fa4flex.bench.command import run
 
     return run(arguments)
 

@@ -114,10 +114,6 @@ def _chosen(offered: tuple[Peer, ...], names: Sequence[str]) -> tuple[Peer, ...]
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status: 1 where a target was missed, else 0. A smoke run judges errors alone."""
-    if "random" in arguments.suite:
-        from fa4flex.bench import random_suite
-
-        return random_suite.run(arguments)
     options = options_of(arguments)
     _refuse_alien(arguments)
     chosen = select_all(arguments.suite, [pattern for pattern in arguments.rows.split(",") if pattern])

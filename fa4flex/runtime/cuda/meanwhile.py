@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
     from fa4flex.lower import Given, Lowered
     from fa4flex.primitives.schedule import Schedule
-    from fa4flex.runtime.cuda.engine import Engine
+
+
+class Owner(Protocol):
+    """Engine whose calls these are, as far as it is needed here."""
+
+    schedule: Schedule
+
+    def switch(self) -> None: ...
+
+    def note(self, one: Meanwhile) -> None: ...
 
 
 class Described(NamedTuple):
@@ -71,7 +80,7 @@ def allowed(schedule: Schedule) -> bool:
 
 
 def meanwhile(
-    engine: Engine, chosen: Described, answers: Iterable[Answers], described: Callable[[Answers], Described]
+    engine: Owner, chosen: Described, answers: Iterable[Answers], described: Callable[[Answers], Described]
 ) -> Meanwhile | None:
     """The launch that serves a call until the kernels of `chosen` are compiled, which this begins; None where
     they are, or where nothing that has been compiled is right for it.
