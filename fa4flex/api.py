@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fa4flex import calls
 from fa4flex.codegen.build import Bound, Program, Trace
+from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
@@ -23,7 +24,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
-from fa4flex.runtime.cuda.device.faults import synchronize
+from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
 
 if TYPE_CHECKING:
@@ -259,3 +260,14 @@ def attention(
     statistics = _LSE if return_lse else ()
     out, lse, _ = calls.run(variant, None, (q, k, v), varlen, paging, statistics, kv_scales)
     return (out, lse) if return_lse else out
+
+
+def synchronize(kernels: bool = False) -> None:
+    """Wait for all work on all devices, then raise InputError if a kernel has found a fault.
+
+    kernels   wait for kernels that are compiled in the background as well: calls after it run the best ones,
+              as whoever times or captures them wants
+    """
+    if kernels:
+        background.wait()
+    faults.synchronize()

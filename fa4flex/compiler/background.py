@@ -49,13 +49,15 @@ class Job(NamedTuple):
 class Awaited:
     """Kernels that are being compiled.
 
-    over    True when all of them are on disk
-    error   why they never will be, in words; "" as long as nobody knows of a reason
+    over      True when all of them are on disk
+    error     why they never will be, in words; "" as long as nobody knows of a reason
+    settled   set when either is so, and whoever asked has been told
     """
 
     def __init__(self, jobs: Sequence[Job], then: Callable[[], object]) -> None:
         self.jobs, self.then = tuple(jobs), then
         self.over, self.error = False, ""
+        self.settled = threading.Event()
         _all.add(self)
 
     @property
@@ -104,6 +106,14 @@ def _work(asked: queue.SimpleQueue[Awaited | None]) -> None:
             awaited.error = f"{type(error).__name__}: {error}"
         if awaited.error and not _ending:
             _say(awaited)
+        awaited.settled.set()
+
+
+def wait() -> None:
+    """Wait until nothing is being compiled in the background."""
+    for awaited in list(_all):
+        while not awaited.settled.wait(LOOK) and not _ending:
+            pass
 
 
 def _compiled(jobs: Sequence[Job]) -> str:
@@ -162,6 +172,7 @@ def _in_child() -> None:
     for awaited in list(_all):
         if not awaited.over and not awaited.error:
             awaited.error = "the process that was forked waits for it"
+        awaited.settled.set()
     _asked, _thread, _beginning = queue.SimpleQueue(), None, threading.Lock()
 
 

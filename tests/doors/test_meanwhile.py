@@ -146,6 +146,17 @@ def test_another_kernel_serves_until_the_best_one_is_there(made: Made) -> None:
     assert "is being compiled" not in attn.explain()
 
 
+def test_synchronize_waits_for_kernels(made: Made) -> None:
+    attn = fa4flex.compile(mask=causal)
+    many = served(made, lambda: attn(*inputs(MANY)))
+    assert served(made, lambda: attn(*inputs(ONE))) == many
+    fa4flex.synchronize()
+    assert "is being compiled" in attn.explain()
+    threading.Timer(0.3, made.go).start()
+    fa4flex.synchronize(kernels=True)
+    assert "is being compiled" not in attn.explain() and served(made, lambda: attn(*inputs(ONE))) != many
+
+
 def test_both_passes(made: Made) -> None:
     """Each has kernels of its own for short sequences."""
     attn = fa4flex.compile(mask=causal)
