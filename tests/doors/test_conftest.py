@@ -12,7 +12,9 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def tests(pytester: pytest.Pytester) -> pytest.Pytester:
-    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
+    here = Path(__file__).parents[1]
+    pytester.makeconftest((here / "conftest.py").read_text())
+    pytester.makepyfile(kernel_faults=(here / "kernel_faults.py").read_text())
     return pytester
 
 

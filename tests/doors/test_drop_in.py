@@ -385,7 +385,7 @@ def test_tile_maps_notice_changes_that_torch_does_not_count() -> None:
 def test_host_time_of_a_call_with_a_known_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time around the scores: the BlockMask's map, the functions' trace, the classes of 32 x 32 tiles."""
     mask = create_block_mask(causal_mod, None, None, 4096, 4096, device="cpu", BLOCK_SIZE=128)
-    q, k, v = (torch.randn(1, 1, 4096, 1) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, 4096, width) for width in (1, 1, 2))  # of two widths: tile by tile
     monkeypatch.setattr(Walk, "__iter__", lambda _: iter(()))  # no tile is computed
     times = []
     for _ in range(10):

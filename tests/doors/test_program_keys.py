@@ -230,7 +230,7 @@ def test_each_look_of_a_lifted_input_leads_to_another_program(name: str) -> None
     a, c = torch.rand(12), torch.rand(12)
 
     def kept(score: fx.GraphModule, mask: fx.GraphModule, given: tuple[Any, ...]) -> graphs.GraphTrace:
-        return graphs._kept(((score, given[:3]), (mask, given[3:])), context)
+        return graphs._kept(((score, given[:3]), (mask, given[3:])), context, "score")
 
     base = a, c, 0.5, 3
     first, other = kept(score, mask, base), kept(score, mask, LIFTED[name](a, c))
@@ -245,9 +245,9 @@ def test_another_mask_is_another_program() -> None:
     (score, mask), context = pair(), [torch.zeros((), dtype=torch.int64) for _ in range(3)]
     given = (torch.rand(12), torch.rand(12), 0.5)
     later = graph(lambda b, h, q, k, window: q - k > window)
-    first, other = (graphs._kept(((score, given), (x, (3,))), context) for x in (mask, later))
+    first, other = (graphs._kept(((score, given), (x, (3,))), context, "score") for x in (mask, later))
     assert first.facts.mask != other.facts.mask and first.facts.score == other.facts.score
-    assert graphs._kept(((score, given), (mask, (3,))), context) is first
+    assert graphs._kept(((score, given), (mask, (3,))), context, "score") is first
 
 
 def test_a_tensor_that_stands_for_a_length_is_another_program() -> None:
@@ -255,7 +255,7 @@ def test_a_tensor_that_stands_for_a_length_is_another_program() -> None:
     mask = graph(lambda b, h, q, k: q >= k)
     context = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
     given = (torch.zeros((), dtype=torch.int64), context[0], context[1], context[0])
-    found = [graphs._kept(((score, (x,)), (mask, ())), context) for x in given]
+    found = [graphs._kept(((score, (x,)), (mask, ())), context, "score") for x in given]
     assert len({id(one) for one in found}) == 3 and found[1] is found[3]
     assert [len(one.operands) for one in found] == [1, 0, 0, 0]
     assert {"q_len"} <= found[1].facts.score.free and {"kv_len"} <= found[2].facts.score.free
@@ -269,7 +269,7 @@ def test_a_number_that_is_part_of_the_program_is_compared() -> None:
     context = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
 
     def kept(far: int) -> graphs.GraphTrace:
-        return graphs._kept(((score, ()), (mask, (far,))), context)
+        return graphs._kept(((score, ()), (mask, (far,))), context, "score")
 
     assert kept(1).facts.mask is not kept(0).facts.mask
     assert kept(1).pinned and kept(2) is kept(2)

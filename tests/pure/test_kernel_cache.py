@@ -139,7 +139,7 @@ PROBLEMS: dict[str, Any] = {
     "in_range": False, "positive_scale": False, "operands": (("int32", 1),), "sloped": True,
     "met_alike": True, "long_scores": True, "pair_reads": True, "long_masks": True,
     "many_reads": True, "gradients": ((0, "sum"),),
-    "deterministic": True, "keys": in_pages(16), "grouped": True, "row_ends": 1,
+    "deterministic": True, "keys": in_pages(16), "grouped": True, "row_ends": 1, "output": True,
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "loader": PAGES, "together": 32, "rows": (PAGE_TABLE,), "dtype": "float8_e4m3fn", "k_scales": "head",
