@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +21,16 @@ from fa4flex.kernels.bwd_sm90.plan import HALF_TILE, LONG_TILE, TILE, HopperBack
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper, time_of
 from fa4flex.kernels.plan.backward_time import Heads, many
 from fa4flex.kernels.plan.bound import Size
-from fa4flex.kernels.plan.candidates import Candidate, least
+from fa4flex.kernels.plan.candidates import least, losses
+from fa4flex.kernels.plan.cells import CELLS, CHANGE, cheapest_path
 from fa4flex.kernels.plan.constants import H200, constants_of
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.l2 import sections_of_keys, sections_of_queries
-from fa4flex.kernels.plan.model import Predicted, makespan
+from fa4flex.kernels.plan.model import makespan
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest, Request
-from fa4flex.kernels.plan.sizes import CELLS, Sizes
+from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.kernels.plan.walks import Form, by_keys, by_queries
 from fa4flex.primitives.schedule import Schedule
@@ -115,8 +118,8 @@ def test_sections_are_those_of_the_kernels() -> None:
     """Counted by hand: 28:4 heads of 4,096 and 128 columns have 29 MB of queries and sums for each head of
     keys, four of which are four sections. 512 keys of 128 columns are 256 KB: 8 MB hold 32, and 49 pairs have
     198 tiles, so that 512 are halved to 32. Of 4,096 keys, 16 MB hold 8."""
-    assert sections_of_queries(4, 4096, 1024 * 7) == 4
-    assert sections_of_queries(28, 4096, 1024) == 4
+    assert sections_of_queries(4, 4096 * 1024 * 7) == 4
+    assert sections_of_queries(28, 4096 * 1024) == 4
     assert sections_of_keys(512, 512, 512, 4, 198) == 16
     assert sections_of_keys(64, 4096, 512, 32, 198) == 8
 
@@ -165,14 +168,35 @@ def test_operands_are_those_that_the_simulator_counted() -> None:
 # --- choices ------------------------------------------------------------------------------------------------
 
 
-def candidate(name: str, seconds: float) -> Candidate[str]:
-    return Candidate(name, name, Predicted(seconds, 1, 1, ""))
-
-
 def test_the_least_is_taken_and_the_first_of_those_that_take_about_as_long() -> None:
-    ways = [candidate("a", 1.0), candidate("b", 0.97), candidate("c", 0.90)]
-    assert least(ways, 0.0).what == "c" and least(ways, 0.02).what == "c"
-    assert least(ways, 0.08).what == "b" and least(ways, 0.2).what == "a"
+    seconds = [1.0, 0.97, 0.90]
+    assert least(seconds, 0.0) == least(seconds, 0.02) == 2
+    assert least(seconds, 0.08) == 1 and least(seconds, 0.2) == 0
+
+
+def test_losses_are_what_is_believed_beyond_the_one_that_is_taken(seed: int) -> None:
+    assert losses([1.0, 0.9], 0.05) == pytest.approx([0.95 / 0.9 - 1, 0])
+    assert losses([1.0, 0.96], 0.05) == pytest.approx([0, 0.96 / 0.95 - 1])  # the first, as if both took 0.95
+    draw = random.Random(seed)
+    for _ in range(100):
+        seconds, error = [draw.uniform(0.9, 1.1) for _ in range(draw.randint(1, 4))], draw.uniform(0, 0.1)
+        found = losses(seconds, error)
+        assert found[least(seconds, error)] == 0 == min(found)
+
+
+def test_paths_are_the_cheapest(seed: int) -> None:
+    """Beside all sequences of candidates."""
+    draw = random.Random(seed)
+
+    def cost(path: Sequence[int]) -> float:
+        changes = sum(a != b for a, b in itertools.pairwise(path))
+        return sum(row[i] for row, i in zip(rows, path, strict=True)) + CHANGE * changes
+
+    for _ in range(60):
+        count, length = draw.randint(1, 3), draw.randint(1, 6)
+        rows = [[draw.choice((0.0, 0.0, draw.uniform(0, 0.05))) for _ in range(count)] for _ in range(length)]
+        every = itertools.product(range(count), repeat=length)
+        assert cost(cheapest_path(rows)) == pytest.approx(min(map(cost, every)))
 
 
 def test_steps_are_those_of_the_least_prediction() -> None:

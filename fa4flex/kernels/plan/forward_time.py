@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fa4flex.kernels.plan.backward_time import HALF, Heads
 from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.l2 import sections_of_keys
-from fa4flex.kernels.plan.model import Launch, Predicted, Units, predict
+from fa4flex.kernels.plan.model import Launch, Predicted, Units, predict, step_of
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.walks import Form, by_queries
 
@@ -52,4 +52,5 @@ def _predict(time: ForwardTime, size: Heads) -> Predicted:
     rows = batch * (heads * q_len + kv_heads * kv_len)
     moved = rows * bytes_of_key  # q and the output are as wide as k and v together
     launch = Launch(batch * heads // group, walk, sections=sections, even=even, moved=moved)
-    return predict(launch, time.units, time.exposed, constants.forward, constants, time.target)
+    step = step_of(time.units, time.exposed, constants.adding)
+    return predict(launch, step, constants.forward, constants, time.target.multiprocessors)

@@ -12,10 +12,11 @@ forgotten is slow and never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
+from fa4flex.kernels.plan.cells import CELLS, cell_of, cheapest_path, extents_around
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.inputs import Inputs
@@ -34,9 +35,6 @@ Answers = tuple[tuple[Question, int], ...]
 
 NO_ANSWERS: Answers = ()
 """Answers of no other call: all questions get their true ones."""
-
-CELLS = (*range(64, 641, 64), 768, 1024, 1536, 2048, 3072, 4096, 8192)
-"""Ends of the cells of queries in which choices are settled, of which the last one stands for all beyond."""
 
 
 class Sizes:
@@ -90,7 +88,11 @@ class Sizes:
 
     def tiles(self, keys: int) -> Quantity:
         """Tiles of so many keys, of all batch entries."""
-        return Quantity(self, f"tiles of {keys}", lambda extents, most: _tiles(extents, keys, most))
+        return Quantity(
+            self,
+            f"tiles of {keys}",
+            lambda extents, most: _tiles(extents, keys, most, self.valid.least[2]),
+        )
 
     def batch_power(self) -> int:
         """The greatest power of two that is not larger than the batch, 1 at least: a measure for speed
@@ -116,26 +118,20 @@ class Sizes:
         self.narrow(valid)
         return answer
 
-    def chosen(self, decide: Callable[[int], int], count: int) -> int:
-        """The number of the candidate, of `count`, that `decide` takes for the queries of the longest
-        sequence: for the most of the cell in which they lie. It holds for all cells around it that are
-        decided alike.
+    def chosen(self, losses: Callable[[int], Sequence[float]]) -> int:
+        """The number of the candidate that is taken for the queries of the longest sequence: for the most of
+        the cell in which they lie. It holds for all cells around it that have the same (cells.py).
 
-        One axis, so that a few launches serve calls of all lengths; of unknown queries, there are many. All
-        candidates are right.
+        losses: for so many queries, of each candidate the share of a call's time that it takes longer than
+        the one which is best there. Of unknown queries, there are many. All candidates are right.
         """
+        path = cheapest_path([losses(end) for end in CELLS])
         if self.extents is None:
-            return decide(CELLS[-1])
-        q_len = self.extents[1]
-        cell = next((i for i, end in enumerate(CELLS) if q_len <= end), len(CELLS) - 1)
-        wanted, first, last = decide(CELLS[cell]), cell, cell
-        while first and decide(CELLS[first - 1]) == wanted:
-            first -= 1
-        while last + 1 < len(CELLS) and decide(CELLS[last + 1]) == wanted:
-            last += 1
-        least = CELLS[first - 1] + 1 if first else 0
-        most = CELLS[last] if last + 1 < len(CELLS) else ANY
-        return self.settled(("candidate of", count), wanted, Reach((0, least, 0), (ANY, most, ANY)), "any")
+            return path[-1]
+        cell = cell_of(self.extents[1])
+        least, most = extents_around(path, cell)
+        valid = Reach((0, least, 0), (ANY, ANY if most is None else most, ANY))
+        return self.settled(("candidate of", len(losses(CELLS[cell]))), path[cell], valid, "any")
 
     def narrow(self, valid: Reach) -> None:
         """Note that an answer holds for these extents alone."""
@@ -182,13 +178,15 @@ def _mean_keys(extents: Extents, most: int) -> Answer:
     return False, Reach((0, 0, limit + 1), (max(batch, 1), ANY, ANY))
 
 
-def _tiles(extents: Extents, tile: int, most: int) -> Answer:
-    """Batch entries have at most so many tiles of keys together."""
+def _tiles(extents: Extents, tile: int, most: int, known: int) -> Answer:
+    """Batch entries have at most so many tiles of keys together. known: keys that calls have at least, by
+    what was asked before; the more these are, the fewer batch entries have more tiles."""
     batch, _, keys = extents
     each = most // max(batch, 1)  # tiles of one batch entry, of which that is true
     if keys <= each * tile:
         return True, Reach((0, 0, 0), (most // each if each else ANY, ANY, each * tile))
-    return False, Reach((most // (each + 1) + 1, 0, each * tile + 1), (ANY, ANY, ANY))
+    more = max(each + 1, -(-known // tile))
+    return False, Reach((most // more + 1, 0, (more - 1) * tile + 1), (ANY, ANY, ANY))
 
 
 UNKNOWN = Sizes()
