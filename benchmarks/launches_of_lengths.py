@@ -1,4 +1,4 @@
-"""Launches that calls of random lengths need: plans and proofs alone, nothing is compiled, and no GPU is there.
+"""Launches that calls of random lengths need: plans and proofs alone, nothing is compiled.
 
     python benchmarks/launches_of_lengths.py [--lengths 1000] [--heads 16:4] [--seed 1] [--out counts.json]
     python benchmarks/launches_of_lengths.py --compare before.json after.json
@@ -78,24 +78,28 @@ def programs(heads: int, kv_heads: int, only: Sequence[str] = ()) -> Iterator[tu
 class Calls:
     """Calls of one combination, and the ranges of extents of launches that were made for them."""
 
-    def __init__(self, program: Any, of: Combination, heads: int, kv_heads: int) -> None:
+    def __init__(self, program: Any, of: Combination, heads: int, kv_heads: int, kept: int = 0) -> None:
         _, self._direction, self._arch, self._form, self._width = of
         self._program, self._heads, self._kv_heads = program, heads, kv_heads
         variant = program.variant
         kinds = {node.value: node.kind for node in _scalars(program)}
         self._engine = engines.Engine(program.facts, variant.schedule, variant.precision, kinds)
         self._captured = program.captured()
+        self._kept = kept
         self.reaches: list[Reach] = []
+        self.made = 0
         self.refused = 0
 
     def call(self, extents: tuple[int, int, int]) -> None:
         """Make a launch unless one serves these extents, or nothing ever did."""
-        if not self.reaches and self.refused >= MOST_REFUSED:
+        if not self.made and self.refused >= MOST_REFUSED:
             return
         if any(reach.holds(extents) for reach in self.reaches):
             return
         try:
             self.reaches.append(self._made(extents))
+            self.made += 1
+            self.reaches = self.reaches[-self._kept :]
         except Fa4flexError:
             self.refused += 1
 
@@ -136,11 +140,11 @@ def counted(arguments: argparse.Namespace) -> dict[str, list[int]]:
     results: dict[str, list[int]] = {}
     for name, program in programs(heads, kv_heads, arguments.only.split(",") if arguments.only else []):
         for of in product((name,), ("forward", "backward"), TARGETS, FORMS, WIDTHS):
-            calls = Calls(program, of, heads, kv_heads)
+            calls = Calls(program, of, heads, kv_heads, arguments.kept)
             for extents in drawn:
                 calls.call(extents)
-            print(*of, len(calls.reaches), calls.refused, file=sys.stderr, flush=True)
-            results[" ".join(map(str, of))] = [len(calls.reaches), calls.refused]
+            print(*of, calls.made, calls.refused, file=sys.stderr, flush=True)
+            results[" ".join(map(str, of))] = [calls.made, calls.refused]
     return results
 
 
@@ -179,6 +183,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, default=1000)
     parser.add_argument("--heads", default="16:4", help="query heads and heads of keys")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kept", type=int, default=0, help="launches that are remembered; 0: all")
     parser.add_argument("--only", default="", help="names of variants, between commas")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))

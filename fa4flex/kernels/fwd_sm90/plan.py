@@ -16,7 +16,7 @@ from fa4flex.kernels.fwd_sm90.tiles import Choice, Pair, Tiles, choose, producer
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
 from fa4flex.kernels.plan.backward_time import Heads, many
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
-from fa4flex.kernels.plan.candidates import among, listed, losses
+from fa4flex.kernels.plan.candidates import among, least, listed
 from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.forward_time import ForwardTime
@@ -302,11 +302,11 @@ def _least(request: ForwardRequest, choices: tuple[Choice, ...], form: Form, pac
     error = constants_of(target).forward.error
     times = [time_of(one.tiles, problem, request.work, target, form, packed) for one in choices]
 
-    def of(q_len: int) -> list[float]:
+    def decide(q_len: int) -> int:
         size = many(sizes.heads, sizes.group, q_len)
-        return losses([one.predict(size).seconds for one in times], error)
+        return least([one.predict(size).seconds for one in times], error)
 
-    return choices[sizes.chosen(of)]
+    return choices[sizes.chosen(decide, len(choices))]
 
 
 def _named(tile: Pair) -> str:

@@ -126,7 +126,8 @@ def _predictions(time: BackwardTime, size: Heads, numbers: Iterable[int]) -> Ite
             sections = sections_of_queries(apart, bytes_met) * sequences
             # A section has one tile after the other of all its pairs; without any, a pair's come together.
             together = -(-pairs // sections)
-        # Of queries and sums that tiles come back to, the cache holds some; sums come from memory and go there.
+        # Of queries and sums that tiles come back to, the cache holds some; other sums come from memory, and
+        # go there.
         live = min(pairs, max(at_once, together)) * bytes_met
         again = (1 - l2_bytes / live) * missed * walk.steps * met * pairs if live > l2_bytes else 0.0
         kernels = 1 + time.sums + (parts > 1)

@@ -29,15 +29,6 @@ def least(seconds: Sequence[float], error: float) -> int:
     return next(i for i, one in enumerate(seconds) if one * (1 - error) <= best)
 
 
-def losses(seconds: Sequence[float], error: float) -> list[float]:
-    """Of each candidate the share of time that it takes longer than the one that `least` takes; where that is
-    not the fastest, as if it were."""
-    taken = least(seconds, error)
-    before, after = (1 - error) / seconds[taken], 1 / (seconds[taken] * (1 - error))
-    shares = [one * (before if i < taken else after) - 1 for i, one in enumerate(seconds)]
-    return [0.0 if i == taken else max(share, 0.0) for i, share in enumerate(shares)]
-
-
 def listed(candidates: Sequence[Candidate[T]], taken: T, origin: str) -> list[str]:
     """A short table in words: what each would take, the one that is taken, and where the numbers are from."""
     lines = [f"candidates at this size, as the model predicts them ({origin}):"]

@@ -21,6 +21,9 @@ from typing import NamedTuple
 from fa4flex.kernels.plan.constants import Constants, Rates
 from fa4flex.kernels.plan.walks import Walk
 
+SHARED_BYTES = 128
+"""Bytes of shared memory that a multiprocessor reads or writes in a clock."""
+
 
 class Units(NamedTuple):
     """Clocks that one step keeps each unit of a multiprocessor busy, but for the last two: bytes.
@@ -73,7 +76,7 @@ class Predicted(NamedTuple):
     step: float
     busy: float
     limit: str
-    shortest: float = 0.0
+    shortest: float
 
 
 class Step(NamedTuple):

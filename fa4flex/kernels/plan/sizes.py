@@ -12,11 +12,10 @@ forgotten is slow and never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fa4flex.codegen.analyze.extents import ANY, Extents, Reach, extents_of
-from fa4flex.kernels.plan.cells import CELLS, cell_of, cheapest_path, extents_around
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.inputs import Inputs
@@ -35,6 +34,10 @@ Answers = tuple[tuple[Question, int], ...]
 
 NO_ANSWERS: Answers = ()
 """Answers of no other call: all questions get their true ones."""
+
+CELLS = (256, *range(320, 641, 64), 768, 1024, 1536, 2048, 3072, 4096, 8192)
+"""Ends of the cells of queries in which choices are settled, of which the last one stands for all beyond. The
+first one is wide: among so few queries the best tile changes with each 64, and calls are short."""
 
 
 class Sizes:
@@ -118,20 +121,26 @@ class Sizes:
         self.narrow(valid)
         return answer
 
-    def chosen(self, losses: Callable[[int], Sequence[float]]) -> int:
-        """The number of the candidate that is taken for the queries of the longest sequence: for the most of
-        the cell in which they lie. It holds for all cells around it that have the same (cells.py).
+    def chosen(self, decide: Callable[[int], int], count: int) -> int:
+        """The number of the candidate, of `count`, that `decide` takes for the queries of the longest
+        sequence: for the most of the cell in which they lie. It holds for all cells around it that are
+        decided alike.
 
-        losses: for so many queries, of each candidate the share of a call's time that it takes longer than
-        the one which is best there. Of unknown queries, there are many. All candidates are right.
+        One axis, so that a few launches serve calls of all lengths; of unknown queries, there are many. All
+        candidates are right.
         """
-        path = cheapest_path([losses(end) for end in CELLS])
         if self.extents is None:
-            return path[-1]
-        cell = cell_of(self.extents[1])
-        least, most = extents_around(path, cell)
-        valid = Reach((0, least, 0), (ANY, ANY if most is None else most, ANY))
-        return self.settled(("candidate of", len(losses(CELLS[cell]))), path[cell], valid, "any")
+            return decide(CELLS[-1])
+        q_len = self.extents[1]
+        cell = next((i for i, end in enumerate(CELLS) if q_len <= end), len(CELLS) - 1)
+        wanted, first, last = decide(CELLS[cell]), cell, cell
+        while first and decide(CELLS[first - 1]) == wanted:
+            first -= 1
+        while last + 1 < len(CELLS) and decide(CELLS[last + 1]) == wanted:
+            last += 1
+        least = CELLS[first - 1] + 1 if first else 0
+        most = CELLS[last] if last + 1 < len(CELLS) else ANY
+        return self.settled(("candidate of", count), wanted, Reach((0, least, 0), (ANY, most, ANY)), "any")
 
     def narrow(self, valid: Reach) -> None:
         """Note that an answer holds for these extents alone."""
