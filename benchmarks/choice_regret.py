@@ -38,6 +38,7 @@ from fa4flex.kernels.bwd_sm90 import plan as backward_plans
 from fa4flex.kernels.fwd_sm90 import plan as forward_plans
 from fa4flex.kernels.plan import constants
 from fa4flex.kernels.plan.backward_time import Heads
+from fa4flex.kernels.plan.candidates import least
 from fa4flex.kernels.plan.constants import Constants, Rates
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.target import SM90A
@@ -180,7 +181,8 @@ def predicted(problem: Problem, plan: Any, way: Way) -> float | None:
     size = Heads(problem.batch, problem.heads, problem.kv_heads, problem.q_len, problem.q_len)
     if problem.direction == "backward":
         of_tile = plan if way.tile == plan.tile else replace(plan, tile=way.tile)
-        return float(of_tile.time.predict(size, max(way.parts, 1)).seconds)
+        model = replace(of_tile.time)  # a new one: each keeps the constants that it begins with
+        return float(model.predict(size, max(way.parts, 1)).seconds)
     tiles = replace(plan.tiles, tile_m=way.tile[0], tile_n=way.tile[1])
     made = forward_plans.time_of(
         tiles, plan.problem, plan.work, plan.target, plan.form, max(way.packed or 1, 1)
@@ -461,8 +463,7 @@ class Fitted:
         for made, (problem, *_, seconds) in zip(self.predictions(row), self.rows, strict=True):
             error = row.of(problem.direction).error
             if len(made) > 1 and only in ("", problem.direction):
-                taken = next(i for i, x in enumerate(made) if x * (1 - error) <= min(made))
-                found.append(seconds[taken] / min(seconds) - 1)
+                found.append(seconds[least(made, error)] / min(seconds) - 1)
         return found
 
 
@@ -482,12 +483,12 @@ def scaled(row: Constants, knob: tuple[str, str], factor: float) -> Constants:
 
 def fit(rows: Fitted, start: Constants, rounds: int = 4) -> Constants:
     """Coordinate descent on logarithms: each constant is scaled while that helps, by ever smaller steps."""
-    best, least, step = start, rows.loss(start), 1.25
+    best, lowest, step = start, rows.loss(start), 1.25
     for _ in range(rounds):
         for knob in knobs(best):
             for factor in (step, 1 / step):
-                while (loss := rows.loss(trial := scaled(best, knob, factor))) < least * (1 - 1e-4):
-                    best, least = trial, loss
+                while (loss := rows.loss(trial := scaled(best, knob, factor))) < lowest * (1 - 1e-4):
+                    best, lowest = trial, loss
         step = math.sqrt(step)
     return best
 

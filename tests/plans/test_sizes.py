@@ -101,6 +101,14 @@ def test_ranges_end_where_answers_change() -> None:
         assert all(n is None or n == m for n, m in zip(most, sizes.valid.most, strict=True))
 
 
+def test_ranges_of_tiles_are_as_wide_as_what_was_asked_before_allows() -> None:
+    """Keys beyond 128 have two tiles at least: three batch entries have more than four, as five have."""
+    for batch in (3, 5, 9):
+        sizes = sizes_at((batch, 300, 500))
+        assert sizes.kv.more_than(128) and not sizes.tiles(128).at_most(4)
+        assert sizes.valid.least == (3, 0, 129)
+
+
 def test_nothing_is_known_of_unknown_sizes() -> None:
     for quantity in (UNKNOWN.q, UNKNOWN.kv, UNKNOWN.rows, UNKNOWN.usual_keys, UNKNOWN.tiles(64)):
         assert not quantity.at_most(1 << 40) and not quantity.more_than(0)

@@ -1,9 +1,8 @@
 """Cost: what a step of the Hopper backward kernel asks of each unit, from its configuration. Data only.
 
 Operands of a warpgroup's product come from shared memory whole, 128 bytes per clock: 64 rows of the first
-one,
-where it is not in registers, and all of the second. Per 64 x 64 pairs at 128, in steps of 80 queries, that
-is 947 clocks, which the simulator counted, too (docs/notes/backward_sm90.md).
+one, where it is not in registers, and all of the second. Per 64 x 64 pairs at 128, in steps of 80 queries,
+that is 947 clocks, which the simulator counted, too (docs/notes/backward_sm90.md).
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.plan.model import Units
+from fa4flex.kernels.plan.model import SHARED_BYTES, Units
 from fa4flex.kernels.plan.problem import MMA_K
 from fa4flex.kernels.plan.target import Target
-
-SHARED_BYTES = 128
-"""Bytes of shared memory that a multiprocessor reads or writes in a clock."""
 
 SIZE, SUM = 2, 4
 """Bytes of an operand's element, and of a sum's."""

@@ -53,13 +53,14 @@ end, and under a mask the first ones have rows that see nothing."""
 FEW_KEYS = 128
 """Keys of a sequence that one tile holds: the block that has them writes dQ itself."""
 
-FEW_CLEARED = {False: 512, True: 1024}
-"""Queries of a sequence up to which blocks clear no sums for later ones where scores are plain, by whether
-heads are wider than NARROW: at 512 it was 10 us more of 351, at 3,001 9 us less of 355. Where between them it
-turns is not measured, and what zeros cost beside additions no figure tells the model."""
+FEW_CLEARED = 1536
+"""Queries of a sequence up to which blocks clear no sums for later ones where scores are plain, of heads
+wider than NARROW: at 512 clearing took 10 us more of 351, at 3,001 9 us less of 355. Where between them it
+turns is not measured, and what zeros cost beside additions no figure tells the model. Causal steps are longer
+beyond as many queries: then one launch serves both."""
 
 NARROW = 96
-"""Widest heads that keep the lower of both."""
+"""Widest heads of which nobody has timed that: blocks clear."""
 
 HALF_TILE = (64, 64)
 """Tile where tiles of WHOLE keys are so few that half of the multiprocessors would have none, of heads up to
@@ -343,7 +344,7 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
 
     def decide(q_len: int) -> int:
         size = many(sizes.heads, 1, q_len)  # as if each had keys of its own: groups may come in parts
-        return least(among(range(len(plans)), str, lambda i: times[i].predict(size)), error).what
+        return least([one.predict(size).seconds for one in times], error)
 
     return plans[sizes.chosen(decide, len(plans))]
 
@@ -420,9 +421,8 @@ def _one_tile(sizes: Sizes) -> bool:
 def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
     """True if scores are plain, and queries so few that clearing takes longer than it saves."""
     long = problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks
-    wide = max(problem.head_dim, problem.head_dim_v)
-    few = FEW_CLEARED[wide > NARROW]
-    return not long and wide <= KEYS_APART and sizes.q.at_most(few, right="any")
+    wide = NARROW < max(problem.head_dim, problem.head_dim_v) <= KEYS_APART
+    return not long and wide and sizes.q.at_most(FEW_CLEARED, right="any")
 
 
 BWD_SM90 = Pipeline(

@@ -7,16 +7,13 @@ output; probabilities are in registers.
 from __future__ import annotations
 
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
-from fa4flex.kernels.plan.model import Units
+from fa4flex.kernels.plan.model import SHARED_BYTES, Units
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.work import Work
 
 ROWS = 64
 """Queries of a warpgroup."""
-
-SHARED_BYTES = 128
-"""Bytes of shared memory that a multiprocessor reads or writes in a clock."""
 
 
 def forward_units(tiles: Tiles, problem: Problem, work: Work, target: Target) -> Units:

@@ -304,7 +304,7 @@ def _least(request: ForwardRequest, choices: tuple[Choice, ...], form: Form, pac
 
     def decide(q_len: int) -> int:
         size = many(sizes.heads, sizes.group, q_len)
-        return least(among(range(len(times)), str, lambda i: times[i].predict(size)), error).what
+        return least([one.predict(size).seconds for one in times], error)
 
     return choices[sizes.chosen(decide, len(choices))]
 

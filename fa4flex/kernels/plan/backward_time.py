@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from fa4flex.kernels.plan.constants import constants_of
+from fa4flex.kernels.plan.constants import Constants, constants_of
 from fa4flex.kernels.plan.l2 import sections_of_queries
-from fa4flex.kernels.plan.model import Launch, Predicted, Units, predict
+from fa4flex.kernels.plan.model import Launch, Predicted, Step, Units, predict, step_of
 from fa4flex.kernels.plan.target import Target
-from fa4flex.kernels.plan.walks import Form, Walk, by_keys
+from fa4flex.kernels.plan.walks import Form, by_keys
 
 HALF, SUM = 2, 4
 """Bytes of an element of a tensor, and of a sum."""
@@ -64,65 +66,71 @@ class BackwardTime:
 
     def predict(self, size: Heads, parts: int = 1) -> Predicted:
         """The time of a call, with the query heads that share keys in so many parts."""
-        return _predict(self, size, parts)
+        return next(self.predictions(size, (parts,)))
 
-    def walk(self, size: Heads) -> Walk:
-        return by_keys(self.form, size.q_len, size.kv_len, *self.tile)
+    def predictions(self, size: Heads, numbers: Iterable[int]) -> Iterator[Predicted]:
+        """The same for several numbers of parts, one after the other, as they are asked for."""
+        return _predictions(self, size, numbers)
 
-
-def _predict(time: BackwardTime, size: Heads, parts: int) -> Predicted:
-    constants = constants_of(time.target)
-    batch, heads, kv_heads, q_len, _ = size
-    met, pairs = heads // max(kv_heads * parts, 1), batch * kv_heads * parts
-    sections = 1
-    if time.in_sections and time.packed:
-        # Tiles of one sequence come after those of another: each is a section.
-        sections = sections_of_queries(kv_heads * parts, q_len, _row_bytes(time) * met) * batch
-    elif time.in_sections:
-        sections = sections_of_queries(pairs, q_len, _row_bytes(time) * met)
-    walk = time.walk(size)
-    # A section has one tile after the other of all its pairs; without any, those of a pair come together.
-    together = -(-pairs // sections) if time.in_sections else 1
-    running = min(pairs, max(time.target.multiprocessors / max(walk.tiles, 1), together))
-    # Of queries and sums that tiles come back to, the cache holds some; sums come from memory and go there.
-    live = max(running * met * q_len * _row_bytes(time), 1)
-    missed = max(1 - time.target.l2_bytes / live, 0) * (time.units.read + 2 * time.units.added)
-    launch = Launch(
-        pairs,
-        walk,
-        met,
-        sections,
-        even=time.form != "causal",
-        moved=_moved(time, size) + missed * walk.steps * met * pairs,
-        around=_moved_around(time, size, parts),
-        kernels=1 + time.sums + (parts > 1),
-    )
-    rates = constants.backward
-    target = time.target if time.ctas == 1 else time.target.leaving(time.target.multiprocessors // 2)
-    return predict(launch, time.units, rates.exposed, rates, constants, target)
+    @cached_property
+    def kernel(self) -> Kernel:
+        """All that is the same for all calls."""
+        constants = constants_of(self.target)
+        d, dv = self.widths
+        workers = self.target.multiprocessors // self.ctas
+        return Kernel(
+            constants,
+            step_of(self.units, constants.backward.exposed, constants.adding),
+            workers,
+            row_bytes=HALF * (d + dv) + SUM * d,
+            missed=self.units.read + 2 * self.units.added,
+        )
 
 
-def _row_bytes(time: BackwardTime) -> int:
-    """Bytes of Q, dO and sums of dQ of a query."""
-    d, dv = time.widths
-    return HALF * (d + dv) + SUM * d
+class Kernel(NamedTuple):
+    """Numbers of a model that no call changes.
+
+    constants  of the chip
+    step       of the kernel
+    workers    multiprocessors, or pairs of them
+    row_bytes  of Q, dO and sums of dQ of a query
+    missed     bytes of a step that come from memory and go there where the L2 cache holds none
+    """
+
+    constants: Constants
+    step: Step
+    workers: int
+    row_bytes: int
+    missed: float
 
 
-def _moved(time: BackwardTime, size: Heads) -> float:
-    """Bytes of the main kernel: Q, dO and sums of dQ, K and V, dK and dV."""
-    d, dv = time.widths
-    keys = size.batch * size.kv_heads * size.kv_len * 2 * HALF * (d + dv)
-    return size.batch * size.heads * size.q_len * _row_bytes(time) + keys
-
-
-def _moved_around(time: BackwardTime, size: Heads, parts: int) -> float:
-    """Bytes that kernels before and after the main one move: out and dO read, sums cleared, then read and
-    written as dQ; and dK and dV of parts, written and read."""
-    d, dv = time.widths
-    rows = size.batch * size.heads * size.q_len
-    moved = rows * 2 * HALF * dv
+def _predictions(time: BackwardTime, size: Heads, numbers: Iterable[int]) -> Iterator[Predicted]:
+    constants, step, workers, row_bytes, missed = time.kernel
+    batch, heads, kv_heads, q_len, kv_len = size
+    walk, (d, dv) = by_keys(time.form, q_len, kv_len, *time.tile), time.widths
+    even, in_sections, multiprocessors = time.form != "causal", time.in_sections, time.target.multiprocessors
+    rows, keys = batch * heads * q_len, batch * kv_heads * kv_len * (d + dv) * HALF
+    # The main kernel moves Q, dO and sums of dQ, K and V, dK and dV; those before and after it read out and
+    # dO, clear sums, then read and write them as dQ; dK and dV of parts are written and read.
+    moved, around = rows * row_bytes + 2 * keys, rows * 2 * HALF * dv
     if time.sums:
-        moved += rows * d * (SUM + HALF) + rows * d * SUM * (not time.clears)
-    if parts > 1:
-        moved += 2 * size.batch * size.kv_heads * parts * size.kv_len * (d + dv) * HALF
-    return moved
+        around += rows * d * (SUM + HALF) + rows * d * SUM * (not time.clears)
+    at_once = multiprocessors / max(walk.tiles, 1)
+    rates, l2_bytes = constants.backward, time.target.l2_bytes
+    for parts in numbers:
+        met, pairs = heads // max(kv_heads * parts, 1), batch * kv_heads * parts
+        bytes_met, sections, together = q_len * met * row_bytes, 1, 1
+        if in_sections:
+            # Tiles of one packed sequence come after those of another: each is a section.
+            sequences, apart = (batch, kv_heads * parts) if time.packed else (1, pairs)
+            sections = sections_of_queries(apart, bytes_met) * sequences
+            # A section has one tile after the other of all its pairs; without any, a pair's come together.
+            together = -(-pairs // sections)
+        # Of queries and sums that tiles come back to, the cache holds some; other sums come from memory, and
+        # go there.
+        live = min(pairs, max(at_once, together)) * bytes_met
+        again = (1 - l2_bytes / live) * missed * walk.steps * met * pairs if live > l2_bytes else 0.0
+        kernels = 1 + time.sums + (parts > 1)
+        more = 2 * keys * parts if parts > 1 else 0
+        launch = Launch(pairs, walk, met, sections, even, moved + again, around + more, kernels)
+        yield predict(launch, step, rates, constants, workers)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fa4flex.kernels.plan.backward_time import HALF, Heads
-from fa4flex.kernels.plan.constants import constants_of
+from fa4flex.kernels.plan.constants import Constants, constants_of
 from fa4flex.kernels.plan.l2 import sections_of_keys
-from fa4flex.kernels.plan.model import Launch, Predicted, Units, predict
+from fa4flex.kernels.plan.model import Launch, Predicted, Step, Units, predict, step_of
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.walks import Form, by_queries
 
@@ -40,9 +41,15 @@ class ForwardTime:
         """The time of a call."""
         return _predict(self, size)
 
+    @cached_property
+    def kernel(self) -> tuple[Constants, Step]:
+        """The chip's constants, and the kernel's step."""
+        constants = constants_of(self.target)
+        return constants, step_of(self.units, self.exposed, constants.adding)
+
 
 def _predict(time: ForwardTime, size: Heads) -> Predicted:
-    constants = constants_of(time.target)
+    constants, step = time.kernel
     batch, heads, kv_heads, q_len, kv_len = size
     group = time.packed_heads
     walk = by_queries(time.form, q_len * group, kv_len, *time.tile)
@@ -52,4 +59,4 @@ def _predict(time: ForwardTime, size: Heads) -> Predicted:
     rows = batch * (heads * q_len + kv_heads * kv_len)
     moved = rows * bytes_of_key  # q and the output are as wide as k and v together
     launch = Launch(batch * heads // group, walk, sections=sections, even=even, moved=moved)
-    return predict(launch, time.units, time.exposed, constants.forward, constants, time.target)
+    return predict(launch, step, constants.forward, constants, time.target.multiprocessors)

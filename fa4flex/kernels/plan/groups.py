@@ -11,7 +11,6 @@ from functools import cached_property
 
 from fa4flex.kernels.plan.backward_time import BackwardTime, Heads
 from fa4flex.kernels.plan.candidates import Candidate, among, least
-from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.pipeline import BackwardPlan
 
@@ -64,8 +63,14 @@ class Groups:
         return {}
 
     def _least(self, batch: int, q_len: int, kv_len: int) -> int:
-        error = constants_of(self.time.target).backward.error
-        return least(self.candidates(batch, q_len, kv_len), error).what
+        found: list[float] = []
+        best, divisors = float("inf"), self.divisors
+        for one in self.time.predictions(self.sizes(batch, q_len, kv_len), divisors):
+            found.append(one.seconds)
+            best = min(best, one.seconds)
+            if one.shortest >= best:
+                break  # more parts are more work, however evenly it is dealt out
+        return divisors[least(found, self.time.kernel.constants.backward.error)]
 
     def _cheapest(self, batch: int, q_len: int, kv_len: int) -> int:
         """The estimate for tiles that the model cannot count."""
@@ -87,7 +92,7 @@ class Groups:
         size = self.sizes(batch, q_len, kv_len)
         return among(self.divisors, _in_parts, lambda parts: self.time.predict(size, parts))
 
-    @property
+    @cached_property
     def divisors(self) -> tuple[int, ...]:
         return tuple(n for n in range(1, self.group + 1) if self.group % n == 0)
 

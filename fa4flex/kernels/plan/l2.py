@@ -28,8 +28,8 @@ def sections_of_keys(pairs: int, kv_len: int, row_bytes: int, tiles: int, least:
     return -(-pairs // max(width, 1))
 
 
-def sections_of_queries(pairs: int, q_len: int, row_bytes: int) -> int:
+def sections_of_queries(pairs: int, of_pair: int) -> int:
     """Sections of a backward pass under a mask: of `pairs` (batch entry, head of dK), of so many bytes for
-    each query of all heads that meet one."""
-    width = max(min(L2_BYTES // max(q_len * row_bytes, 1), pairs), 1)
+    the queries of all heads that meet one."""
+    width = max(min(L2_BYTES // max(of_pair, 1), pairs), 1)
     return max((pairs + width // 2) // width, 1)

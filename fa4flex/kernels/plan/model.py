@@ -19,8 +19,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fa4flex.kernels.plan.constants import Constants, Rates
-from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.walks import Walk
+
+SHARED_BYTES = 128
+"""Bytes of shared memory that a multiprocessor reads or writes in a clock."""
 
 
 class Units(NamedTuple):
@@ -67,27 +69,43 @@ class Predicted(NamedTuple):
     step      clocks of a step
     busy      share of the time in which multiprocessors have a tile
     limit     the unit that a step waits for
+    shortest  seconds if all of them had a tile until the end
     """
 
     seconds: float
     step: float
     busy: float
     limit: str
+    shortest: float
 
 
-def step_clocks(units: Units, exposed: float, l2: float, adding: float) -> tuple[float, str]:
-    """Clocks of a step, and its busiest unit. exposed: share of exponentials and arithmetic that products
-    do not hide; l2, adding: see Constants."""
-    softmax = units.special + units.fp32
+class Step(NamedTuple):
+    """A step of a kernel, wherever it runs.
+
+    clocks   of the busiest unit but the L2 cache
+    limit    that unit
+    exposed  clocks of exponentials and arithmetic that nothing hides
+    asked    bytes of the L2 cache; those that are added count by Constants.adding
+    """
+
+    clocks: float
+    limit: str
+    exposed: float
+    asked: float
+
+
+def step_of(units: Units, exposed: float, adding: float) -> Step:
+    """The step of a kernel. exposed: share of exponentials and arithmetic that products do not hide;
+    adding: see Constants."""
     busy = {
         "tensor cores": units.tensor,
         "special functions": units.special,
         "fp32 arithmetic": units.fp32,
         "shared memory": units.shared,
-        "L2 cache": (units.read + adding * units.added) / l2,
     }
     limit = max(busy, key=busy.__getitem__)
-    return busy[limit] + exposed * softmax, limit
+    hidden = exposed * (units.special + units.fp32)
+    return Step(busy[limit], limit, hidden, units.read + adding * units.added)
 
 
 def makespan(tiles: int, work: float, longest: float, workers: int, sections: int, even: bool) -> float:
@@ -100,21 +118,19 @@ def makespan(tiles: int, work: float, longest: float, workers: int, sections: in
     return max(each, longest, each - each / sections + longest * 2 / 3)
 
 
-def predict(
-    launch: Launch, units: Units, exposed: float, rates: Rates, constants: Constants, target: Target
-) -> Predicted:
-    """The time of a launch. exposed: of its kernel, see `step_clocks`."""
-    tiles, steps, most, masked = launch.walk
-    met, workers = launch.heads_met, target.multiprocessors
+def predict(launch: Launch, one: Step, rates: Rates, constants: Constants, workers: int) -> Predicted:
+    """The time of a launch of a kernel, whose step is `one`, on so many multiprocessors."""
+    heads, (tiles, steps, most, masked), met, sections, even, moved, around, kernels = launch
     # The cache gives the same to few multiprocessors as to all.
-    asking = min(launch.heads * tiles, workers)
-    l2 = constants.l2 * workers / max(asking, 1)
-    step, limit = step_clocks(units, exposed, l2, constants.adding)
-    work = launch.heads * (tiles * rates.once + met * (steps * step + masked * rates.masked))
-    once = rates.once + met * masked / max(tiles, 1) * rates.masked
-    longest = most * met * step + once
-    clocks = makespan(launch.heads * tiles, work, longest, workers, launch.sections, launch.even)
-    main, memory = clocks / constants.clock, launch.moved / constants.memory
-    around = launch.around / constants.memory + (launch.kernels + 1) * constants.launch
-    busy = work / workers / constants.clock / max(main, memory)
-    return Predicted(max(main, memory) + around, step, busy, limit if main >= memory else "memory")
+    cached = one.asked * min(max(heads * tiles, 1), workers) / (constants.l2 * workers)
+    slowest, limit = (one.clocks, one.limit) if one.clocks >= cached else (cached, "L2 cache")
+    step = slowest + one.exposed
+    once, crossed = rates.once, met * masked * rates.masked
+    work = heads * (tiles * once + met * steps * step + crossed)
+    longest = most * met * step + once + crossed / (tiles or 1)
+    clock, memory = constants.clock, moved / constants.memory
+    main = makespan(heads * tiles, work, longest, workers, sections, even) / clock
+    taken = main if main >= memory else memory
+    rest = around / constants.memory + (kernels + 1) * constants.launch
+    full = work / (workers * clock)
+    return Predicted(taken + rest, step, full / taken, limit if main >= memory else "memory", full + rest)

@@ -35,8 +35,9 @@ Answers = tuple[tuple[Question, int], ...]
 NO_ANSWERS: Answers = ()
 """Answers of no other call: all questions get their true ones."""
 
-CELLS = (*range(64, 641, 64), 768, 1024, 1536, 2048, 3072, 4096, 8192)
-"""Ends of the cells of queries in which choices are settled, of which the last one stands for all beyond."""
+CELLS = (256, *range(320, 641, 64), 768, 1024, 1536, 2048, 3072, 4096, 8192)
+"""Ends of the cells of queries in which choices are settled, of which the last one stands for all beyond. The
+first one is wide: among so few queries the best tile changes with each 64, and calls are short."""
 
 
 class Sizes:
@@ -90,7 +91,11 @@ class Sizes:
 
     def tiles(self, keys: int) -> Quantity:
         """Tiles of so many keys, of all batch entries."""
-        return Quantity(self, f"tiles of {keys}", lambda extents, most: _tiles(extents, keys, most))
+        return Quantity(
+            self,
+            f"tiles of {keys}",
+            lambda extents, most: _tiles(extents, keys, most, self.valid.least[2]),
+        )
 
     def batch_power(self) -> int:
         """The greatest power of two that is not larger than the batch, 1 at least: a measure for speed
@@ -182,13 +187,15 @@ def _mean_keys(extents: Extents, most: int) -> Answer:
     return False, Reach((0, 0, limit + 1), (max(batch, 1), ANY, ANY))
 
 
-def _tiles(extents: Extents, tile: int, most: int) -> Answer:
-    """Batch entries have at most so many tiles of keys together."""
+def _tiles(extents: Extents, tile: int, most: int, known: int) -> Answer:
+    """Batch entries have at most so many tiles of keys together. known: keys that calls have at least, by
+    what was asked before; the more these are, the fewer batch entries have more tiles."""
     batch, _, keys = extents
     each = most // max(batch, 1)  # tiles of one batch entry, of which that is true
     if keys <= each * tile:
         return True, Reach((0, 0, 0), (most // each if each else ANY, ANY, each * tile))
-    return False, Reach((most // (each + 1) + 1, 0, each * tile + 1), (ANY, ANY, ANY))
+    more = max(each + 1, -(-known // tile))
+    return False, Reach((most // more + 1, 0, (more - 1) * tile + 1), (ANY, ANY, ANY))
 
 
 UNKNOWN = Sizes()

@@ -22,8 +22,12 @@ from fa4flex.runtime.cuda.calls.looks import ALIGNMENT, heads_look
 from fa4flex.runtime.key_sources import Contiguous
 from ptxsim import active as simulated
 
-MOST_REACHES = 8
-"""Launches of one key, each for a range of extents; the oldest is forgotten first."""
+MOST_REACHES = 32
+"""Launches of one key, each for a range of extents; the oldest is forgotten first. Were it fewer than random
+lengths need, some 20 at most where nothing captured ends with them, launches would be made over and over."""
+
+MOST_ANSWERS = 8
+"""Answers of calls of one key that are kept."""
 
 MISSING: Any = object()
 """Entry of calls that look like none before: None is kept for those that nothing launches."""
@@ -158,7 +162,7 @@ class LaunchCache(Generic[Ready]):
     def keep(self, key: Key, extents: Extents, ready: Ready | None) -> None:
         if ready is not None and ready.until is None:
             others = [one for one in self.answers(key) if one != ready.answers]
-            self._answers.keep(key, (), (ready.answers, *others)[:MOST_REACHES])
+            self._answers.keep(key, (), (ready.answers, *others)[:MOST_ANSWERS])
         if ready is None or ready.reach.exact:
             self._kept.keep((key, extents), (), ready)
         else:
