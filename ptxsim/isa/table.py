@@ -134,7 +134,7 @@ def rows_of(name: str) -> tuple[Row, ...]:
 
 
 def _why(instruction: Instruction) -> tuple[str, list[str]]:
-    """What no row has of the modifiers, and the rows that know most of them."""
+    """Modifiers that no row has, and the rows that know most of them."""
     rows = rows_of(_name(instruction.parts)) or grammar.rows(instruction.name)
     if not rows:
         return "", []

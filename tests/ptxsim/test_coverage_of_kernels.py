@@ -57,7 +57,7 @@ def test_launches_add_up(gpu: Gpu) -> None:
 
 
 def test_what_was_never_executed_is_listed(gpu: Gpu) -> None:
-    """By opcode, those of which most are left first, with their lines."""
+    """Opcodes with their lines, those of which most are left first."""
     launch(gpu, 64)
     (found,) = coverage(gpu.results)
     assert not found.missed and gpu.report(unexecuted=True) == gpu.report()

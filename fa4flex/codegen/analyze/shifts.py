@@ -21,7 +21,7 @@ def follows_diagonals(mask: Expr) -> bool:
 
 
 def _step(node: Expr, arguments: list[int | None]) -> int | None:
-    """Number that an integer gains where q and kv both grow by 1; 0 for what stays as it is, None if unknown."""
+    """Gain of an integer where q and kv both grow by 1; 0 for what stays as it is, None if unknown."""
     if node.op == "sym":
         return int(node.value in ("q", "kv"))
     if all(x == 0 for x in arguments):

@@ -144,7 +144,7 @@ def _chunks(counts: list[int], most: int) -> Iterator[_Chunk]:
 
 
 def _mask(batch: Batch) -> Tensor | None:
-    """What is added to the scores of items [items, 1, height, keys]; None where that is 0."""
+    """Terms that are added to the scores of items [items, 1, height, keys]; None where that is 0."""
     hidden = batch.hidden()
     if hidden is None:
         return None
