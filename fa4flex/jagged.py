@@ -41,7 +41,7 @@ class Jagged(NamedTuple):
     heads_first: bool
 
     @classmethod
-    def of(cls, qkv: QKV, layout: Layout, others: dict[str, Any]) -> Jagged:
+    def of(cls, qkv: tuple[Any, Any, Any], layout: Layout, others: dict[str, Any]) -> Jagged:
         """The call, of nested q, k, v; `others` are arguments that may not be given with them, by name.
 
         Raises InputError where shapes, or offsets of k and v, do not fit, UnsupportedError for `others`.
@@ -55,7 +55,7 @@ class Jagged(NamedTuple):
                     f"pass their values() as packed tensors beside {name}=, with fa4flex.Varlen(q.offsets())",
                 )
         heads_first = layout == "bhsd"
-        packed = tuple([_values(name, x, heads_first) for name, x in zip("qkv", qkv, strict=True)])
+        packed = _values("q", q, heads_first), _values("k", k, heads_first), _values("v", v, heads_first)
         used_q, used_k = q.lengths(), k.lengths()
         _check_alike(k, v, used_k)
         same = k.offsets() is q.offsets() and used_k is used_q
@@ -78,7 +78,7 @@ class Jagged(NamedTuple):
         return torch.nested.nested_tensor_from_jagged(values, self.offsets, self.lengths, jagged_dim=dim)
 
 
-def _values(name: str, x: Tensor, heads_first: bool) -> Tensor:
+def _values(name: str, x: Any, heads_first: bool) -> Tensor:
     """Values of a nested tensor as [tokens, heads, channels]."""
     layout = "[B, heads, ragged, channels]" if heads_first else "[B, ragged, heads, channels]"
     if not is_jagged(x):
@@ -88,7 +88,7 @@ def _values(name: str, x: Tensor, heads_first: bool) -> Tensor:
             "q, k and v all nested, of layout torch.jagged, or none of them",
             f"nest it: torch.nested.nested_tensor_from_jagged({name}, offsets)",
         )
-    values = x.values()
+    values: Tensor = x.values()
     heads, channels = (1, 3) if heads_first else (2, 3)
     inner = (0, 2) if heads_first else (1, 2)
     fits = x.dim() == 4 and x.shape[heads] == values.shape[inner[0]]
@@ -106,7 +106,7 @@ def _shape(x: Tensor) -> str:
     return f"[{', '.join(map(str, x.shape))}]"
 
 
-def _check_alike(k: Tensor, v: Tensor, used_k: Tensor | None) -> None:
+def _check_alike(k: Any, v: Any, used_k: Tensor | None) -> None:
     """Keys and values lie in the same sequences: by the same tensors, or by equal contents. On a device these
     are compared there, and a later call raises."""
     used_v = v.lengths()

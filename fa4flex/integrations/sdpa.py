@@ -58,7 +58,7 @@ def patch_sdpa(*, cpu: bool = False) -> Patch:
     with _changing:
         if not _active and F.scaled_dot_product_attention is not scaled_dot_product_attention:
             _torch_sdpa = F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = scaled_dot_product_attention
+            F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
         _active.append(patch)
     return patch
 

@@ -41,7 +41,7 @@ def varlen_attn(
     enable_gqa   True permits fewer heads of keys than of queries
     seqused_k    [N]: the keys of each sequence that take part
     block_table  [N, max_pages]: key and value are pools [pages, page_size, Hkv, D] then; needs seqused_k
-    num_splits   1: a sequence's result is the same whatever else is in the batch. Others let the kernel choose
+    num_splits   1: a sequence's result is the same whatever else is in the batch. Others let kernels choose
 
     Returns out [Tq, Hq, Dv]; with `return_aux` also lse [Hq, Tq], as torch's function does. A query without
     keys has out 0 and lse -inf. Gradients reach query, key and value, with seqused_k, too.
@@ -57,13 +57,7 @@ def varlen_attn(
         raise InputError("block_table without seqused_k", "both", "pass the number of keys of each sequence")
     if table is None and cu_seq_k is None:
         raise InputError("cu_seq_k=None without block_table", "cu_seq_k [N + 1]", "pass cu_seq_q for it")
-    longest = {"max_seqlen_q": _bound(max_q)}
-    paging = None if table is None else Paging(table, used)
-    if paging is None:
-        longest["max_seqlen_k"] = _bound(max_k)
-        varlen = Varlen(cu_seq_q, cu_seq_k, seqused_k=used, **longest)
-    else:
-        varlen = Varlen(cu_seq_q, **longest)
+    varlen, paging = described(cu_seq_q, cu_seq_k, max_q, max_k, used, table)
     with_lse = given["return_aux"] is not None and bool(given["return_aux"].lse)
     left, right = (-1, 0) if is_causal and window == (-1, -1) else window
     attend = windowed(left, 0 if is_causal else right, given["num_splits"] == 1)
@@ -94,9 +88,22 @@ def _check_heads(query: Tensor, key: Tensor, given: dict[str, Any]) -> None:
         )
 
 
-def _bound(longest: int) -> int:
-    """An upper bound of lengths; batches of empty sequences have one of 0."""
-    return max(longest, 1)
+def described(
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    used: Tensor | None,
+    table: Tensor | None,
+) -> tuple[Varlen | None, Paging | None]:
+    """Lengths and pages of a call. Without cumulative lengths the batch is a padded one."""
+    most_q, most_k = max(max_q, 1), max(max_k, 1)  # batches of empty sequences have 0
+    paging = None if table is None or used is None else Paging(table, used)
+    if cu_q is None:
+        return (None if paging is not None or used is None else Varlen(seqused_k=used)), paging
+    if paging is not None:
+        return Varlen(cu_q, max_seqlen_q=most_q), paging
+    return Varlen(cu_q, cu_k, seqused_k=used, max_seqlen_q=most_q, max_seqlen_k=most_k), None
 
 
 MOST_KEYS = 2**30
@@ -104,8 +111,8 @@ MOST_KEYS = 2**30
 
 
 def windowed(left: int, right: int, whole: bool = False, layout: Any = "bshd") -> Attention:
-    """Attention in a window, as FlashAttention has it: keys from `left` before to `right` after a query's
-    position, which is aligned bottom-right; negative for all keys on that side. `whole`: keys are not split."""
+    """Attention in a window as FlashAttention has it: keys from `left` before to `right` after a query's
+    position, which is aligned bottom-right; negative for all on that side. `whole`: keys are not split."""
     schedule = Schedule(split=MOST_KEYS) if whole else Schedule()
     if left < 0 and right < 0:
         mask: Any = None
