@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import SMS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa4flex
+import ptxsim
 from fa4flex.integrations.sdpa import SERVED
 
 OWN = F.scaled_dot_product_attention
@@ -244,3 +246,26 @@ def test_modules_of_torch() -> None:
         out = layer(x, x, x, attn_mask=causal, need_weights=False)[0]
     assert patch.calls == {SERVED: 1}
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "padding", "bias"])
+def test_on_a_simulated_gpu(kind: str) -> None:
+    q, k, v = (torch.randn(1, 2, n, 64).bfloat16().requires_grad_() for n in (40, 72, 72))
+    mask = None
+    if kind == "padding":
+        mask = torch.arange(72)[None, None, None] < 50
+    elif kind == "bias":
+        mask = torch.randn(2, 40, 72).bfloat16().requires_grad_()
+    inputs = [q, k, v, *([mask] if kind == "bias" else [])]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wide = exact[3] if kind == "bias" else mask
+    expected = OWN(*exact[:3], wide, is_causal=kind == "causal")
+    dout = torch.randn(expected.shape).bfloat16()
+    with fa4flex.patch_sdpa() as patch, ptxsim.device("sm_90a", sms=SMS) as gpu:
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=kind == "causal")
+        got = torch.autograd.grad(out, inputs, dout)
+    assert patch.calls == {SERVED: 1} and not gpu.findings and gpu.results
+    want = torch.autograd.grad(expected, exact, dout.double())
+    for x, reference in zip((out, *got), (expected, *want), strict=True):
+        torch.testing.assert_close(x.double(), reference, atol=0.05, rtol=0.05)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import leaf
+from helpers import SMS, leaf
 from torch import Tensor
 
 import fa4flex
+import ptxsim
 from fa4flex import InputError, UnsupportedError, Varlen, reference
 from fa4flex.variants import causal
 
@@ -179,3 +180,20 @@ def test_in_a_compiled_function() -> None:
     torch.testing.assert_close(out.values(), expected)
     got, want = (torch.autograd.grad(x.sum(), qkv) for x in (out.values(), expected))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+def test_on_a_simulated_gpu() -> None:
+    cu = offsets(20, 0, 45)
+    qkv = tuple(torch.randn(65, 2, 64).bfloat16().requires_grad_() for _ in range(3))
+    attn = fa4flex.compile(mask=causal)
+    with ptxsim.device("sm_90a", sms=SMS) as gpu:
+        out = tokens(attn(*(nested(x, cu) for x in qkv)), True)
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, qkv, dout)
+    assert not gpu.findings and gpu.results
+    ranges = [reference.sequence_ranges(cu)] * 2
+    expected = reference.varlen(qkv, (ranges[0], ranges[1]), None, causal)[0]
+    want = torch.autograd.grad(expected, qkv, dout.double())
+    for x, exact in zip((out, *got), (expected, *want), strict=True):
+        torch.testing.assert_close(x.double(), exact.double(), atol=0.05, rtol=0.05)
