@@ -117,6 +117,27 @@ def test_packed_operators_through_varlen_attn(window: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("registered", "on_cpu")
+def test_dense_operators_of_queries_before_heads() -> None:
+    q, k, v = (torch.randn(2, n, 2, 64).bfloat16().requires_grad_() for n in (24, 40, 40))
+    arguments = q, k, v, None, None, 24, 40, 0.0, True, False
+    out, lse, *_ = OPS._flash_attention_forward(*arguments)
+    turned = tuple(x.transpose(1, 2) for x in (q, k, v))
+    want, want_lse = reference.attention(*turned, mask=bottom_right)
+    judge((out, lse), (want.transpose(1, 2), want_lse))
+    dout = torch.randn_like(out)
+    judge(
+        torch.autograd.grad(out, (q, k, v), dout),
+        torch.autograd.grad(want.transpose(1, 2), (q, k, v), dout.double()),
+    )
+    used = torch.tensor([40, 7], dtype=torch.int32)
+    with torch.no_grad():
+        out = OPS._flash_attention_forward(*arguments, seqused_k=used)[0]
+        for n, length in enumerate(used.tolist()):
+            one = turned[0][n : n + 1], turned[1][n : n + 1, :, :length], turned[2][n : n + 1, :, :length]
+            judge((out[n : n + 1],), (reference.attention(*one, mask=bottom_right)[0].transpose(1, 2),))
+
+
+@pytest.mark.usefixtures("registered", "on_cpu")
 def test_what_no_kernel_is_for_is_refused_where_torch_has_none() -> None:
     q, k, v = heads_first(8, 8, 8)
     for options in ((0.5,), (0.0, False, True)):
