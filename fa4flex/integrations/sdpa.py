@@ -139,7 +139,7 @@ class _Mask:
         self.varies: tuple[bool, ...] = (False,) * 4
 
     def reason(self, q: Tensor, shape: tuple[int, ...]) -> str | None:
-        """Why the mask is torch's own matter; None if it is a map, or a bias, of scores of this shape."""
+        """The reason for which the mask is torch's; None for a map, or a bias, of scores of this shape."""
         x = self.given
         if x is None:
             return None
@@ -167,7 +167,7 @@ _Qkv = tuple[Tensor, Tensor, Tensor]
 def _reason(
     qkv: _Qkv, mask: _Mask, cpu: bool, dropout_p: float, is_causal: bool, options: dict[str, Any]
 ) -> str | None:
-    """Why a call is torch's own; None for one that means the same here."""
+    """The reason for which a call is torch's own; None for one that means the same here."""
     q = qkv[0]
     if dropout_p != 0:
         return "dropout"
@@ -200,7 +200,7 @@ def _other_modes() -> bool:
 
 
 def _shapes(qkv: _Qkv, enable_gqa: bool) -> str | None:
-    """Why torch's function is for such tensors; None for those that mean the same here."""
+    """The reason for which such tensors are torch's; None for those that mean the same here."""
     q, k, v = qkv
     if any(x.layout is not torch.strided or x.is_quantized for x in qkv):
         return "tensors that are not strided"
