@@ -9,6 +9,7 @@ ignored, and no result differs by more than rounding.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from functools import cache
@@ -30,7 +31,10 @@ SERVED = "fa4flex"
 """Key of `Patch.calls` for calls that were served."""
 
 _torch_sdpa = F.scaled_dot_product_attention
-_active: list[Patch] = []
+_active: tuple[Patch, ...] = ()
+_wrapped = False
+"""True once others put a function of theirs around ours, which they still call."""
+
 _changing = threading.Lock()
 
 
@@ -54,12 +58,14 @@ def patch_sdpa(*, cpu: bool = False) -> Patch:
     Code that imported the function by its name before, and torch's C++ modules, keep torch's.
     """
     patch = Patch(cpu)
-    global _torch_sdpa
+    global _torch_sdpa, _active
     with _changing:
-        if not _active and F.scaled_dot_product_attention is not scaled_dot_product_attention:
-            _torch_sdpa = F.scaled_dot_product_attention
+        there = F.scaled_dot_product_attention
+        reached = _active or there is scaled_dot_product_attention or (_wrapped and there is not _torch_sdpa)
+        if not reached:
+            _torch_sdpa = there
             F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
-        _active.append(patch)
+        _active = (*_active, patch)
     return patch
 
 
@@ -76,11 +82,13 @@ class Patch:
 
     def remove(self) -> None:
         """Undo this patch. torch's function is back once none is left."""
+        global _active, _wrapped
         with _changing:
-            if self in _active:
-                _active.remove(self)
-            if not _active and F.scaled_dot_product_attention is scaled_dot_product_attention:
-                F.scaled_dot_product_attention = _torch_sdpa
+            _active = tuple([other for other in _active if other is not self])
+            if not _active:
+                _wrapped = F.scaled_dot_product_attention is not scaled_dot_product_attention
+                if not _wrapped:
+                    F.scaled_dot_product_attention = _torch_sdpa
 
     def __enter__(self) -> Patch:
         return self
@@ -105,8 +113,8 @@ def scaled_dot_product_attention(
 
     options: `scale` and `enable_gqa`
     """
-    if not torch.compiler.is_compiling() and _active:
-        patch, mask = _active[-1], _Mask(attn_mask)
+    if not torch.compiler.is_compiling() and (active := _active):
+        patch, mask = active[-1], _Mask(attn_mask)
         reason = _reason((query, key, value), mask, patch.cpu, dropout_p, is_causal, options)
         if reason is None:
             try:
@@ -173,6 +181,8 @@ def _reason(
         return "dropout"
     if not options.keys() <= {"scale", "enable_gqa"}:
         return "an unknown option"
+    if not _is_finite(options.get("scale")):
+        return "a scale that is no finite number"
     if not all(isinstance(x, Tensor) for x in qkv) or launch.observed(*qkv):
         return "no plain tensors, or something that traces, transforms or intercepts"
     if function_modes() and _other_modes():
@@ -187,6 +197,10 @@ def _reason(
     if is_causal and mask.given is not None:
         return "a mask and is_causal"
     return mask.reason(q, (*q.shape[:3], qkv[1].shape[2]))
+
+
+def _is_finite(scale: Any) -> bool:
+    return scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale))
 
 
 def _by_kernels(q: Tensor) -> bool:

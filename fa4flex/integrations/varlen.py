@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -113,22 +113,16 @@ MOST_KEYS = 2**30
 def windowed(left: int, right: int, whole: bool = False, layout: Any = "bshd") -> Attention:
     """Attention in a window as FlashAttention has it: keys from `left` before to `right` after a query's
     position, which is aligned bottom-right; negative for all on that side. `whole`: keys are not split."""
-    schedule = Schedule(split=MOST_KEYS) if whole else Schedule()
-    if left < 0 and right < 0:
-        mask: Any = None
-    elif left < 0 and right == 0:
-        mask = _causal
-    else:
-        mask = _window(left, right)
-        return compile(mask=mask, layout=layout, schedule=schedule)
-    if torch.compiler.is_compiling():
-        return compile(mask=mask, layout=layout, schedule=schedule)
-    return _kept(mask, layout, schedule)
+    make = _made if torch.compiler.is_compiling() else _kept
+    return make(max(left, -1), max(right, -1), whole, layout)
 
 
-@cache
-def _kept(mask: Any, layout: Any, schedule: Schedule) -> Attention:
-    return compile(mask=mask, layout=layout, schedule=schedule)
+def _made(left: int, right: int, whole: bool, layout: Any) -> Attention:
+    mask = None if left < 0 and right < 0 else _window(left, right)
+    return compile(mask=mask, layout=layout, schedule=Schedule(split=MOST_KEYS) if whole else Schedule())
+
+
+_kept = lru_cache(maxsize=256)(_made)
 
 
 def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
@@ -136,6 +130,8 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) ->
 
 
 def _window(left: int, right: int) -> Any:
+    if left < 0 and right == 0:
+        return _causal
     if left < 0:
 
         def until(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:

@@ -165,6 +165,25 @@ def test_what_is_refused_runs_on_torchs_kernel() -> None:
     assert calls[0][0] == "keys" and calls[0][1][3] == 0.5 and calls[0][2] == {"scale": 2.0}
 
 
+def test_kernels_of_torch_are_found_and_called_with_all_arguments() -> None:
+    name, key = "_scaled_dot_product_flash_attention_for_cpu", "CPU"
+    q, k, v = heads_first(8, 8, 8)
+    expected = OPS._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=0.3)
+    kernel, seen = doors._kernel_of(name, key), []
+    if kernel is None:
+        pytest.skip("this torch has no torch.library.get_kernel")
+
+    def refuses(*arguments: Any, **options: Any) -> Any:
+        seen.append((arguments, options))
+        raise UnsupportedError("this", "that", "something else")
+
+    library = torch.library.Library("aten", "IMPL", key)
+    library.impl(name, doors._or_torchs(refuses, kernel), key, with_keyset=True)
+    got = OPS._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=0.3)
+    assert len(seen) == 1 and torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert doors._kernel_of("_scaled_dot_product_flash_attention", key) is None
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_on_a_simulated_gpu() -> None:

@@ -128,7 +128,8 @@ def _falls_back(*qkv: Any, **options: Any) -> str:
             assert str(raised.value) == str(expected)
         else:
             got = F.scaled_dot_product_attention(*qkv, **options)
-            assert torch.equal(got, expected) and type(got) is type(expected)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+            assert type(got) is type(expected)
     ((reason, count),) = patch.calls.items()
     assert count == 1
     return reason
@@ -154,8 +155,15 @@ def test_all_else_is_torchs_own() -> None:
     assert "shape" in _falls_back(q, k, v, attn_mask=square[:, :3])
     assert "dtype" in _falls_back(q.float(), k.float(), v.float(), attn_mask=square.double())
     assert "dtype" in _falls_back(q, k, v, attn_mask=square.int())
+    assert "scale" in _falls_back(q, k, v, scale=torch.inf)
+    assert "scale" in _falls_back(q, k, v, scale=torch.tensor(0.5))
     assert "unknown option" in _falls_back(q, k, v, colour="red")
     assert "plain" in _falls_back(torch.ones(2).tolist(), k, v)
+    rows = [torch.randn(n, 2, 8) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with fa4flex.patch_sdpa(cpu=True) as patch:
+        got, expected = F.scaled_dot_product_attention(*[nested] * 3), OWN(*[nested] * 3)
+    assert SERVED not in patch.calls and torch.equal(got.values(), expected.values())
     with sdpa_kernel(SDPBackend.MATH):
         assert "sdpa_kernel" in _falls_back(q, k, v)
 
@@ -234,6 +242,28 @@ def test_patches_end_in_any_order() -> None:
     assert not first.calls and second.calls.total() == 2
     with pytest.raises(ZeroDivisionError), fa4flex.patch_sdpa():
         raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is OWN
+
+
+def test_functions_that_others_put_around_ours_stay() -> None:
+    qkv = leaves(requires_grad=False)
+    try:
+        with fa4flex.patch_sdpa(cpu=True):
+            inner = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = lambda *x: inner(*x) * 2
+        others = F.scaled_dot_product_attention
+        assert torch.equal(others(*qkv), OWN(*qkv) * 2)
+        with fa4flex.patch_sdpa(cpu=True) as patch:
+            assert F.scaled_dot_product_attention is others
+            torch.testing.assert_close(others(*qkv), OWN(*qkv) * 2)
+        assert patch.calls == {SERVED: 1} and F.scaled_dot_product_attention is others
+        F.scaled_dot_product_attention = OWN
+        with fa4flex.patch_sdpa(cpu=True) as patch:
+            F.scaled_dot_product_attention(*qkv)
+        assert patch.calls == {SERVED: 1}
+    finally:
+        F.scaled_dot_product_attention = OWN
+    fa4flex.patch_sdpa().remove()
     assert F.scaled_dot_product_attention is OWN
 
 
