@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fa4flex.codegen.trace import register_op
     from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
+    from fa4flex.integrations.sdpa import patch_sdpa
     from fa4flex.merging import merge
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.kv_scales import KVScales
@@ -52,6 +53,7 @@ _HOME = {
     "register_op": "fa4flex.codegen.trace",
     "append": "fa4flex.appending",
     "merge": "fa4flex.merging",
+    "patch_sdpa": "fa4flex.integrations.sdpa",
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
@@ -78,7 +80,7 @@ __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
     "Precision", "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError",
     "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention",
-    "merge", "nn", "parallel", "reference", "register_op", "synchronize", "trees", "variants",
+    "merge", "nn", "parallel", "patch_sdpa", "reference", "register_op", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

@@ -95,7 +95,8 @@ class Attention:
         and 2), Hq a multiple of Hkv; dtype bfloat16, float16, float32 or float64. With `varlen` they are
         packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. With `paging` k and v are caches
         [pages, page_size, Hkv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
-        k * kv_scales.k and v * kv_scales.v, or for themselves without scales.
+        k * kv_scales.k and v * kv_scales.v, or for themselves without scales. Nested tensors of layout
+        torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
 
         blocks, scale and sinks [Hq] override those of `compile` for this call.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fa4flex.codegen.build import Bound
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
+from fa4flex.jagged import Jagged, is_jagged
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
@@ -32,6 +33,9 @@ def run(
     scales: KVScales | None = None,
 ) -> Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
+    if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
+        call = Jagged.of(qkv, variant.layout, {"varlen": varlen, "paging": paging, "kv_scales": scales})
+        return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
     if variant.output_mod is not None:
         return _with_output(variant, caller, qkv, varlen, paging, statistics, scales)
     if torch.compiler.is_dynamo_compiling():

@@ -362,6 +362,7 @@ def _jagged() -> Tensor:
 wide, few = _dense_map(8), _dense_map(2, 2)
 qkv, tokens = dense(), packed()
 jagged = _jagged()
+turned = jagged.transpose(1, 2)
 vector = torch.randn(4, 16)
 offsets = Varlen(cu(0, 16))
 
@@ -441,8 +442,16 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         lambda: plain(*qkv, varlen=Varlen(seqused_k=cu(9, 17).clamp(max=16))),
     ),
     "nested tensors": (
-        lambda: plain(jagged, jagged, jagged), r"q.values\(\) of a jagged .*Varlen\(q.offsets\(\)\)",
+        lambda: fa4flex.flex_attention(*[jagged] * 3), r"q.values\(\) of a jagged .*Varlen\(q.offsets\(\)\)",
         lambda: plain(*[jagged.values()] * 3, varlen=Varlen(jagged.offsets())),
+    ),
+    "nested tensors of another layout": (
+        lambda: plain(jagged, jagged, jagged), r"turn it: q.transpose\(1, 2\)",
+        lambda: plain(*[jagged.transpose(1, 2)] * 3),
+    ),
+    "a nested tensor and plain ones": (
+        lambda: plain(turned, turned, turned.values()), "nested_tensor_from_jagged",
+        lambda: plain(turned, turned, turned),
     ),
     "a window of none": (lambda: sliding_window(0), "a Python int of 1 or more", lambda: sliding_window(1)),
     "a window that is a float": (lambda: sliding_window(3.0), "pass a Python int", lambda: sliding_window(3)),

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.trees",
     "ptxsim",
-    "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.layers",
+    "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.torch",
+    "fa4flex.integrations.layers",
     "fa4flex.integrations.paged_cache",
 )  # fmt: skip
 """Modules whose `__all__` is public."""
