@@ -79,7 +79,7 @@ class Place:
     """One operand: `kinds` of which it fits any, and how many values it has if it is a vector."""
 
     kinds: tuple[tuple[Fits, str], ...]
-    """Operands that fit, and of vectors a number, or the set whose modifier ends in it with a factor ("x*2")."""
+    """Operands that fit; of vectors a number, or the set whose modifier ends in it with a factor ("x*2")."""
     optional: bool = False
     only_with: str = ""
     """The set one of whose modifiers has to be there for the operand."""
