@@ -119,8 +119,7 @@ def _pays_in_pairs(problem: Problem, widths: Pair, sizes: Sizes) -> bool:
     plain = problem.mask_form == "none" and problem.lengths == "dense"
     # Each CTA holds half of V's columns: whole blocks of 64.
     wide = widths[0] > 64 and widths[1] % 128 == 0
-    spills = problem.output and widths[0] > 128  # of the warps that apply it: 16 bytes at (192, 128)
-    return plain and wide and not spills and sizes.q.more_than(ALONE, right="any")
+    return plain and wide and sizes.q.more_than(ALONE, right="any")
 
 
 def _query_tiles(wanted: Pair | None, target: Target, sizes: Sizes) -> tuple[int, str]:
