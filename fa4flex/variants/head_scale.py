@@ -15,7 +15,7 @@ from torch import Tensor
 from fa4flex.primitives.output import OutputFunction, output_family
 from fa4flex.variants._cases import Case, Drawn, Sizes, applied, show
 from fa4flex.variants._common import FLOATS, for_heads, table
-from fa4flex.variants.alibi import alibi
+from fa4flex.variants.causal import causal
 
 
 @output_family
@@ -35,9 +35,7 @@ def definition(out: float, scale: float) -> float:
 
 def _learned(s: Sizes) -> Drawn:
     scale = s.learned(1 + torch.randn(s.heads) / 4)
-    return applied(
-        s, head_scale, lambda x, b, h, q, d: definition(x, float(scale[h])), scale, score_mod=alibi
-    )
+    return applied(s, head_scale, lambda x, b, h, q, d: definition(x, float(scale[h])), scale, mask=causal)
 
 
 CASES = (Case(_learned),)
