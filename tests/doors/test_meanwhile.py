@@ -86,6 +86,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     monkeypatch.setenv(background.SWITCH, "1")
     monkeypatch.setattr(ahead, "WORKER", "waiting_worker")
     monkeypatch.setattr(lower_module, "compile_kernel", result.compile)
+    monkeypatch.setattr("fa4flex.compiler.compile._kernels", {})  # of other tests
     monkeypatch.setattr(background, "_said", set())
     monkeypatch.setattr(ahead, "_failed", {})
     yield result
