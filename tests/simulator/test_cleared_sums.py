@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ import fa4flex
 import ptxsim
 from fa4flex.kernels.bwd_sm90.clearing import Clearer
 from fa4flex.kernels.common.backward import BackwardTileScheduler
+from fa4flex.runtime import launch, programs
 
 HEADS, BLOCKS = 4, 3
 """The simulated GPU runs all blocks beside each other: one after the other, nobody would wait."""
@@ -34,6 +36,8 @@ def small_sections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sections of one head of dK, or of two, and long steps: short ones clear nothing."""
     monkeypatch.setenv("FA4FLEX_CACHE", "0")  # the key of a kernel knows of files alone
     monkeypatch.setattr("fa4flex.compiler.compile._kernels", {})
+    monkeypatch.setattr(launch, "publish", programs.Published)
+    monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
     width = random.choice((1, 2))
     monkeypatch.setattr(BackwardTileScheduler, "heads_at_a_time", lambda *_: Int32(width))
     with few_tiles(False), long_steps():
@@ -49,7 +53,8 @@ def cleared(name: str, lengths: tuple[int, int], width: Width, kv_heads: int) ->
     where = f"{name}, {lengths}, width {width}, {kv_heads} KV heads, {timing} {seed}"
     given: list[tuple[Any, ...]] = []
     device = ptxsim.device("sm_90a", seed, timing, sms=BLOCKS, together=BLOCKS)
-    with kept_arguments(given):
+    # An engine of its own: a launch that served another call is made of no arguments again.
+    with kept_arguments(given), patch.object(launch, "_prepared", weakref.WeakKeyDictionary()):
         judged(where, COMPOSED[name], shapes, device)
     counts = given[0][-2]
     return None if counts is None else counts.flatten().tolist()
