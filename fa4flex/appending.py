@@ -77,18 +77,27 @@ def append(
     check_positions(k, rotary, positions)
     scales = check_scales(k, (k_pool, v_pool), kv_scales)
     _check_use(k, v, k_pool, v_pool, q)
-    cos, sin, axes = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.axes)
+    cos, sin, turns_pairs, axes = _of_rotary(rotary)
     cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
     of_norm = (None, None, 0.0, False) if norm is None else (norm.q, norm.k, norm.eps, norm.unit_offset)
-    if positions is not None and (rotary is None or axes is None):
+    if positions is not None and axes is None:
         positions = positions[None]
     lengths, rotated = torch.ops.fa4flex.append(
         k, v, k_pool, v_pool, paging.page_table, paging.seqused_k, cu, part, cos, sin,
-        rotary is not None and rotary.interleaved, q, axes, positions, *of_norm, scales.k, scales.v,
+        turns_pairs, q, axes, positions, *of_norm, scales.k, scales.v,
     )  # fmt: skip
     if in_place:
         paging.seqused_k.copy_(lengths)
     return Appended(lengths, None if q is None else rotated, gate)
+
+
+def _of_rotary(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None, bool, Tensor | None]:
+    """Tables of cosines and sines, whether pairs lie next to each other, and the axes of angles."""
+    return (
+        (None, None, False, None)
+        if rotary is None
+        else (rotary.cos, rotary.sin, rotary.interleaved, rotary.axes)
+    )
 
 
 def _split(q: Tensor | None, k: Tensor) -> tuple[Tensor | None, Tensor | None]:

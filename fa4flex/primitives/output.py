@@ -9,62 +9,42 @@ has output 0 before it, and f(0, ...) after it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.base import CONTEXT, Family, FunctionMod, Mod, call_with, kind_of, positional, settle
+from fa4flex.primitives.base import Family, Mod, kind_of, positional, settle
+from fa4flex.primitives.chains import Chainable, Chained, FunctionOfNumber
 
 OutputFunction = Callable[..., Any]
 
 
-class OutputMod(Mod):
+class OutputMod(Chainable["OutputMod"]):
     """Base of all output functions: callable as `output_mod(out, b, h, q_idx, d_idx)`."""
 
     role, noun = "output_mod", "output function"
-    combined_with = ">> (then)"
     __signature__ = positional("out", "b", "h", "q_idx", "d_idx")
 
     def __call__(self, out: Any, b: Any, h: Any, q_idx: Any, d_idx: Any, **context: Any) -> Any:
         raise NotImplementedError
 
-    def __rshift__(self, other: Any) -> OutputMod:
-        return OutputChain(self, as_output(other))
+    @staticmethod
+    def _accepted(value: Any) -> OutputMod:
+        return as_output(value)
 
-    def __rrshift__(self, other: Any) -> OutputMod:
-        return OutputChain(as_output(other), self)
+    @staticmethod
+    def _chained(first: Any, then: Any) -> OutputMod:
+        return OutputChain(first, then)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ModOutput(FunctionMod, OutputMod):
+class ModOutput(FunctionOfNumber, OutputMod):
     """A function of the output as an output function."""
 
-    def __call__(self, out: Any, b: Any, h: Any, q_idx: Any, d_idx: Any, **context: Any) -> Any:
-        return call_with(self.mod, (out, b, h, q_idx, d_idx), self.context, context, self)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class OutputChain(OutputMod):
+class OutputChain(Chained, OutputMod):
     """`then(first(out))` at the same indices."""
-
-    first: OutputMod
-    then: OutputMod
-    context: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        names = (*self.first.context, *self.then.context)
-        object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
-
-    @property
-    def parts(self) -> tuple[Mod, ...]:
-        return self.first, self.then
-
-    def __call__(self, out: Any, b: Any, h: Any, q_idx: Any, d_idx: Any, **context: Any) -> Any:
-        out = call_with(self.first, (out, b, h, q_idx, d_idx), self.first.context, context)
-        return call_with(self.then, (out, b, h, q_idx, d_idx), self.then.context, context)
-
-    def __repr__(self) -> str:
-        return f"({self.first!r} >> {self.then!r})"
 
 
 def as_output(value: Any) -> OutputMod:

@@ -3,62 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import CONTEXT, Family, FunctionMod, Mod, call_with, kind_of, positional, settle
+from fa4flex.primitives.base import Family, Mod, kind_of, positional, settle
+from fa4flex.primitives.chains import Chainable, Chained, FunctionOfNumber
 
 ScoreFunction = Callable[..., Any]
 
 
-class ScoreMod(Mod):
+class ScoreMod(Chainable["ScoreMod"]):
     """Base of all score mods: callable as `score_mod(score, b, h, q_idx, kv_idx)`."""
 
     role, noun = "score_mod", "score mod"
-    combined_with = ">> (then)"
     __signature__ = positional("score", "b", "h", "q_idx", "kv_idx")
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         raise NotImplementedError
 
-    def __rshift__(self, other: Any) -> ScoreMod:
-        return Chain(self, as_score(other))
+    @staticmethod
+    def _accepted(value: Any) -> ScoreMod:
+        return as_score(value)
 
-    def __rrshift__(self, other: Any) -> ScoreMod:
-        return Chain(as_score(other), self)
+    @staticmethod
+    def _chained(first: Any, then: Any) -> ScoreMod:
+        return Chain(first, then)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ModScore(FunctionMod, ScoreMod):
+class ModScore(FunctionOfNumber, ScoreMod):
     """A score_mod function as a score mod."""
 
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        return call_with(self.mod, (score, b, h, q_idx, kv_idx), self.context, context, self)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Chain(ScoreMod):
+class Chain(Chained, ScoreMod):
     """`then(first(score))` at the same indices."""
-
-    first: ScoreMod
-    then: ScoreMod
-    context: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        names = (*self.first.context, *self.then.context)
-        object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
-
-    @property
-    def parts(self) -> tuple[Mod, ...]:
-        return self.first, self.then
-
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        score = call_with(self.first, (score, b, h, q_idx, kv_idx), self.first.context, context)
-        return call_with(self.then, (score, b, h, q_idx, kv_idx), self.then.context, context)
-
-    def __repr__(self) -> str:
-        return f"({self.first!r} >> {self.then!r})"
 
 
 def as_score(value: Any) -> ScoreMod:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
+from fa4flex.kernels.append.config import E4M3_LARGEST
 from fa4flex.operators import OPERATORS
 from fa4flex.primitives.kv_scales import E4M3, KVScales
 from fa4flex.primitives.qk_norm import QKNorm
@@ -21,8 +22,6 @@ from fa4flex.runtime.cuda.append import New, Pool
 from ptxsim.active import simulating
 
 _APPEND = OPERATORS["append"]
-E4M3_LARGEST = 448.0
-"""Largest number of e4m3: larger ones are stored as it."""
 
 
 @on_the_host

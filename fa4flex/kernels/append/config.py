@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+E4M3_LARGEST = 448.0
+"""Largest number of e4m3: larger ones are stored as it."""
+
 
 @dataclass(frozen=True)
 class Config:

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, const_expr, cute, select_
 
-from fa4flex.kernels.append.config import Config
+from fa4flex.kernels.append.config import E4M3_LARGEST, Config
+from fa4flex.kernels.common.math import absolute
 
 THREADS, LANES = 128, 32
-LARGEST = 448.0
-"""Largest number of e4m3."""
 
 
 class Angles(NamedTuple):
@@ -120,12 +119,11 @@ class Heads:
         for number in cutlass.range(lane, units, LANES, unroll=1):
             unit = self.unit(way, h, number, factor)
             for e in cutlass.range_constexpr(self.together):
-                largest = cute.arch.fmax(largest, _absolute(unit.x[e]))
+                largest = cute.arch.fmax(largest, absolute(unit.x[e]))
                 if unit.paired:
-                    largest = cute.arch.fmax(largest, _absolute(unit.y[e]))
-        for distance in cutlass.range_constexpr(5):
-            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << distance))
-        return select_(largest > 0.0, largest / Float32(LARGEST), Float32(1.0))
+                    largest = cute.arch.fmax(largest, absolute(unit.y[e]))
+        largest = cute.arch.warp_reduction_max(largest)
+        return select_(largest > 0.0, largest / Float32(E4M3_LARGEST), Float32(1.0))
 
     # --- pieces ---------------------------------------------------------------------------------------------
 
@@ -227,10 +225,6 @@ class Heads:
 
     def pieces(self, row: cute.Tensor) -> cute.Tensor:
         return cute.logical_divide(row, cute.make_layout(self.together))
-
-
-def _absolute(x: Float32) -> Float32:
-    return cute.arch.fmax(x, -x)
 
 
 def _e4m3(values: list[Float32]) -> Int32:

@@ -24,7 +24,6 @@ class ForwardTime:
     exposed        share of its exponentials and arithmetic that no product hides
     least          tiles of a section of few keys
     packed_heads   query heads whose rows share tiles
-    packed         sequences lie one after another
     """
 
     target: Target
@@ -35,7 +34,6 @@ class ForwardTime:
     exposed: float
     least: int
     packed_heads: int = 1
-    packed: bool = False
 
     def predict(self, size: Heads) -> Predicted:
         """The time of a call."""
