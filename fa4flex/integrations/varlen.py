@@ -13,6 +13,7 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.variants import causal
 
 __all__ = ["varlen_attn"]
 
@@ -125,13 +126,9 @@ def _made(left: int, right: int, whole: bool, layout: Any) -> Attention:
 _kept = lru_cache(maxsize=256)(_made)
 
 
-def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
-    return kv_idx <= q_idx + (kv_len - q_len)
-
-
 def _window(left: int, right: int) -> Any:
     if left < 0 and right == 0:
-        return _causal
+        return causal
     if left < 0:
 
         def until(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
