@@ -138,12 +138,13 @@ _DRAW = dict(zip(KINDS, (_dense, _packed, _masks)))
 
 def bounded(row: Row) -> Row:
     """The row with as many entries of its batch as MOST_BYTES and MOST_FLOPS let it have; with fewer heads
-    where one entry is too many, in the same ratio."""
+    where one entry is too many, in the same ratio as long as there is a KV head."""
     most = min(MOST_BYTES / bytes_of(replace(row, batch=1)), MOST_FLOPS / flops_of(replace(row, batch=1)))
     if most >= 1:
         return replace(row, batch=min(row.batch, int(most)))
-    kv_heads = max(1, int(row.kv_heads * most))
-    return replace(row, batch=1, kv_heads=kv_heads, heads=row.group * kv_heads)
+    if kv_heads := int(row.kv_heads * most):
+        return replace(row, batch=1, kv_heads=kv_heads, heads=row.group * kv_heads)
+    return bounded(replace(row, batch=1, kv_heads=1, heads=max(1, int(row.heads * most))))
 
 
 def bytes_of(row: Row) -> int:

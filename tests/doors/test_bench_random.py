@@ -113,6 +113,8 @@ def test_memory_and_work_are_bounded(seed: int) -> None:
     assert full > 20  # bounds are reached: they bound
     one = replace(Row("", 1, 64, 20_000, 256, "full"), kv_heads=64)
     assert bounded(one).heads == bounded(one).kv_heads < 64 and flops_of(bounded(one)) <= MOST_FLOPS
+    shared = replace(one, length=32_768, heads=16, kv_heads=1)
+    assert 1 <= bounded(shared).heads < 16 and flops_of(bounded(shared)) <= MOST_FLOPS
 
 
 def test_flops_bounded_are_those_that_are_counted() -> None:

@@ -120,4 +120,6 @@ def test_checkpoints_give_the_gradients_of_a_plain_pass(options: dict[str, Any],
         for leaf in (x, *learned):
             leaf.grad = None
         checkpoint(layer, x, use_reentrant=reentrant).sin().sum().backward()  # type: ignore[union-attr]
-        torch.testing.assert_close([leaf.grad for leaf in (x, *learned)], list(want), atol=1e-5, rtol=1e-5)
+        for leaf, expected in zip((x, *learned), want):  # sums of 128 rows, whose terms cancel
+            atol = 1e-5 * float(expected.abs().max())
+            torch.testing.assert_close(leaf.grad, expected, atol=atol, rtol=1e-5)
