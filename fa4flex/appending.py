@@ -76,7 +76,8 @@ def append(
     check_heads(k, q, rotary, norm)
     check_positions(k, rotary, positions)
     scales = check_scales(k, (k_pool, v_pool), kv_scales)
-    _check_use(k, v, k_pool, v_pool, q)
+    weights = (None, None) if norm is None else (norm.q, norm.k)
+    _check_use(k, v, k_pool, v_pool, q, *weights)
     cos, sin, turns_pairs, axes = _of_rotary(rotary)
     cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
     of_norm = (None, None, 0.0, False) if norm is None else (norm.q, norm.k, norm.eps, norm.unit_offset)
@@ -113,7 +114,7 @@ def _check_use(*tensors: Tensor | None) -> None:
         raise UnsupportedError(
             "append of tensors that require gradients: a cache has none",
             "tensors without gradients",
-            "call it under torch.no_grad(), or detach k, v and q",
+            "call it under torch.no_grad(), or detach k, v, q and the weights of a norm",
         )
     if on_gpu(arguments[0]) and arguments[0].dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(

@@ -282,5 +282,8 @@ def test_no_gradients_pass() -> None:
     given = drawn(How())
     with pytest.raises(UnsupportedError, match=r"no_grad"):
         replace(given, k=given.k.requires_grad_())()
+    weighted = _with(norm=QKNorm(k=torch.ones(32, requires_grad=True)))
+    with pytest.raises(UnsupportedError, match=r"weights of a norm"):
+        weighted(drawn(How()))()
     with torch.no_grad():
         given()
