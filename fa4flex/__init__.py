@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
     from fa4flex.primitives.qk_norm import QKNorm
+    from fa4flex.primitives.quantized import Quantized
     from fa4flex.primitives.rotary import Rotary
     from fa4flex.primitives.schedule import Schedule
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
+    from fa4flex.quantization.quantize import quantize
 
 __version__ = "0.1.0"
 
@@ -62,11 +64,13 @@ _HOME = {
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
     "QKNorm": "fa4flex.primitives.qk_norm",
+    "Quantized": "fa4flex.primitives.quantized",
     "Rotary": "fa4flex.primitives.rotary",
     "Schedule": "fa4flex.primitives.schedule",
     **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),
     "Sinks": "fa4flex.primitives.sinks",
     "Varlen": "fa4flex.primitives.varlen",
+    "quantize": "fa4flex.quantization.quantize",
     "nn": "fa4flex.nn",
     "parallel": "fa4flex.parallel",
     "reference": "fa4flex.reference",
@@ -78,9 +82,9 @@ _HOME = {
 
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
-    "Precision", "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError",
+    "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError",
     "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention",
-    "merge", "nn", "parallel", "patch_sdpa", "reference", "register_op", "synchronize", "trees", "variants",
+    "merge", "nn", "parallel", "patch_sdpa", "quantize", "reference", "register_op", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from fa4flex import calls
+from fa4flex import calls, quantized_calls
 from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
@@ -20,6 +20,7 @@ from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.quantized import Quantized
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
@@ -77,9 +78,9 @@ class Attention:
 
     def __call__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Tensor | Quantized,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
         *,
         varlen: Varlen | None = None,
         paging: Paging | None = None,
@@ -97,6 +98,7 @@ class Attention:
         [pages, page_size, Hkv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
         k * kv_scales.k and v * kv_scales.v, or for themselves without scales. Nested tensors of layout
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
+        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for.
 
         blocks, scale and sinks [Hq] override those of `compile` for this call.
 
@@ -108,7 +110,12 @@ class Attention:
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
         statistics = _LSE if return_lse else ()
-        out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
+        if isinstance(q, Quantized):
+            quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
+            out, lse, _ = quantized_calls.run(variant, q, statistics)
+        else:
+            qkv: Any = (q, k, v)
+            out, lse, _ = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
         return (out, lse) if return_lse else out
 
     def _at_call(
@@ -243,9 +250,9 @@ def compile(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     varlen: Varlen | None = None,
     paging: Paging | None = None,
@@ -258,9 +265,8 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    statistics = _LSE if return_lse else ()
-    out, lse, _ = calls.run(variant, None, (q, k, v), varlen, paging, statistics, kv_scales)
-    return (out, lse) if return_lse else out
+    attn = Attention(variant)
+    return attn(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, return_lse=return_lse)
 
 
 def synchronize(kernels: bool = False) -> None:

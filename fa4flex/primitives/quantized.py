@@ -1,0 +1,75 @@
+"""Quantized: queries, keys and values in 8 and 4 bits, and all that tells what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.base import show
+from fa4flex.primitives.varlen import Varlen
+
+Keys = Literal["int8", "float8_e4m3", "mxfp8", "nvfp4"]
+"""Formats of queries and keys."""
+Values = Literal["float8_e4m3", "bfloat16"]
+"""Formats of values; "bfloat16" are values as they were given."""
+
+
+class Dequantized(NamedTuple):
+    """What codes stand for, in float32: scores are scale * (q.k + bias) before a score mod.
+
+    q, k, v   in the layout that was quantised
+    bias      [B, Hq, Sq], packed [Hq, Tq]: the part of q.k that the mean of the keys has; None without one
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Quantized:
+    """Codes and scales, as fa4flex.quantize makes them. N sequences, T tiles of 128 keys of all of them.
+
+    q, k       codes in the layout that was given; two to a byte for "nvfp4"
+    v          e4m3 [B, Hkv, Dv, columns], packed [Hkv, Dv, 128 T]: transposed, 16 keys in the order
+               0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, tiles filled up with zeros; or the values as given
+    q_scale    float32 [B, Hq, Sq], packed [Hq, Tq]: one of each token; or of blocks of channels
+               [tokens, Hq, D / block], with `whole` [2, heads] over q and k
+    k_scale    float32 [B, Hkv, tiles], packed [Hkv, T]: one of each tile of a sequence; or of blocks
+    v_scale    float32 [N, Hkv, Dv]; None for values as given
+    q_bias     float32 [B, Hq, Sq], packed [Hq, Tq]: q times the mean of the keys; None where it stayed in k
+    v_offset   float32 [N, Hkv, Dv], added to every value; None without one
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor | None
+    q_bias: Tensor | None
+    v_offset: Tensor | None
+    whole: tuple[Tensor, Tensor] | None
+    qk: Keys
+    pv: Values
+    rotation: tuple[int, int] | None
+    """Width and seed of the rotation that q and k went through (see fa4flex/quantization/rotation.py)."""
+    layout: Literal["bhsd", "bshd"]
+    varlen: Varlen | None
+    dtype: torch.dtype
+    """dtype of q as it was given, and of outputs."""
+
+    def dequantize(self) -> Dequantized:
+        """Numbers that the codes stand for, rotated back. They are what attention over the codes means."""
+        from fa4flex.quantization.dequantize import dequantized
+
+        return dequantized(self)
+
+    def __repr__(self) -> str:
+        tensors = ", ".join(f"{name}={show(getattr(self, name))}" for name in "qkv")
+        varlen = "" if self.varlen is None else f", varlen={self.varlen!r}"
+        return f"Quantized(qk={self.qk!r}, pv={self.pv!r}, {tensors}{varlen})"
