@@ -82,9 +82,10 @@ _HOME = {
 
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
-    "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError",
-    "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention",
-    "merge", "nn", "parallel", "patch_sdpa", "quantize", "reference", "register_op", "synchronize", "trees", "variants",
+    "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
+    "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile",
+    "flex_attention", "merge", "nn", "parallel", "patch_sdpa", "quantize", "reference", "register_op",
+    "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate,
-first-light}`.
+"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,accuracy,plan-parallel,bench,
+simulate,first-light}`.
 
 Only bench and first-light need a GPU.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fa4flex
+from fa4flex.accuracy.command import add_options as add_accuracy_options
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.first_light.command import add_options as add_first_light_options
@@ -104,6 +105,13 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def accuracy(arguments: argparse.Namespace) -> int:
+    """Errors of 16, 8 and 4 bits on tensors that are hard for them, or on yours, against float64."""
+    from fa4flex.accuracy.command import run
+
+    return run(arguments)
+
+
 def plan_parallel(arguments: argparse.Namespace) -> int:
     """Estimated traffic and time of a sequence spread over many GPUs."""
     from fa4flex.parallel.predict import Machine, count_of, ranks_of, report
@@ -172,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--kv-len", **size, help=same)
     seed = "of the random inputs (default 0)"
     checking.add_argument("--seed", type=int, metavar="N", default=0, help=seed)
+    add_accuracy_options(add(accuracy, variant=False))
     planning = add(plan_parallel)
     planning.add_argument("--ranks", default="8", help="8, 8,64 or 8..1024 (default 8)")
     planning.add_argument(

@@ -1,1 +1,1 @@
-"""Queries, keys and values in 8 and 4 bits: how they are rounded, where their scales belong, what they stand for."""
+"""Queries, keys and values in 8 and 4 bits: rounding, scales, and what codes stand for."""

@@ -26,7 +26,11 @@ def dequantized(codes: Quantized) -> Dequantized:
     if codes.rotation is not None:
         rotation = Rotation(*codes.rotation)
         q, k = rotation.undone(q), rotation.undone(k)
-    v = codes.v.float() if codes.v_scale is None else place.laid(_values(codes, keys, place), codes.k.shape[0])
+    v = (
+        codes.v.float()
+        if codes.v_scale is None
+        else place.laid(_values(codes, keys, place), codes.k.shape[0])
+    )
     return Dequantized(place.laid(q, codes.q.shape[0]), place.laid(k, codes.k.shape[0]), v, codes.q_bias)
 
 

@@ -1,14 +1,15 @@
 """Formats of elements in 8 and 4 bits, and of their scales.
 
-A scale is constant along what is summed, unless the tensor cores have block scales: queries have one for each
-token, keys one for each tile of TILE keys, values one for each channel. MXFP8 (OCP 2023) and NVFP4 have scales
-for blocks of 32 and 16 channels of every token.
+A scale is constant along what is summed, unless the tensor cores have block scales: queries have one for
+each token, keys one for each tile of TILE keys, values one for each channel. MXFP8 (OCP 2023) and NVFP4 have
+scales for blocks of 32 and 16 channels of every token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Format:
     """One format of elements.
 
     largest   greatest number that is one of its elements
-    codes     function from float32 numbers within [-largest, largest] to elements: to the nearest, ties to even
+    codes     function from float32 numbers within [-largest, largest] to the nearest elements, ties to even
     numbers   function from elements to float32 numbers
     block     channels of a token that share a scale; 0 where scales belong to tokens, tiles or channels
     scale     dtype of the scales
@@ -64,7 +65,7 @@ def _e2m1_codes(x: Tensor) -> Tensor:
     """Two elements of e2m1 in a byte, the first in its low half."""
     size = x.abs()
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for number, (below, above) in enumerate(zip(_E2M1, _E2M1[1:])):
+    for number, (below, above) in enumerate(pairwise(_E2M1)):
         middle = (below + above) / 2
         code += (size >= middle if number % 2 else size > middle).to(torch.uint8)
     code |= torch.signbit(x).to(torch.uint8) << 3
@@ -85,8 +86,10 @@ NVFP4 = Format("nvfp4", 6.0, _e2m1_codes, _e2m1_numbers, 16, torch.float8_e4m3fn
 
 
 def in_blocks(x: Tensor, form: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x [T, H, D], scales [T, H, D / block], and a float32 scale of each head [H], which is 1 but for
-    NVFP4: its e4m3 scales need one to lie within their range."""
+    """Codes of x [T, H, D], scales [T, H, D / block], and a float32 scale of each head [H].
+
+    The last is 1 but for NVFP4, whose e4m3 scales need one to lie within their range.
+    """
     blocks = x.unflatten(-1, (-1, form.block))
     greatest = blocks.abs().amax(-1)
     if form.scale == torch.float8_e8m0fnu:

@@ -40,7 +40,6 @@ _REFUSED_VALUES = {
 }
 
 
-@torch.no_grad()
 def quantize(
     q: Tensor,
     k: Tensor,
@@ -66,13 +65,19 @@ def quantize(
     center_k  take the mean of each sequence's keys out before rounding
     center_v  take the mean of each channel of v out before rounding
 
-    A row or tile that holds a NaN or an infinity stands for NaN. Nothing waits for the device. No gradients
-    pass; dequantize() gives what the codes stand for. Raises InputError for shapes and dtypes that do not fit,
-    UnsupportedError for formats that lose what they must keep.
+    A row or tile that holds a NaN or an infinity stands for NaN. Nothing waits for the device. dequantize()
+    gives what the codes stand for. Raises InputError for shapes and dtypes that do not fit, UnsupportedError
+    for formats that lose what they must keep, and for tensors that require gradients.
     """
     form = _form(qk, pv)
     place = Arrangement(layout, varlen)
     _check(q, k, v, place, form)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise UnsupportedError(
+            "quantize of tensors that require gradients: rounding has none",
+            "tensors without gradients",
+            "call it under torch.no_grad(), or detach q, k and v",
+        )
     queries, keys = place.of_queries(q), place.of_keys(k)
     of_q, of_k, of_v = (place.tokens(x).float() for x in (q, k, v))
     bias = None
@@ -175,7 +180,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, place: Arrangement, form: Format) ->
     if not (alike and batches and grouped and q.device == k.device == v.device):
         raise InputError(
             value,
-            "k and v of as many tokens and heads, q of as wide heads and a multiple of their number, one device",
+            "k and v of as many tokens and heads, q of their width and a multiple of their heads, one device",
             "see the shapes of a call of attention",
         )
     if not all(x.dtype in (torch.bfloat16, torch.float16, torch.float32) for x in (q, k, v)):

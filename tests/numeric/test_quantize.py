@@ -19,7 +19,7 @@ from fa4flex.quantization.rotation import Rotation
 from fa4flex.variants import alibi, causal, softcap
 
 ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-"""Key of each column within 16, by the layouts of the PTX ISA: m64nNk32 operands of 8 bits, and accumulators."""
+"""Key of each column within 16, by the PTX ISA's layouts of 8-bit operands (m64nNk32) and accumulators."""
 
 
 def made(tokens: int = 300, dtype: torch.dtype = torch.bfloat16, group: int = 2, width: int = 64) -> Any:
@@ -165,8 +165,7 @@ def test_padding_takes_no_part(seed: int) -> None:
 @pytest.mark.parametrize("qk", FORMATS)
 @pytest.mark.parametrize("mod", [None, alibi, softcap(2.0)], ids=str)
 def test_attention_over_codes(qk: Any, mod: Any, seed: int) -> None:
-    """Against the oracle over the numbers that the codes stand for: log-sum-exp, sinks and mods see the mean of
-    the keys."""
+    """Against the oracle over what the codes stand for: log-sum-exp, sinks and mods see the keys' mean."""
     layout: Any = random.choice(["bhsd", "bshd"])
     q, k, v = made(group=random.choice([1, 4]))
     sinks = torch.randn(q.shape[1])
@@ -174,7 +173,7 @@ def test_attention_over_codes(qk: Any, mod: Any, seed: int) -> None:
     codes = quantize(*given, qk=qk, pv=random.choice(["float8_e4m3", "bfloat16"]), layout=layout)
     attn = fa4flex.compile(score_mod=mod, mask=causal, sinks=sinks, layout=layout)
     out, lse = attn(codes, return_lse=True)
-    assert out.dtype == q.dtype and out.shape == given[0].shape[:-1] + (32,)
+    assert out.dtype == q.dtype and out.shape == (*given[0].shape[:-1], 32)
     exact = codes.dequantize()
     of_q, of_k, of_v = exact[:3] if layout == "bhsd" else (x.transpose(1, 2) for x in exact[:3])
     assert exact.bias is not None
@@ -243,7 +242,7 @@ def test_special_rows(seed: int) -> None:
 
 @pytest.mark.parametrize("n", range(30))
 def test_anything_composed(n: int, seed: int) -> None:
-    """Formats, widths, lengths, groups, packed or padded or neither, special rows: the oracle over the codes."""
+    """Formats, widths, lengths, groups, scales, rows of zeros, against the oracle over the codes."""
     group, width, of_v = random.choice([1, 3, 7]), 32 * random.randint(1, 4), 8 * random.randint(1, 8)
     options: Any = {
         "qk": random.choice(list(FORMATS)), "pv": random.choice(["float8_e4m3", "bfloat16"]), "seed": n,
@@ -265,7 +264,9 @@ def test_anything_composed(n: int, seed: int) -> None:
     expected = torch.zeros(len(q), 2 * group, of_v, dtype=torch.float64)
     for a, b in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
         part = [x[a:b].transpose(0, 1)[None] for x in exact[:3]]
-        expected[a:b] = reference.attention(*part, mask=causal)[0][0].transpose(0, 1)  # a bias of rows is none
+        expected[a:b] = reference.attention(*part, mask=causal)[0][0].transpose(
+            0, 1
+        )  # a bias of rows is none
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-3)
 
 
@@ -286,6 +287,14 @@ def test_anything_composed(n: int, seed: int) -> None:
 def test_refused(options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         quantize(*made(), **options)
+
+
+def test_no_gradients_pass(seed: int) -> None:
+    q, k, v = made()
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        quantize(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        assert not fa4flex.attention(quantize(q, k, v)).requires_grad
 
 
 def test_shapes_are_checked() -> None:
@@ -318,4 +327,8 @@ def test_compiled_and_eager_agree(seed: int) -> None:
 
 def test_formats_have_their_greatest_numbers() -> None:
     for form in (INT8, E4M3, NVFP4):
-        assert form.numbers(form.codes(torch.full((2,), form.largest)))[0] == form.largest == grid(form.name).max()
+        assert (
+            form.numbers(form.codes(torch.full((2,), form.largest)))[0]
+            == form.largest
+            == grid(form.name).max()
+        )
