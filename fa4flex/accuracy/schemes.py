@@ -1,7 +1,7 @@
 """Precisions as kernels have them: formats of q, k and v, rounding of probabilities, and sums.
 
-Sums of 8-bit products are emulated: on Hopper with the chip's 13 fraction bits (ptxsim/units/aligned.py), added
-to float32 at every tile or never; on Blackwell they are as good as float32.
+Sums of 8-bit products are emulated: on Hopper with the chip's 13 fraction bits (ptxsim/units/aligned.py),
+added to float32 at every tile or never; on Blackwell they are as good as float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sums = Literal["hopper, by tile", "hopper", "float32"]
 
 
 class Operands(NamedTuple):
-    """What q, k and v stand for, and the values as operands: v = operand * scale + offset, by channel."""
+    """Numbers that q and k stand for, and values as operands: v = operand * scale + offset, by channel."""
 
     q: Tensor
     k: Tensor

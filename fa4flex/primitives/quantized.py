@@ -18,7 +18,7 @@ Values = Literal["float8_e4m3", "bfloat16"]
 
 
 class Dequantized(NamedTuple):
-    """What codes stand for, in float32: scores are scale * (q.k + bias) before a score mod.
+    """Numbers that codes stand for, in float32: scores are scale * (q.k + bias) before a score mod.
 
     q, k, v   in the layout that was quantised
     bias      [B, Hq, Sq], packed [Hq, Tq]: the part of q.k that the mean of the keys has; None without one

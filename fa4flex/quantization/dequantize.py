@@ -1,4 +1,4 @@
-"""What codes stand for, in float32."""
+"""Numbers that codes stand for, in float32."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ class Tokens:
 
 
 def swapped(place: Tensor) -> Tensor:
-    """Column of a key within 16, so that values meet probabilities as a thread of an accumulator has them: the
-    scores of keys 8j + 2c + b, where an operand of 8 bits wants 4c + 2j + b."""
+    """Column of a key within 16, where it meets its probability: a thread of an accumulator has the scores of
+    keys 8j + 2c + b, an operand of 8 bits wants 4c + 2j + b."""
     return (place >> 1 & 3) * 4 + (place >> 3 & 1) * 2 + (place & 1)
 
 
