@@ -14,6 +14,7 @@ from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
+from fa4flex.kernels.common.transfer import Tokens
 from fa4flex.kernels.common.work import find_sequence
 from fa4flex.kernels.plan.l2 import L2_BYTES
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
@@ -51,6 +52,14 @@ class KeyWork(NamedTuple):
     row_offset: Int32
     group: Int32
     part: Int32
+
+    def queries(self, head: Int32) -> Tokens:
+        """A head of the sequence's queries."""
+        return Tokens(self.q_offset, self.q_len, head, self.b)
+
+    def keys(self, head: Int32) -> Tokens:
+        """A head of the sequence's keys."""
+        return Tokens(self.kv_offset, self.kv_len, head, self.b)
 
 
 class QueryTiles(NamedTuple):
