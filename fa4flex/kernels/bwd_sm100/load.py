@@ -21,7 +21,7 @@ from fa4flex.kernels.common.backward import (
 )
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import Tokens, Views, head_of, load_once, load_stage, partition
+from fa4flex.kernels.common.transfer import States, Tokens, Views, head_of, load_once, load_stage, partition
 
 
 class Transfers(NamedTuple):
@@ -52,9 +52,8 @@ class Load:
 
     @cute.jit
     def run(self, arguments: BackwardArguments, work: KeyWork, block: cutlass.Constexpr[Block]) -> None:
-        config, loads = self.config, self.loads
-        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
-        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
+        loads = self.loads
+        leading, other = self.states()
         waiting = self.scheduler.steps(work, arguments) > 0
         if waiting:
             self.keys(loads.first, work, block)
@@ -66,16 +65,27 @@ class Load:
                 tile = query_tile_at(queries, i)
                 for group in loads.step:
                     for name in group:
-                        state = q_state if name in OF_QUERIES else do_state
+                        state = leading if self.leads(name) else other
                         self.stage(name, sources[name], block, state, tile)
-                    if const_expr(any(name in OF_QUERIES for name in group)):
-                        q_state.advance()
-                    if const_expr(any(name not in OF_QUERIES for name in group)):
-                        do_state.advance()
+                    if const_expr(any(self.leads(name) for name in group)):
+                        leading.advance()
+                    if const_expr(not all(self.leads(name) for name in group)):
+                        other.advance()
                 if const_expr(len(loads.late) > 0):  # noqa: SIM102
                     if waiting:
                         self.keys(loads.late, work, block)
                         waiting = Boolean(False)
+
+    def leads(self, name: str) -> bool:
+        """True if an operand comes into the stages that a step begins with."""
+        return (name in OF_QUERIES) == (self.loads.step[0][0] in OF_QUERIES)
+
+    def states(self) -> States:
+        """States of these stages, and of the others."""
+        stages = self.config.q_stages, self.config.do_stages
+        leading, other = stages if self.leads("q") else reversed(stages)
+        kind = pipeline.PipelineUserType.Producer
+        return pipeline.make_pipeline_state(kind, leading), pipeline.make_pipeline_state(kind, other)
 
     def keys(self, names: tuple[str, ...], work: KeyWork, block: Block) -> None:
         """Loads this CTA's part of a tile of keys or values."""
