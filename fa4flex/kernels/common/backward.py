@@ -62,6 +62,13 @@ class KeyWork(NamedTuple):
         return Tokens(self.kv_offset, self.kv_len, head, self.b)
 
 
+class QueryTile(NamedTuple):
+    """A tile of queries of one query head."""
+
+    head: Int32
+    tile: Int32
+
+
 class QueryTiles(NamedTuple):
     """Tiles of queries: `masked_count` that need the mask, then the others, Ranges or Listed; or both in one
     order, as Turns.entries, in `masked` alone."""
@@ -315,7 +322,7 @@ def await_turn(
     """A warp's: wait until all tiles of keys before this one have added to a part of tile i, turn_rows of its
     rows or as many numbers; returns its counter."""
     tile, rank = turn_at(arguments, work, queries, i)
-    counter = counter_of(arguments, work, (h, tile), config, part)
+    counter = counter_of(arguments, work, QueryTile(h, tile), config, part)
     await_rank(counter, rank, seen(counter))
     return counter
 
@@ -335,16 +342,16 @@ def turn_at(
 def counter_of(
     arguments: BackwardArguments,
     work: KeyWork,
-    where: tuple[Int32, Int32],
+    at: QueryTile,
     config: Any,
     part: Int32 | int = 0,
 ) -> cute.Pointer:
-    """Counter of a part of a tile of queries. where: query head and tile."""
-    (h, tile), done, rows = where, arguments.turns.done, config.turn_rows
-    place = tile * (config.tile_m // rows) + part
+    """Counter of a part of a tile of queries."""
+    done, rows = arguments.turns.done, config.turn_rows
+    place = at.tile * (config.tile_m // rows) + part
     if cute.rank(done) == 3:
-        return done[work.b, h, None].iterator + place
-    return done[h, None].iterator + (work.row_offset // rows + place)
+        return done[work.b, at.head, None].iterator + place
+    return done[at.head, None].iterator + (work.row_offset // rows + place)
 
 
 @cute.jit
