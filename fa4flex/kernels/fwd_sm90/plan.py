@@ -14,12 +14,12 @@ from fa4flex.kernels.fwd_sm90.packing import packed_heads
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import Choice, Pair, Tiles, choose, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
-from fa4flex.kernels.plan.backward_time import Heads, many
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.kernels.plan.candidates import among, least, listed
 from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.forward_time import ForwardTime
+from fa4flex.kernels.plan.kernel_time import Heads, many
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline

@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_lengths import check_length, used_length
+from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 
 WHOLE = 1 << 30
@@ -67,6 +68,13 @@ class Cut(NamedTuple):
     parts: Int32
     first: Int32
     split: Int32
+
+
+class Piece(NamedTuple):
+    """A tile of few rows as the schedule hands it out: sequence and KV head, and the part of the keys."""
+
+    work: Work
+    cut: Cut
 
 
 def start() -> Place:
