@@ -192,7 +192,7 @@ FEW_STEPS = {
     (8, 32, 8, 2048): (1439, 1447),
     (1, 16, 1, 8192): (1081, 1164),
 }
-"""Batch, query heads, heads of keys and length of causal passes, and microseconds in steps of 80 and of 64
+"""Batch, query heads, KV heads and length of causal passes, and microseconds in steps of 80 and of 64
 queries: the table of docs/notes/backward_sm90.md."""
 
 

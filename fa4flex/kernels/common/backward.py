@@ -23,7 +23,7 @@ from fa4flex.kernels.plan.lengths import ROW_BLOCK
 class KeyGrid(NamedTuple):
     """Map from block numbers to (tile of keys, head of dK, batch): all tiles of one head before the next; or,
     where sums are ordered or tiles differ in work, by sections. group: query heads that a block's keys meet.
-    parts: heads of dK per head of keys, where there may be several.
+    parts: heads of dK per KV head, where there may be several.
 
     All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
     would take some hundred clocks.

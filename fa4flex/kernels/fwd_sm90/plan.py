@@ -49,7 +49,7 @@ class HopperPlan(Checked):
     work                 what the hooks cost and keep
     persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
-    packed_heads         query heads that share a head of keys, of which tiles of queries have rows; 1: each
+    packed_heads         query heads that share a KV head, of which tiles of queries have rows; 1: each
                          head has tiles of its own
     reasons              why these tiles, and why this order
     form                 which pairs the mask allows
@@ -219,9 +219,7 @@ class HopperPlan(Checked):
 
     def _explain_rows(self) -> list[str]:
         group = self.packed_heads
-        told = (
-            f"  queries are rows of {group} heads that share a head of keys, all heads of one after another"
-        )
+        told = f"  queries are rows of {group} heads that share a KV head, all heads of one after another"
         return [told] * (group > 1)
 
 

@@ -1,4 +1,4 @@
-"""Tiles of few rows: all queries of a sequence, of all heads that share a head of keys.
+"""Tiles of few rows: all queries of a sequence, of all heads that share a KV head.
 
 Both consumer warpgroups have all rows, and of every tile of keys each has half. In the end the second hands
 its sums to the first, thread by thread.

@@ -51,7 +51,7 @@ class Totals(NamedTuple):
 
 class Place(NamedTuple):
     """Sequence from which on the next of a kind are looked for; how many of them there are before it, per
-    head; how many rows of parts, per head of keys; and how many sequences that have several parts. Blocks
+    head; how many rows of parts, per KV head; and how many sequences that have several parts. Blocks
     take tiles in rising order, so no sequence is looked at twice."""
 
     b: Int32
@@ -90,7 +90,7 @@ class Sequences:
     # --- one sequence -------------------------------------------------------------------------------------
 
     def group(self, arguments: Arguments) -> Int32:
-        """Heads that share a head of keys."""
+        """Heads that share a KV head."""
         return Int32(arguments.q.shape[1]) // Int32(arguments.k.shape[2])
 
     def queries(self, b: Int32, arguments: Arguments) -> Int32:
@@ -105,7 +105,7 @@ class Sequences:
         return length // n + select_(length % n > 0, Int32(1), Int32(0))
 
     def few(self, b: Int32, arguments: Arguments) -> tuple[Boolean, Int32]:
-        """(whether the sequence has few rows, and some; rows for a head of keys)."""
+        """(whether the sequence has few rows, and some; rows for a KV head)."""
         rows = self.queries(b, arguments) * self.group(arguments)
         return (rows > 0) & (rows <= self.config.few_rows), rows
 
