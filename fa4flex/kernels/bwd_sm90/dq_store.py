@@ -130,7 +130,8 @@ class DqStore:
             views = self.views(arguments, work, h, shared, copies)
             turn = Turn(Int32(0), Int32(0), Int32(UNSEEN))
             if const_expr(self.takes_turns):
-                turn = Turn(*turn_at(arguments, work, queries, Int32(0)), Int32(UNSEEN))
+                first = turn_at(arguments, work, queries, Int32(0))
+                turn = Turn(first[0], first[1], Int32(UNSEEN))
             for i in cutlass.range(queries.count, unroll=1):
                 tile, turn_rank, done = turn
                 if const_expr(self.takes_turns):
@@ -168,7 +169,7 @@ class DqStore:
                         done = seen(counter_of(arguments, work, QueryTile(h, following[0]), config, rank))
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
-                    turn = Turn(*following, done)
+                    turn = Turn(following[0], following[1], done)
         return Stages(stage, parity), steps
 
     def store(self, dq: Any, w: int, part: cute.Tensor, work: KeyWork, at: QueryTile) -> None:

@@ -118,9 +118,13 @@ class Combine:
             at = None
             if const_expr(self.hooks.output is not None):
                 work = Work(Int32(0), Int32(h), Int32(b), Int32(0), Int32(0), q_len, Int32(0), Boolean(True))
-                at = place(self.hooks, work, Int32(heads), arguments)
+                at = self.place(arguments, work, Int32(heads))
             row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at)
             self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
+
+    def place(self, arguments: Any, work: Work, heads: Int32) -> At:
+        """Arguments of the output function for a head of a sequence."""
+        return place(self.hooks, work, heads, arguments)
 
     def room(self) -> Sums:
         return Sums(
