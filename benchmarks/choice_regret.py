@@ -37,10 +37,10 @@ import fa4flex
 from fa4flex.kernels.bwd_sm90 import plan as backward_plans
 from fa4flex.kernels.fwd_sm90 import plan as forward_plans
 from fa4flex.kernels.plan import constants
-from fa4flex.kernels.plan.backward_time import Heads
 from fa4flex.kernels.plan.candidates import least
 from fa4flex.kernels.plan.constants import Constants, Rates
 from fa4flex.kernels.plan.groups import Groups
+from fa4flex.kernels.plan.kernel_time import Heads
 from fa4flex.kernels.plan.target import SM90A
 
 os.environ.setdefault("FA4FLEX_BACKGROUND", "0")  # times are those of the best kernels

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from subprocess import PIPE
 from typing import Any
 
 MARK = "\x1e"
@@ -39,6 +40,14 @@ class Answer:
 def tell(**words: Any) -> None:
     """Tell the parent; to be called in the process."""
     print(f"{MARK}{json.dumps(words)}", flush=True)
+
+
+def begin(command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+    """Start a process that leads a group of its own, for `end`. Its errors are part of its output; more: as
+    Popen takes it."""
+    return subprocess.Popen(
+        command, stderr=subprocess.STDOUT, text=True, start_new_session=True, **{"stdout": PIPE, **more}
+    )
 
 
 def end(process: subprocess.Popen[str], seconds: float = 5.0) -> None:
@@ -98,14 +107,7 @@ class Worker:
     def _begun(self) -> subprocess.Popen[str]:
         if self.process is None:
             self.lines = queue.SimpleQueue()
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            self.process = begin(self.command, stdin=PIPE)
             threading.Thread(target=_read, args=(self.process, self.lines), daemon=True).start()
         return self.process
 

@@ -97,7 +97,7 @@ class Row:
 
     @property
     def group(self) -> int:
-        """Query heads per head of keys and values."""
+        """Query heads per KV head."""
         return self.heads // (self.kv_heads or self.heads)
 
     def scaled(self, length: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fa4flex.bench.isolated import end
+from fa4flex.bench.isolated import begin, end
 
 SANITIZERS = ("memcheck", "racecheck")
 """Tools of compute-sanitizer that are run over cases, where it is installed."""
@@ -81,9 +81,7 @@ def run_all(
 def _run(task: Task, most: float) -> Done:
     """The task in a process that leads a group of its own, so that all of it can be killed."""
     start, limit = time.monotonic(), min(task.seconds, most)
-    process = subprocess.Popen(
-        task.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    process = begin(task.command)
     try:
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:

@@ -39,7 +39,7 @@ def varlen_attn(
     scale        multiplies q.k; default 1 / sqrt(D)
     window_size  (left, right): keys before and after the query's own position, which is aligned bottom-right;
                  negative numbers for all of them
-    enable_gqa   True permits fewer heads of keys than of queries
+    enable_gqa   True permits fewer KV heads than of queries
     seqused_k    [N]: the keys of each sequence that take part
     block_table  [N, max_pages]: key and value are pools [pages, page_size, Hkv, D] then; needs seqused_k
     num_splits   1: a sequence's result is the same whatever else is in the batch. Others let kernels choose

@@ -59,7 +59,7 @@ class KVScales:
                 raise InputError(
                     f"{name} scales {scale.dtype} {list(scale.shape)}",
                     "float32, of one to three dimensions",
-                    f"e.g. {name}=scale.float(), of a number for each head of keys",
+                    f"e.g. {name}=scale.float(), of a number for each KV head",
                 )
 
     def check(self, k: Tensor, v: Tensor, arrangement: Arrangement) -> None:

@@ -1,4 +1,4 @@
-"""Query heads that share a head of keys, and tiles of queries with it, on a GPU: against the fp64 oracle.
+"""Query heads that share a KV head, and tiles of queries with it, on a GPU: against the fp64 oracle.
 
 pytest tests/numeric/test_cuda_rows_of_groups.py -n 8
 """

@@ -36,7 +36,7 @@ MEASURED = [
 
 BEHIND = [("28:4", (4, 4096, 4096)), ("16:1", (64, 1964, 1964))]
 """Causal passes of whole groups that took 1.17 and 1.23 times what flash-attn-4 does, which has a block for
-each query head: sections of one head of keys each, of which the last one's longest tiles begin too late, and
+each query head: sections of one KV head each, of which the last one's longest tiles begin too late, and
 of the second more queries and sums at a time than the cache holds."""
 
 

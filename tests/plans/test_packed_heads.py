@@ -1,4 +1,4 @@
-"""Problems whose tiles of queries have rows of all heads that share a head of keys, and their plans."""
+"""Problems whose tiles of queries have rows of all heads that share a KV head, and their plans."""
 
 from __future__ import annotations
 

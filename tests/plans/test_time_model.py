@@ -17,12 +17,12 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels.bwd_sm90.cost import backward_units
 from fa4flex.kernels.bwd_sm90.plan import HALF_TILE, LONG_TILE, TILE, HopperBackwardPlan, plan_hopper_backward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper, time_of
-from fa4flex.kernels.plan.backward_time import Heads, many
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.candidates import least
 from fa4flex.kernels.plan.constants import H200, constants_of
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.kernel_time import Heads, many
 from fa4flex.kernels.plan.l2 import sections_of_keys, sections_of_queries
 from fa4flex.kernels.plan.model import makespan
 from fa4flex.kernels.plan.problem import Problem
@@ -192,7 +192,7 @@ FEW_STEPS = {
     (8, 32, 8, 2048): (1439, 1447),
     (1, 16, 1, 8192): (1081, 1164),
 }
-"""Batch, query heads, heads of keys and length of causal passes, and microseconds in steps of 80 and of 64
+"""Batch, query heads, KV heads and length of causal passes, and microseconds in steps of 80 and of 64
 queries: the table of docs/notes/backward_sm90.md."""
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from fa4flex.bench.isolated import begin, end
+
 COMPOSITIONS = 4
 """Seeds of compositions that processes share: each other one compiles kernels of its own."""
 GRACE = 90.0
@@ -38,7 +40,7 @@ def started(options: Sequence[str], seed: int, mods_seed: int, gpu: int | None, 
     command += ["--seed", str(seed), "--mods-seed", str(mods_seed)]
     more = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, text=True, env={**os.environ, **more})
+        process = begin(command, stdout=out, env={**os.environ, **more})
     return Running(seed, process, log)
 
 
@@ -46,7 +48,7 @@ def run_many(options: Sequence[str], seed: int, jobs: int, seconds: float, folde
     """Exit status: 0 if all of them ended, and found nothing. Logs are files of the folder, by seed."""
     gpus = torch.cuda.device_count() if "cuda" in options else 0
     folder.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + seconds + GRACE
+    until = time.monotonic() + seconds + GRACE
     running = [
         started(
             [*options, "--time", str(seconds)],
@@ -57,13 +59,17 @@ def run_many(options: Sequence[str], seed: int, jobs: int, seconds: float, folde
         )
         for i in range(jobs)
     ]
+    wait(running, until)
+    return report(running)
+
+
+def wait(running: Sequence[Running], until: float) -> None:
+    """Wait for processes until that time, by time.monotonic(), and then end them with their children."""
     for one in running:
         try:
-            one.process.wait(max(end - time.monotonic(), 0.0))
+            one.process.wait(max(until - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
-    return report(running)
+            end(one.process)
 
 
 def report(running: Sequence[Running]) -> int:

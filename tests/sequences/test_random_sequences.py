@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import select
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +17,12 @@ import torch
 import torch._functorch.config
 
 import fa4flex
+from fa4flex.bench.isolated import begin
 from fa4flex.runtime.flex.attend import Module
 
 from . import calls, changes, gpu_steps, pool
 from .oracle import Failure
-from .processes import Running, report
+from .processes import Running, report, wait
 from .running import Setting, run
 from .steps import Asked, ask, run_step
 
@@ -58,6 +63,20 @@ def test_reports_of_processes(words: str, status: int, expected: int, tmp_path: 
     log.write_text(words)
     ended: Any = SimpleNamespace(returncode=status)
     assert report([Running(1, ended, log)]) == expected
+
+
+def test_processes_end_with_their_children(tmp_path: Path) -> None:
+    sleeps = "import time; time.sleep(60)"
+    child = f"subprocess.Popen([sys.executable, '-c', {sleeps!r}], stdin=sys.stdin)"
+    code = f"import subprocess, sys; {child}; print('begun', flush=True); {sleeps}"
+    process = begin([sys.executable, "-c", code])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    wait([Running(1, process, tmp_path / "1.log")], time.monotonic())
+    assert process.returncode == -signal.SIGKILL
+    # Its output ends when nobody is left who has it.
+    assert select.select([process.stdout], [], [], 20.0)[0]
+    assert process.stdout.read() == ""
 
 
 def test_as_a_gpu_is_asked(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Query heads that share a head of keys share tiles of packed sequences, on simulated Hopper GPUs: under any
+"""Query heads that share a KV head share tiles of packed sequences, on simulated Hopper GPUs: under any
 mask and score that allows it, right in every timing."""
 
 from __future__ import annotations

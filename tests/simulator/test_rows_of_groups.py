@@ -1,4 +1,4 @@
-"""Query heads that share a head of keys share tiles of queries too, on simulated Hopper GPUs: right in every
+"""Query heads that share a KV head share tiles of queries too, on simulated Hopper GPUs: right in every
 timing, and nothing found."""
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.bwd_sm100.compute import Compute
 from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS, Config
-from fa4flex.kernels.bwd_sm100.load import Load, Transfers
+from fa4flex.kernels.bwd_sm100.load import Block, Load, Transfers
 from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.bwd_sm100.reduce import PIECE, Reduce
-from fa4flex.kernels.bwd_sm100.resources import Products, Shared
+from fa4flex.kernels.bwd_sm100.resources import NUMBERS, OF_QUERIES, Products, Shared
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
     COMPUTE,
@@ -35,9 +35,6 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.transfer import tokens_first
-
-NUMBERS = ("lse2", "delta")
-"""Statistics of rows, in rings of their own."""
 
 
 class Backward:
@@ -85,19 +82,10 @@ class Backward:
         layouts = {name: cute.select(x, mode=[0, 1, 2]) for name, x in products.layouts().items()}
         load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
         cluster = self.cluster.layout(products.scores).shape
-        first, second = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-        of = {
-            "q": (second, products.scores_tile, products.scores),
-            "k": (first, products.scores_tile, products.scores),
-            "v": (first, products.dprob_tile, products.dprob),
-            "dout": (second, products.dprob_tile, products.dprob),
-            "q_t": (second, products.dk_tile, products.dk),
-            "k_t": (second, products.dq_tile, products.dq),
-            "dout_t": (second, products.dv_tile, products.dv),
-        }
 
         def one(name: str) -> cpasync.TmaInfo:
-            make, tile, product = of[name]
+            product, tile, first = products.operands[name]
+            make = cute.nvgpu.make_tiled_tma_atom_A if first else cute.nvgpu.make_tiled_tma_atom_B
             return make(load, self.whole(name, arguments), layouts[name], tile, product, cluster)
 
         return self.transfers_kind(**{name: one(name) for name in self.transfers_kind._fields})
@@ -107,7 +95,7 @@ class Backward:
         return tokens_first(getattr(arguments, name), self.config.ragged)
 
     def stages(self, name: str) -> int:
-        return self.config.q_stages if name in ("q", "q_t", "lse2") else self.config.do_stages
+        return self.config.q_stages if name in OF_QUERIES else self.config.do_stages
 
     def storage(self, products: Products) -> Any:
         members: dict[str, Any] = {"barriers": room(self.barriers), "freed": Int64, "columns": Int32}
@@ -148,7 +136,7 @@ class Backward:
                 base = memory.retrieve_ptr(Float32)
                 self.multiply.run(arguments, work, shared, pipes, products, base)
             if warp == LOAD:
-                self.load.run(arguments, work, transfers, shared, pipes, products)
+                self.load.run(arguments, work, Block(transfers, shared, pipes, products))
         elif warp >= COMPUTE:
             cute.arch.setmaxregister_increase(registers.compute)
             memory.allocate(COLUMNS)

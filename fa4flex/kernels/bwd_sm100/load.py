@@ -1,15 +1,17 @@
-"""The warp that brings keys and values once, then queries and output gradients with their rows' numbers."""
+"""The warp that brings keys and values once, then queries and output gradients with their rows' numbers, in
+the order of `roles.LOADS`."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.resources import Products, Shared
+from fa4flex.kernels.bwd_sm100.resources import NUMBERS, OF_QUERIES, Products, Shared
+from fa4flex.kernels.bwd_sm100.roles import LOADS, Loads
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -19,7 +21,7 @@ from fa4flex.kernels.common.backward import (
 )
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import Views, head_of, load_once, load_stage, partition
+from fa4flex.kernels.common.transfer import States, Tokens, Views, head_of, load_once, load_stage, partition
 
 
 class Transfers(NamedTuple):
@@ -31,87 +33,110 @@ class Transfers(NamedTuple):
     dout: Any
 
 
+class Block(NamedTuple):
+    """What a warp loads from and to, the same for all of a block's steps."""
+
+    transfers: Transfers
+    shared: Shared
+    pipes: Pipes
+    products: Products
+
+
 class Load:
+    loads: Loads = LOADS
+
     def __init__(self, config: Config, scheduler: BackwardTileScheduler, cluster: Cluster) -> None:
         self.config = config
         self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
-    def run(
-        self,
-        arguments: BackwardArguments,
-        work: KeyWork,
-        transfers: cutlass.Constexpr[Transfers],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
-        products: cutlass.Constexpr[Products],
-    ) -> None:
-        config = self.config
-        q, k, v, dout = transfers
-        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
-        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        if self.scheduler.steps(work, arguments) > 0:
-            load_once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
-            load_once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
+    def run(self, arguments: BackwardArguments, work: KeyWork, block: cutlass.Constexpr[Block]) -> None:
+        loads = self.loads
+        leading, other = self.states()
+        waiting = self.scheduler.steps(work, arguments) > 0
+        if waiting:
+            self.keys(loads.first, work, block)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
-            q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, (h, work.b)) for x in (q, dout))
-            q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)
-            do_views = self.views(do_rows, dout, shared.dout, products.dprob, products.dprob_tile)
-            lse2, delta = rows_of(arguments.lse2, work, h), rows_of(arguments.delta, work, h)
+            sources = self.sources(arguments, work, h, block)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
-                load_stage(q, pipes.q, q_state, q_views, tile)
-                self.numbers(lse2, shared.lse2, (pipes.lse2_full, pipes.lse2_empty), q_state, tile)
-                q_state.advance()
-                load_stage(dout, pipes.dout, do_state, do_views, tile)
-                self.numbers(delta, shared.delta, (pipes.delta_full, pipes.delta_empty), do_state, tile)
-                do_state.advance()
+                for group in loads.step:
+                    for name in group:
+                        state = leading if self.leads(name) else other
+                        self.stage(name, sources[name], block, state, tile)
+                    if const_expr(any(self.leads(name) for name in group)):
+                        leading.advance()
+                    if const_expr(not all(self.leads(name) for name in group)):
+                        other.advance()
+                if const_expr(len(loads.late) > 0):  # noqa: SIM102
+                    if waiting:
+                        self.keys(loads.late, work, block)
+                        waiting = Boolean(False)
 
-    def keys(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, work: KeyWork) -> Views:
-        """This CTA's part of a tile of keys or values, as the first operand of a product."""
-        whole = self.rows(transfer, work.kv_offset, work.kv_len, (work.kv_head, work.b))
+    def leads(self, name: str) -> bool:
+        """True if an operand comes into the stages that a step begins with."""
+        return (name in OF_QUERIES) == (self.loads.step[0][0] in OF_QUERIES)
+
+    def states(self) -> States:
+        """States of these stages, and of the others."""
+        stages = self.config.q_stages, self.config.do_stages
+        leading, other = stages if self.leads("q") else reversed(stages)
+        kind = pipeline.PipelineUserType.Producer
+        return pipeline.make_pipeline_state(kind, leading), pipeline.make_pipeline_state(kind, other)
+
+    def keys(self, names: tuple[str, ...], work: KeyWork, block: Block) -> None:
+        """Loads this CTA's part of a tile of keys or values."""
+        for name in names:
+            to_shared, from_global = self.views(name, work.keys(work.kv_head), block)
+            full = getattr(block.pipes, f"{name}_full")
+            self.once(
+                getattr(block.transfers, name), (to_shared[None, 0], from_global[None, work.tile]), full
+            )
+
+    def once(self, transfer: Any, views: Views, full: cute.Pointer) -> None:
+        load_once(transfer, views, full)
+
+    def sources(self, arguments: BackwardArguments, work: KeyWork, h: Int32, block: Block) -> dict[str, Any]:
+        """Views of a head's tiles, and its rows' numbers, by name."""
+        names = {name for group in self.loads.step for name in group}
+        tiles = {
+            name: self.views(name, work.queries(h), block)
+            for name in block.transfers._fields
+            if name in names
+        }
+        return tiles | {name: rows_of(getattr(arguments, name), work, h) for name in NUMBERS}
+
+    def views(self, name: str, tokens: Tokens, block: Block) -> Views:
+        """This CTA's part of an operand's tiles, which follow each other along the tokens; of a transpose,
+        whose name ends with _t, along its columns."""
+        transfer, (product, tile, first) = getattr(block.transfers, name), block.products.operands[name]
+        axis = int(name.endswith("_t"))
+        whole = head_of(transfer.tma_tensor, self.config.ragged, tokens, axis)
         part = product.get_slice(self.cluster.rank())
-        tiles = part.partition_A(cute.local_tile(whole, size[::2], (None, 0)))
-        to_shared, from_global = partition(transfer, shared, tiles, modes=3)
-        return to_shared[None, 0], from_global[None, work.tile]
+        if first:
+            tiles = part.partition_A(cute.local_tile(whole, tile[::2], (None, 0)))
+        else:
+            tiles = part.partition_B(cute.local_tile(whole, tile[1:], (0, None) if axis else (None, 0)))
+        return partition(transfer, getattr(block.shared, name), tiles, modes=3)
 
-    def rows(
-        self, transfer: Any, offset: Int32, length: Int32, place: tuple[Int32, Int32], axis: int = 0
-    ) -> cute.Tensor:
-        """A head of a sequence, whose tokens follow each other along `axis`."""
-        return head_of(transfer.tma_tensor, self.config.ragged, (offset, length), place, axis)
-
-    def views(
-        self,
-        whole: cute.Tensor,
-        transfer: Any,
-        shared: cute.Tensor,
-        product: Any,
-        size: Any,
-        axes: tuple[int | None, int | None] = (None, 0),
-    ) -> Views:
-        """This CTA's part of tiles, which follow each other along the axis that is None, as the second
-        operand of a product."""
-        tiles = cute.local_tile(whole, size[1:], axes)
-        part = product.get_slice(self.cluster.rank())
-        return partition(transfer, shared, part.partition_B(tiles), modes=3)
+    def stage(self, name: str, source: Any, block: Block, state: pipeline.PipelineState, tile: Int32) -> None:
+        """Loads a tile, or its rows' numbers, into the next stage."""
+        if name in NUMBERS:
+            self.numbers(name, source, block, state, tile)
+        else:
+            load_stage(getattr(block.transfers, name), getattr(block.pipes, name), state, source, tile)
 
     def numbers(
-        self,
-        source: cute.Tensor,
-        shared: cute.Tensor,
-        barriers: tuple[cute.Pointer, cute.Pointer],
-        state: pipeline.PipelineState,
-        tile: Int32,
+        self, name: str, source: cute.Tensor, block: Block, state: pipeline.PipelineState, tile: Int32
     ) -> None:
-        """A number per row of a tile."""
-        full, empty = (barrier + state.index for barrier in barriers)
+        """Loads a number per row of a tile."""
+        full, empty = (getattr(block.pipes, f"{name}_{end}") + state.index for end in ("full", "empty"))
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         cute.arch.mbarrier_wait(empty, state.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * ROWS)
             one = cute.local_tile(source, (ROWS,), (tile,))
-            cute.copy(atom, one, shared[None, state.index], mbar_ptr=full)
+            cute.copy(atom, one, getattr(block.shared, name)[None, state.index], mbar_ptr=full)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Float32, Int32, cute
@@ -16,6 +16,21 @@ from fa4flex.kernels.plan.problem import MMA_K
 
 Tile = tuple[int, int, int]
 """Rows and columns of a product, and what is summed over."""
+
+NUMBERS = ("lse2", "delta")
+"""Statistics of rows, in rings of their own."""
+
+OF_QUERIES = ("q", "q_t", "lse2")
+"""What comes into stages with a tile of queries; all else that comes into stages comes with its dO."""
+
+
+class Operand(NamedTuple):
+    """An operand in shared memory: the product that first takes it and that product's tile, and whether it
+    is the first operand there."""
+
+    product: cute.TiledMma
+    tile: Tile
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,17 @@ class Products:
         self.dv = self.tiled(along, across, self.dv_tile)
         self.dk = self.tiled(along, across, self.dk_tile)
         self.dq = self.tiled(across, across, self.dq_tile)
+        # By the names of Shared.
+        self.operands = {
+            "q": Operand(self.scores, self.scores_tile, False),
+            "k": Operand(self.scores, self.scores_tile, True),
+            "v": Operand(self.dprob, self.dprob_tile, True),
+            "dout": Operand(self.dprob, self.dprob_tile, False),
+            "ds": Operand(self.dq, self.dq_tile, True),
+            "q_t": Operand(self.dk, self.dk_tile, False),
+            "k_t": Operand(self.dq, self.dq_tile, False),
+            "dout_t": Operand(self.dv, self.dv_tile, False),
+        }
         self.square = Product(kind, ctas, keys, ROWS, False, False)
         """Product of keys and queries."""
         self.to_dv = Product(kind, ctas, keys, dv, True, True)
@@ -71,24 +97,17 @@ class Products:
 
     def layouts(self) -> dict[str, Any]:
         """Swizzled shared-memory layouts by the names of Shared, whose last mode counts stages."""
-        q_stages, do_stages = self.config.q_stages, self.config.do_stages
-
-        def first(product: cute.TiledMma, tile: Tile) -> Any:
-            return sm100.make_smem_layout_a(product, tile, self.kind, 1)
-
-        def second(product: cute.TiledMma, tile: Tile, stages: int) -> Any:
-            return sm100.make_smem_layout_b(product, tile, self.kind, stages)
-
-        return {
-            "q": second(self.scores, self.scores_tile, q_stages),
-            "k": first(self.scores, self.scores_tile),
-            "v": first(self.dprob, self.dprob_tile),
-            "dout": second(self.dprob, self.dprob_tile, do_stages),
-            "ds": first(self.dq, self.dq_tile),
-            "q_t": second(self.dk, self.dk_tile, q_stages),
-            "k_t": second(self.dq, self.dq_tile, 1),
-            "dout_t": second(self.dv, self.dv_tile, do_stages),
+        stages = {
+            **dict.fromkeys(("q", "q_t"), self.config.q_stages),
+            **dict.fromkeys(("dout", "dout_t"), self.config.do_stages),
         }
+
+        def layout(name: str) -> Any:
+            product, tile, first = self.operands[name]
+            make = sm100.make_smem_layout_a if first else sm100.make_smem_layout_b
+            return make(product, tile, self.kind, stages.get(name, 1))
+
+        return {name: layout(name) for name in self.operands}
 
 
 def in_columns(base: cute.Pointer, first: Any, count: int) -> cute.Tensor:

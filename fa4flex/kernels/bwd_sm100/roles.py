@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARP, WARPGROUP
@@ -27,6 +27,18 @@ FINISHED = NamedRow(
     WARP * (WARPGROUP + COMPUTING),
     "the warpgroups that reduce and compute have read the last of tensor memory",
 )
+
+
+class Loads(NamedTuple):
+    """Operands that the load warp brings, in its order: before the first step, in each, and after the
+    first one. Stages of a step's operands move on behind each group."""
+
+    first: tuple[str, ...]
+    step: tuple[tuple[str, ...], ...]
+    late: tuple[str, ...] = ()
+
+
+LOADS = Loads(("k", "v"), (("q", "lse2"), ("dout", "delta")))
 
 
 class Sizes(Protocol):

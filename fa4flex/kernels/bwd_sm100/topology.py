@@ -18,9 +18,10 @@ no dp_empty       dP(j + 1) waits until dQ(j) is read, which came after all had 
 from __future__ import annotations
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.roles import COMPUTE, LOAD, MULTIPLY, REDUCE, barrier_table
+from fa4flex.kernels.bwd_sm100.roles import COMPUTE, LOAD, LOADS, MULTIPLY, REDUCE, Loads, barrier_table
 from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import column_block, tile_bytes
+from fa4flex.kernels.plan.pairs import at
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
 from fa4flex.kernels.plan.topology import (
     WARPGROUP,
@@ -41,7 +42,7 @@ STATISTIC_BYTES = 4 * ROWS
 def backward_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
     table = barrier_table(config)
     return Topology(
-        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
+        roles=(load_role(LOADS), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
         rings=rings_of(table, config, itemsize),
         barriers=table.named_barriers(),
         staging="none",
@@ -79,11 +80,12 @@ def once(action: Action, target: str) -> Event:
     return Event(action, target, per="work")
 
 
-def _load() -> Role:
-    step = tuple(
-        Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
-    )
-    return Role("load", 1, first=(once("load", "k"), once("load", "v"), *step), body=step, warp=LOAD)
+def load_role(loads: Loads, cta: int = 0) -> Role:
+    """Role of the load warp, of either CTA of a pair."""
+    actions: tuple[Action, ...] = ("acquire", "load")
+    step = tuple(Event(action, at(name, cta)) for group in loads.step for name in group for action in actions)
+    before, after = ([once("load", at(name, cta)) for name in names] for names in (loads.first, loads.late))
+    return Role(at("load", cta), 1, first=(*before, *step, *after), body=step, warp=LOAD, cta=cta)
 
 
 # --- products ------------------------------------------------------------------------------------------
@@ -132,28 +134,28 @@ def products_of(parts: tuple[str, ...], dq: tuple[str, ...] = ("dQ",)) -> tuple[
     )
 
 
-def _issue(name: str, at: int) -> Events:
-    return tuple(Event("issue", f"{name} {i}", at) for i in HALVES)
+def _issue(name: str, step: int) -> Events:
+    return tuple(Event("issue", f"{name} {i}", step) for i in HALVES)
 
 
-def _scores(at: int, *before: Event) -> Events:
-    return *before, Event("wait", "q", at), *_issue("S", at), Event("commit", "s_full", at)
+def _scores(step: int, *before: Event) -> Events:
+    return *before, Event("wait", "q", step), *_issue("S", step), Event("commit", "s_full", step)
 
 
-def _dprob(at: int, *before: Event) -> Events:
-    return *before, Event("wait", "dout", at), *_issue("dP", at), Event("commit", "dp_full", at)
+def _dprob(step: int, *before: Event) -> Events:
+    return *before, Event("wait", "dout", step), *_issue("dP", step), Event("commit", "dp_full", step)
 
 
-def _dv(at: int) -> Events:
-    return Event("await", "p_full", at), Event("issue", "dV", at), Event("commit", "dout", at)
+def _dv(step: int) -> Events:
+    return Event("await", "p_full", step), Event("issue", "dV", step), Event("commit", "dout", step)
 
 
-def _dk(at: int) -> Events:
-    return Event("await", "ds_full", at), Event("issue", "dK", at), Event("commit", "q", at)
+def _dk(step: int) -> Events:
+    return Event("await", "ds_full", step), Event("issue", "dK", step), Event("commit", "q", step)
 
 
-def _dq(at: int) -> Events:
-    return Event("issue", "dQ", at), Event("commit", "dq_full", at)
+def _dq(step: int) -> Events:
+    return Event("issue", "dQ", step), Event("commit", "dq_full", step)
 
 
 # --- what is made of them --------------------------------------------------------------------------------

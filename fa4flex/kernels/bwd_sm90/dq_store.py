@@ -4,7 +4,7 @@ where a block has all keys; and copies tiles of dS to the captured gradients tha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, const_expr, cute
@@ -19,6 +19,7 @@ from fa4flex.kernels.common.backward import (
     BackwardTileScheduler,
     KeyGrid,
     KeyWork,
+    QueryTile,
     await_rank,
     counter_of,
     pass_turn,
@@ -41,9 +42,25 @@ class Moved:
     """Descriptors of what the warp moves: dq, if it is stored, and the captured gradients of `copied`; and
     which sums another warp clears, if any."""
 
-    dq: tuple[Any, ...]
+    dq: Any | None
     copies: tuple[Any, ...]
     clearing: Clearing | None = None
+
+
+class Stages(NamedTuple):
+    """The stages of shared memory that dQ and dS of the next step come into."""
+
+    dq: Int32
+    ds: Int32
+
+
+class Turn(NamedTuple):
+    """A tile of queries, how many tiles of keys add to it before this one, and how many had when somebody
+    looked."""
+
+    tile: Int32
+    rank: Int32
+    done: Int32
 
 
 class DqStore:
@@ -74,22 +91,22 @@ class DqStore:
             arrive(DQ_EMPTY, w, 0)
 
         @cute.jit
-        def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+        def store(work: KeyWork, phase: Int32, stages: Stages) -> Stages:
             if const_expr(moved.clearing is not None):
                 self.clearer.wait(arguments, grid, moved.clearing, work)
-            stage, parity, steps = self.tile(arguments, work, shared, moved, stages)
+            stages, steps = self.tile(arguments, work, shared, moved, stages)
             if const_expr(config.persistent):
                 if steps > 0:
                     # The other stage is free too, for dK and dV.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     for w in cutlass.range_constexpr(config.consumers):
-                        arrive(DQ_EMPTY, w, 1 - stage)
+                        arrive(DQ_EMPTY, w, 1 - stages.dq)
             else:
                 # Shared memory must last until all was read. The grid's end waits for what is under way then.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            return stage, parity
+            return stages
 
-        self.scheduler.walk(grid, arguments, pipes.next, store, (Int32(0), Int32(0)))
+        self.scheduler.walk(grid, arguments, pipes.next, store, Stages(Int32(0), Int32(0)))
 
     @cute.jit
     def tile(
@@ -98,9 +115,9 @@ class DqStore:
         work: KeyWork,
         shared: cutlass.Constexpr[Shared],
         moved: cutlass.Constexpr[Moved],
-        stages: tuple[Int32, Int32],
-    ) -> tuple[Int32, Int32, Int32]:
-        """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
+        stages: Stages,
+    ) -> tuple[Stages, Int32]:
+        """The parts of dQ that a tile of keys makes, and the number of its steps."""
         config, copies = self.config, moved.copies
         stage, parity = stages
         steps, rank = Int32(0), Cluster(config.ctas).rank()
@@ -111,13 +128,14 @@ class DqStore:
             if const_expr(config.stores_dq and config.masked):
                 clear_queries(arguments.dq, work, h, queries, config.tile_m)
             views = self.views(arguments, work, h, shared, copies)
-            turn = Int32(0), Int32(0), Int32(UNSEEN)
+            turn = Turn(Int32(0), Int32(0), Int32(UNSEEN))
             if const_expr(self.takes_turns):
-                turn = *turn_at(arguments, work, queries, Int32(0)), Int32(UNSEEN)
+                first = turn_at(arguments, work, queries, Int32(0))
+                turn = Turn(first[0], first[1], Int32(UNSEEN))
             for i in cutlass.range(queries.count, unroll=1):
                 tile, turn_rank, done = turn
                 if const_expr(self.takes_turns):
-                    counter = counter_of(arguments, work, (h, tile), config, rank)
+                    counter = counter_of(arguments, work, QueryTile(h, tile), config, rank)
                     await_rank(counter, turn_rank, done)
                     # Read from tables while dQ is waited for.
                     following = turn_at(arguments, work, queries, i + 1)
@@ -127,17 +145,12 @@ class DqStore:
                     sync(DQ_FULL, w, stage)
                     if const_expr(w == 0 and len(copies) > 0):
                         # There is dQ, so all warpgroups have met: all of dS is there.
-                        self.copy(copies, views, parity, (tile, work.tile))
+                        self.copy(copies, views, parity, tile, work.tile)
+                    part, at = shared.dq[None, w, stage], QueryTile(h, tile)
                     if const_expr(config.stores_dq):
-                        self.store(moved.dq[0], shared, (w, stage), work, (h, tile))
+                        self.store(moved.dq, w, part, work, at)
                     else:
-                        self.add(
-                            w if config.ctas == 1 else rank,
-                            shared.dq[None, w, stage],
-                            arguments,
-                            work,
-                            (h, tile),
-                        )
+                        self.add(w if config.ctas == 1 else rank, part, arguments, work, at)
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
                 if const_expr(len(copies) > 0):
@@ -153,24 +166,21 @@ class DqStore:
                     # one is passed on: a trip to memory less between two turns.
                     done = Int32(UNSEEN)
                     if i + 1 < queries.count:
-                        done = seen(counter_of(arguments, work, (h, following[0]), config, rank))
+                        done = seen(counter_of(arguments, work, QueryTile(h, following[0]), config, rank))
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
-                    turn = *following, done
-        return stage, parity, steps
+                    turn = Turn(following[0], following[1], done)
+        return Stages(stage, parity), steps
 
-    def store(
-        self, dq: Any, shared: Shared, part: tuple[int, Int32], work: KeyWork, place: tuple[Int32, Int32]
-    ) -> None:
-        """A warpgroup's part of a tile of dQ. part: warpgroup and stage; place: query head and tile of
-        queries. What lies past the end is not written."""
-        config, (w, stage), (h, tile) = self.config, part, place
+    def store(self, dq: Any, w: int, part: cute.Tensor, work: KeyWork, at: QueryTile) -> None:
+        """Store a warpgroup's part of a tile of dQ. What lies past the end is not written."""
+        config = self.config
         ((rows, columns),), ((down, across),) = config.dq_shapes, config.dq_tiles(w)
-        whole = sequence(dq.tma_tensor, work.q_offset, h, work.b)
-        staged = dq_rows(config, shared.dq[None, w, stage], shared.q.element_type)
+        whole = sequence(dq.tma_tensor, work.q_offset, at.head, work.b)
+        staged = dq_rows(config, part, dq.tma_tensor.element_type)
         staged = cute.make_tensor(staged.iterator, cute.append(staged.layout, cute.make_layout(1)))
         from_shared, to_global = partition(dq, staged, cute.local_tile(whole, (rows, columns), (None, None)))
-        down = tile * (config.tile_m // rows) + down
+        down = at.tile * (config.tile_m // rows) + down
         cute.copy(dq.atom, from_shared[None, 0], to_global[(None, down, across)])
 
     @cute.jit
@@ -180,14 +190,14 @@ class DqStore:
         part: cute.Tensor,
         arguments: BackwardArguments,
         work: KeyWork,
-        place: tuple[Int32, Int32],
+        at: QueryTile,
     ) -> None:
-        """A warpgroup's part of a tile of dQ, or that of a CTA of a pair, to sums. place: query head, and
-        tile of queries. Where dQ is transposed, eight rows lie together, and those past the end of the
-        sequence are left out; so are columns that heads are padded with."""
-        config, (h, tile) = self.config, place
-        done = 0
-        sums, end = rows_of(arguments.dq_sum, work, h, config.head_dim), work.q_len - tile * config.tile_m
+        """Add a warpgroup's part of a tile of dQ, or that of a CTA of a pair, to sums. Where dQ is
+        transposed, eight rows lie together, and those past the end of the sequence are left out; so are
+        columns that heads are padded with."""
+        config, tile, done = self.config, at.tile, 0
+        sums = rows_of(arguments.dq_sum, work, at.head, config.head_dim)
+        end = work.q_len - tile * config.tile_m
         whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
         for (start, count), added, first, (rows, _) in zip(
             config.dq_numbers(w), config.dq_added(w), config.dq_rows(w), config.dq_shapes, strict=True
@@ -207,12 +217,13 @@ class DqStore:
         self,
         copies: tuple[Any, ...],
         views: tuple[Views, ...],
-        parity: Int32,
-        at: tuple[Int32, Int32],
+        stage: Int32,
+        q_tile: Int32,
+        kv_tile: Int32,
     ) -> None:
-        """`at`: tile of queries, tile of keys. What lies past the ends of a gradient is not written."""
+        """Copy a tile of dS. What lies past the ends of a gradient is not written."""
         for copy, (from_shared, to_global) in zip(copies, views, strict=True):
-            cute.copy(copy.atom, from_shared[None, parity], to_global[(None, *at)])
+            cute.copy(copy.atom, from_shared[None, stage], to_global[(None, q_tile, kv_tile)])
         cute.arch.cp_async_bulk_commit_group()
 
     def views(

@@ -26,7 +26,7 @@ from fa4flex.kernels.bwd_sm90.consumer import Consumer
 from fa4flex.kernels.bwd_sm90.dq_store import DqStore, Moved, others
 from fa4flex.kernels.bwd_sm90.exchange import Exchange
 from fa4flex.kernels.bwd_sm90.pair_split import PairedKeyGradient, PairedValueGradient
-from fa4flex.kernels.bwd_sm90.producer import Producer
+from fa4flex.kernels.bwd_sm90.producer import Producer, Transfers
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Shared, swizzled_rows
 from fa4flex.kernels.bwd_sm90.roles import CLEARER, EXCHANGE, barrier_table
@@ -36,7 +36,7 @@ from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.transfer import reordered, tile_room, tokens_first
+from fa4flex.kernels.common.transfer import prefetch_descriptors, reordered, tile_room, tokens_first
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
@@ -71,18 +71,12 @@ class Backward:
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
         config = self.config
         grid = self.scheduler.grid(arguments)
-        moved = (
-            *self.transfers(arguments),
-            self.peer_keys(arguments),
-            self.copies(arguments),
-            self.stores(arguments),
-            self.dq_stores(arguments),
-        )
+        transfers = self.transfers(arguments)
         clearing = self.clearer.of(grid, arguments) if const_expr(config.clears) else None
         blocks = grid.total
         if const_expr(config.persistent):
             blocks = cutlass.min(blocks, config.workers)
-        self.device(arguments, grid, clearing, *moved).launch(
+        self.device(arguments, grid, clearing, transfers).launch(
             grid=[blocks * config.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[config.ctas, 1, 1] if const_expr(config.ctas > 1) else None,
@@ -150,7 +144,7 @@ class Backward:
             along_queries() if config.split == "columns" else ds,
         )
 
-    def transfers(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+    def transfers(self, arguments: BackwardArguments) -> Transfers:
         config = self.config
         q, dout, k, v, *_ = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -159,11 +153,15 @@ class Backward:
         def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
             return cpasync.make_tiled_tma_atom(load, self.rows(tensor), layout, tile)
 
-        return (
+        return Transfers(
             atom(arguments.q, q, (m, d)),
             atom(arguments.k, k, (n, d)),
             atom(arguments.v, v, (n, dv)),
             atom(arguments.dout, dout, (m, dv)),
+            self.peer_keys(arguments),
+            self.copies(arguments),
+            self.stores(arguments),
+            self.dq_store(arguments),
         )
 
     def rows(self, tensor: cute.Tensor) -> cute.Tensor:
@@ -176,15 +174,15 @@ class Backward:
         width = config.head_dim // config.ctas
         return swizzled_rows(kind, (config.block_keys, width, 1), config.swizzles[2])
 
-    def peer_keys(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+    def peer_keys(self, arguments: BackwardArguments) -> cpasync.TmaInfo | None:
         """Descriptor of the keys of a pair's other CTA."""
         if self.config.ctas == 1:
-            return ()
+            return None
         layout = cute.slice_(self.peer_layout(arguments.k.element_type), (None, None, 0))
         tile, load = (cute.size(layout, mode=[i]) for i in range(2)), cpasync.CopyBulkTensorTileG2SOp()
-        return (cpasync.make_tiled_tma_atom(load, self.rows(arguments.k), layout, tuple(tile)),)
+        return cpasync.make_tiled_tma_atom(load, self.rows(arguments.k), layout, tuple(tile))
 
-    def copies(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+    def copies(self, arguments: BackwardArguments) -> tuple[cpasync.TmaInfo, ...]:
         """Descriptors of captured gradients (queries, keys, other axes) that take tiles of dS."""
         ds = cute.slice_(self.layouts(arguments.q.element_type)[4], (None, None, 0))
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -199,7 +197,7 @@ class Backward:
             )
         return tuple(found)
 
-    def stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+    def stores(self, arguments: BackwardArguments) -> tuple[cpasync.TmaInfo, ...]:
         """Descriptors of dK and dV, for which persistent blocks then need not wait."""
         config = self.config
         if not config.persistent:
@@ -208,13 +206,13 @@ class Backward:
         gradients = (self.rows(x) for x in written(arguments))
         return tuple(store_of(x, (KEYS, width)) for x, width in zip(gradients, widths, strict=True))
 
-    def dq_stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+    def dq_store(self, arguments: BackwardArguments) -> cpasync.TmaInfo | None:
         """Descriptor of dQ, where it is stored."""
         config = self.config
         if not config.stores_dq:
-            return ()
+            return None
         (shape,) = config.dq_shapes
-        return (store_of(self.rows(arguments.dq), shape),)
+        return store_of(self.rows(arguments.dq), shape)
 
     def storage(self, kind: Any) -> Any:
         config = self.config
@@ -248,19 +246,11 @@ class Backward:
         arguments: BackwardArguments,
         grid: KeyGrid,
         clearing: Clearing | None,
-        q: cpasync.TmaInfo,
-        k: cpasync.TmaInfo,
-        v: cpasync.TmaInfo,
-        dout: cpasync.TmaInfo,
-        peer_keys: tuple,
-        copies: tuple,
-        stores: tuple,
-        dq: tuple,
+        transfers: Transfers,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for transfer in (q, k, v, dout, *peer_keys, *copies, *stores, *dq):
-                cpasync.prefetch_descriptor(transfer.atom)
+            prefetch_descriptors(*transfers[:5], *transfers.copies, *transfers.stores, transfers.dq)
         kind = arguments.q.element_type
         storage = SmemAllocator().allocate(self.storage(kind))
         shared = self.shared(storage, kind)
@@ -276,26 +266,31 @@ class Backward:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
-                self.producer.run(arguments, grid, (q, k, v, dout), shared, pipes)
+                self.producer.run(arguments, grid, transfers, shared, pipes)
             if warp == 1:
-                self.writer.run(arguments, grid, shared, pipes, Moved(tuple(dq), tuple(copies), clearing))
+                moved = Moved(transfers.dq, tuple(transfers.copies), clearing)
+                self.writer.run(arguments, grid, shared, pipes, moved)
             if const_expr(self.config.clears):  # noqa: SIM102
                 if warp == CLEARER:
                     self.clearer.run(arguments, grid, clearing, pipes)
             if const_expr(self.config.ctas > 1):  # noqa: SIM102
                 if warp == EXCHANGE:
-                    self.exchange.run(arguments, grid, peer_keys[0], shared, pipes)
+                    self.exchange.run(arguments, grid, transfers.peer_keys, shared, pipes)
             if warp >= 4 - WARPS:
                 self.eraser.run(arguments, grid, warp - (4 - WARPS))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             if const_expr(self.consumer is self.last_consumer):
-                self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+                self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(transfers.stores))
             else:
                 if warp < 8:
-                    self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+                    self.consumer.run(
+                        arguments, grid, shared, pipes, self.mmas(kind), tuple(transfers.stores)
+                    )
                 else:
-                    self.last_consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+                    self.last_consumer.run(
+                        arguments, grid, shared, pipes, self.mmas(kind), tuple(transfers.stores)
+                    )
         self.cluster.depart()
 
     def shared(self, storage: Any, kind: Any) -> Shared:

@@ -12,11 +12,12 @@ from fa4flex.kernels.bwd_sm90.pair_topology import pair_topology
 from fa4flex.kernels.bwd_sm90.roles import SHARES, barrier_table
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
-from fa4flex.kernels.plan.backward_time import BackwardTime, many
+from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.candidates import among, least, listed
 from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.groups import Groups
+from fa4flex.kernels.plan.kernel_time import many
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline

@@ -3,7 +3,8 @@ rows' statistics."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
@@ -24,6 +25,38 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.transfer import States, Views, announce, load_once, load_stage, partition
 
 
+class Transfers(NamedTuple):
+    """Descriptors of q, k, v and dout, (S, D, H, B) or packed (T, D, H); of the keys of a pair's other CTA;
+    of captured gradients (queries, keys, other axes) that take tiles of dS; and of dK and dV, and of dQ,
+    where these are stored so. None, or empty, where there is none."""
+
+    q: cpasync.TmaInfo
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    dout: cpasync.TmaInfo
+    peer_keys: cpasync.TmaInfo | None
+    copies: tuple[cpasync.TmaInfo, ...]
+    stores: tuple[cpasync.TmaInfo, ...]
+    dq: cpasync.TmaInfo | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the producer loads from and to, the same for all tiles of keys of a block."""
+
+    transfers: Transfers
+    shared: Shared
+    pipes: Pipes
+
+
+class Once(NamedTuple):
+    """The block's tile of keys or values: its descriptor, its views, and the barrier that counts it."""
+
+    transfer: cpasync.TmaInfo
+    views: Views
+    full: cute.Pointer
+
+
 class Producer:
     def __init__(self, config: Config, scheduler: BackwardTileScheduler) -> None:
         self.config = config
@@ -34,17 +67,17 @@ class Producer:
         self,
         arguments: BackwardArguments,
         grid: KeyGrid,
-        transfers: cutlass.Constexpr[tuple[Any, ...]],
+        transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
-        config = self.config
+        config, block = self.config, Block(transfers, shared, pipes)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
 
         @cute.jit
         def load(work: KeyWork, phase: Int32, states: States) -> States:
-            return self.tile(arguments, work, transfers, shared, pipes, (*states, phase))
+            return self.tile(arguments, work, block, phase, states)
 
         self.scheduler.walk(grid, arguments, pipes.next, load, (q_state, do_state), takes=True)
 
@@ -53,25 +86,27 @@ class Producer:
         self,
         arguments: BackwardArguments,
         work: KeyWork,
-        transfers: cutlass.Constexpr[tuple[Any, ...]],
-        shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
-        carry: tuple[Any, Any, Int32],
+        block: cutlass.Constexpr[Block],
+        phase: Int32,
+        states: States,
     ) -> States:
-        """Loads what a tile of keys takes. carry: states of the rings, and the phase.
+        """Loads what a tile of keys takes.
 
         Of persistent blocks, the first tiles of Q and dO come before K and V, which take the place of the
         last ones when these are done with: until then they are on their way to the L2 cache."""
-        config = self.config
-        q, k, v, dout = transfers
-        q_state, do_state, phase = carry
-        keys = self.keys(k, shared.k, work, config.head_dim), self.keys(v, shared.v, work, config.head_dim_v)
+        config, pipes, shared = self.config, block.pipes, block.shared
+        q, k, v, dout = block.transfers[:4]
+        q_state, do_state = states
+        keys = (
+            Once(k, self.keys(k, shared.k, work, config.head_dim), pipes.k_full),
+            Once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full),
+        )
         there = Boolean(False)
         if const_expr(config.persistent):
-            announce(k, keys[0])
-            announce(v, keys[1])
+            for one in keys:
+                announce(one.transfer, one.views)
         else:
-            self.load_keys((k, v), keys, pipes, phase)
+            self.load_keys(keys, pipes, phase)
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
@@ -87,21 +122,19 @@ class Producer:
                 do_state.advance()
                 if const_expr(config.persistent):
                     if not there:
-                        self.load_keys((k, v), keys, pipes, phase)
+                        self.load_keys(keys, pipes, phase)
                     there = Boolean(True)
         if const_expr(config.persistent):  # noqa: SIM102
             if not there:
-                self.load_keys((k, v), keys, pipes, phase)
+                self.load_keys(keys, pipes, phase)
         return q_state, do_state
 
-    def load_keys(
-        self, transfers: tuple[Any, Any], keys: tuple[Views, Views], pipes: Pipes, phase: Int32
-    ) -> None:
+    def load_keys(self, keys: tuple[Once, Once], pipes: Pipes, phase: Int32) -> None:
         """Loads K and V, once those of the tile before are done with."""
         if self.config.persistent:
             cute.arch.mbarrier_wait(pipes.keys_empty, phase ^ 1)
-        for transfer, views, full in zip(transfers, keys, (pipes.k_full, pipes.v_full), strict=True):
-            load_once(transfer, views, full)
+        for one in keys:
+            load_once(*one)
 
     def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork, width: int) -> Views:
         """The block's tile of keys or values."""

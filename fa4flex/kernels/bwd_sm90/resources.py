@@ -67,12 +67,12 @@ class Operands:
 
 def queries_of(config: Config, tensor: cute.Tensor, work: KeyWork, h: Int32) -> cute.Tensor:
     """A head of q or dO, (tokens, width), as TMA has it."""
-    return head_of(tensor, config.ragged, (work.q_offset, work.q_len), (h, work.b))
+    return head_of(tensor, config.ragged, work.queries(h))
 
 
 def keys_of(config: Config, tensor: cute.Tensor, work: KeyWork, head: Int32) -> cute.Tensor:
     """A head of k or v, or of dK or dV, likewise."""
-    return head_of(tensor, config.ragged, (work.kv_offset, work.kv_len), (head, work.b))
+    return head_of(tensor, config.ragged, work.keys(head))
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:

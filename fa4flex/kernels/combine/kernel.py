@@ -7,15 +7,15 @@ which of them count. The kernel may be launched before the splits are done, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
+from fa4flex.kernels.combine.sums import BATCH, Batch, largest_of_lanes
 from fa4flex.kernels.combine.workspace import Parts, parts_of, rows_of
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
@@ -32,9 +32,6 @@ THREADS = 32 * WARPS
 BLOCKS = 2048
 """Blocks of a launch, at most: about as many as a chip has room for at once. Where the keys of a batch turn
 out not to be split, each of them has nothing to do, which takes time as well."""
-
-BATCH = 8
-"""Splits that a warp loads at once: most calls have no more than all warps together."""
 
 _FIELDS = FORWARD.read_by(MERGE)
 _OF_OUTPUT = "operands", "scalars", "scale"
@@ -57,14 +54,6 @@ def combine_arguments(output: bool) -> type[CombineArguments]:
     return type("CombineArguments", (fields, CombineArguments), {})
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Log-sum-exps of some splits, and a lane's columns of their outputs."""
-
-    log_sums: cute.Tensor
-    outputs: cute.Tensor
-
-
 class Row(NamedTuple):
     """Place of a merged row: its output (width), element `q` of the log-sum-exps of a head, or None;
     the sink of its head, or None; and the arguments of an output function, or None."""
@@ -76,8 +65,11 @@ class Row(NamedTuple):
     at: At | None = None
 
 
-Sums = tuple[cute.Tensor, cute.Tensor]
-"""Shared memory for each warp's sums: outputs (warp, width), weights (warp)."""
+class Sums(NamedTuple):
+    """Shared memory for each warp's sums: of outputs (warp, width), and of weights (warp)."""
+
+    outputs: cute.Tensor
+    totals: cute.Tensor
 
 
 class Combine:
@@ -125,18 +117,17 @@ class Combine:
                 lse = arguments.lse[b, h, None]
             at = None
             if const_expr(self.hooks.output is not None):
-                at = self.place(arguments, (Int32(b), Int32(h), q_len), Int32(heads))
+                work = Work(Int32(0), Int32(h), Int32(b), Int32(0), Int32(0), q_len, Int32(0), Boolean(True))
+                at = self.place(arguments, work, Int32(heads))
             row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at)
             self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
 
-    def place(self, arguments: Any, of: tuple[Int32, Int32, Int32], heads: Int32) -> At:
-        """Arguments of the output function for a head of a sequence with so many queries: (b, h, q_len)."""
-        b, h, q_len = of
-        zero = Int32(0)
-        return place(self.hooks, Work(zero, h, b, zero, zero, q_len, zero, Boolean(True)), heads, arguments)
+    def place(self, arguments: Any, work: Work, heads: Int32) -> At:
+        """Arguments of the output function for a head of a sequence."""
+        return place(self.hooks, work, heads, arguments)
 
     def room(self) -> Sums:
-        return (
+        return Sums(
             SmemAllocator().allocate_tensor(
                 Float32, cute.make_layout((WARPS, self.width), stride=(self.width, 1)), 16
             ),
@@ -147,17 +138,12 @@ class Combine:
     def merge(self, parts: Parts, row: Row, thread: Int32, sums: Sums) -> None:
         """A block's: one row."""
         warp, lane = thread // 32, thread % 32
-        begun = self.batch()
+        begun = Batch.of(self.together, self.pieces)
         self.load(parts, warp, lane, begun)
         largest = self.largest(parts, lane)
         self.gather(parts, thread, largest, begun, sums)
         cute.arch.barrier()
         self.write(row, thread, largest, sums)
-
-    def batch(self) -> Batch:
-        """Room for as many splits as a warp loads at once."""
-        outputs = cute.make_rmem_tensor((self.together, self.pieces, BATCH), Float32)
-        return Batch(cute.make_rmem_tensor((BATCH,), Float32), outputs)
 
     @cute.jit
     def load(self, parts: Parts, first: Int32, lane: Int32, batch: cutlass.Constexpr[Batch]) -> None:
@@ -179,9 +165,7 @@ class Combine:
         largest = -Float32.inf
         for split in cutlass.range(lane, parts.count, 32, unroll=1):
             largest = cute.arch.fmax(largest, parts.log_sums[split])
-        for distance in cutlass.range_constexpr(5):
-            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << distance))
-        return largest
+        return largest_of_lanes(largest)
 
     @cute.jit
     def gather(
@@ -190,43 +174,30 @@ class Combine:
         thread: Int32,
         largest: Float32,
         begun: cutlass.Constexpr[Batch],
-        into: Sums,
+        sums: Sums,
     ) -> None:
         """The weighted sum of a warp's splits."""
-        sums, totals = into
         warp, lane = thread // 32, thread % 32
         shift = finite(largest)
         mine = cute.make_rmem_tensor((self.together, self.pieces), Float32)
         mine.fill(0.0)
-        total = self.add(begun, shift, mine, Float32(0.0))
+        total = begun.add(shift, mine, Float32(0.0))
         for first in cutlass.range(warp + WARPS * BATCH, parts.count, WARPS * BATCH, unroll=1):
-            batch = self.batch()
+            batch = Batch.of(self.together, self.pieces)
             self.load(parts, first, lane, batch)
-            total = self.add(batch, shift, mine, total)
-        target = cute.logical_divide(sums[warp, None], cute.make_layout(self.together))
+            total = batch.add(shift, mine, total)
+        target = cute.logical_divide(sums.outputs[warp, None], cute.make_layout(self.together))
         for piece in cutlass.range_constexpr(self.pieces):
             place = piece * 32 + lane
             if place * self.together < self.width:
                 cute.autovec_copy(mine[None, piece], target[None, place])
         if lane == 0:
-            totals[warp] = total
-
-    def add(self, batch: Batch, shift: Float32, mine: cute.Tensor, total: Float32) -> Float32:
-        """Add a batch to a warp's sums; returns the sum of its weights and `total`."""
-        for i in range(BATCH):
-            weight = cute.math.exp2((batch.log_sums[i] - shift) * LOG2_E, fastmath=True)
-            total = total + weight
-            for piece in range(self.pieces):
-                for j in range(self.together):
-                    # A split without keys has written no output.
-                    more = select_(weight > 0, batch.outputs[j, piece, i] * weight, Float32(0.0))
-                    mine[j, piece] = mine[j, piece] + more
-        return total
+            sums.totals[warp] = total
 
     @cute.jit
-    def write(self, row: Row, thread: Int32, largest: Float32, found: Sums) -> None:
+    def write(self, row: Row, thread: Int32, largest: Float32, sums: Sums) -> None:
         """Two columns of the row by each thread, and its log-sum-exp."""
-        sums, totals = found
+        columns, totals = sums.outputs, sums.totals
         total = (totals[0] + totals[1]) + (totals[2] + totals[3])
         scale, lse = finish_row(largest, finite(largest) * LOG2_E, total, row.sink)
         if const_expr(row.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
@@ -239,13 +210,17 @@ class Combine:
             if const_expr(row.at is None):
                 for i in cutlass.range_constexpr(2):
                     column = 2 * thread + i
-                    total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
+                    total = (columns[0, column] + columns[1, column]) + (
+                        columns[2, column] + columns[3, column]
+                    )
                     pair[i] = (total * scale).to(kind)
             else:
                 values = cute.make_rmem_tensor((1, 2), Float32)
                 for i in cutlass.range_constexpr(2):
                     column = 2 * thread + i
-                    total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
+                    total = (columns[0, column] + columns[1, column]) + (
+                        columns[2, column] + columns[3, column]
+                    )
                     values[0, i] = total * scale
                 at: Any = row.at
                 apply_output(self.hooks, row_channels(at, row.q, 2 * thread, 2), values, self.width)

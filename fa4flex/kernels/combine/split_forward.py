@@ -29,7 +29,7 @@ class SplitForward:
         return Combine(width, self.hooks), combine_arguments(self.hooks.output is not None)
 
     def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
-        """A block for each split of a sequence and head of keys. device: the kernel with its arguments."""
+        """A block for each split of a sequence and KV head. device: the kernel with its arguments."""
         pairs = arguments.q.shape[0] * arguments.k.shape[2]
         device.launch(
             grid=[pairs * arguments.splits, 1, 1],

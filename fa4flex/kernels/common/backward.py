@@ -14,6 +14,7 @@ from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
+from fa4flex.kernels.common.transfer import Tokens
 from fa4flex.kernels.common.work import find_sequence
 from fa4flex.kernels.plan.l2 import L2_BYTES
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
@@ -22,7 +23,7 @@ from fa4flex.kernels.plan.lengths import ROW_BLOCK
 class KeyGrid(NamedTuple):
     """Map from block numbers to (tile of keys, head of dK, batch): all tiles of one head before the next; or,
     where sums are ordered or tiles differ in work, by sections. group: query heads that a block's keys meet.
-    parts: heads of dK per head of keys, where there may be several.
+    parts: heads of dK per KV head, where there may be several.
 
     All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
     would take some hundred clocks.
@@ -51,6 +52,21 @@ class KeyWork(NamedTuple):
     row_offset: Int32
     group: Int32
     part: Int32
+
+    def queries(self, head: Int32) -> Tokens:
+        """A head of the sequence's queries."""
+        return Tokens(self.q_offset, self.q_len, head, self.b)
+
+    def keys(self, head: Int32) -> Tokens:
+        """A head of the sequence's keys."""
+        return Tokens(self.kv_offset, self.kv_len, head, self.b)
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries of one query head."""
+
+    head: Int32
+    tile: Int32
 
 
 class QueryTiles(NamedTuple):
@@ -306,7 +322,7 @@ def await_turn(
     """A warp's: wait until all tiles of keys before this one have added to a part of tile i, turn_rows of its
     rows or as many numbers; returns its counter."""
     tile, rank = turn_at(arguments, work, queries, i)
-    counter = counter_of(arguments, work, (h, tile), config, part)
+    counter = counter_of(arguments, work, QueryTile(h, tile), config, part)
     await_rank(counter, rank, seen(counter))
     return counter
 
@@ -326,16 +342,16 @@ def turn_at(
 def counter_of(
     arguments: BackwardArguments,
     work: KeyWork,
-    where: tuple[Int32, Int32],
+    at: QueryTile,
     config: Any,
     part: Int32 | int = 0,
 ) -> cute.Pointer:
-    """Counter of a part of a tile of queries. where: query head and tile."""
-    (h, tile), done, rows = where, arguments.turns.done, config.turn_rows
-    place = tile * (config.tile_m // rows) + part
+    """Counter of a part of a tile of queries."""
+    done, rows = arguments.turns.done, config.turn_rows
+    place = at.tile * (config.tile_m // rows) + part
     if cute.rank(done) == 3:
-        return done[work.b, h, None].iterator + place
-    return done[h, None].iterator + (work.row_offset // rows + place)
+        return done[work.b, at.head, None].iterator + place
+    return done[at.head, None].iterator + (work.row_offset // rows + place)
 
 
 @cute.jit

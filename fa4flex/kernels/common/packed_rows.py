@@ -1,4 +1,4 @@
-"""A block's tile, and its rows: each is a query and a head of the group that shares a head of keys."""
+"""A block's tile, and its rows: each is a query and a head of the group that shares a KV head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A block's part of a launch: number `split` of `splits` of the keys of a sequence and head of keys, or
+    """A block's part of a launch: number `split` of `splits` of the keys of a sequence and KV head, or
     none where it is not below `splits`."""
 
     b: Int32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
@@ -151,6 +151,16 @@ def reordered(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
+class Tokens(NamedTuple):
+    """Tokens of one head of one sequence: the first in packed tensors, their number, the head, and the batch
+    entry of others."""
+
+    offset: Int32
+    length: Int32
+    head: Int32
+    b: Int32
+
+
 def sequence(tensor: cute.Tensor, offset: Int32, head: Int32, b: Int32, axis: int = 0) -> cute.Tensor:
     """One head of one sequence, its tokens along `axis` starting at `offset`."""
     if cute.rank(tensor) == 4:
@@ -180,14 +190,13 @@ def ending(tensor: cute.Tensor) -> cute.Tensor:
     )
 
 
-def ended(
-    tensor: cute.Tensor, offset: Int32, length: Int32, head: Int32, b: Int32, axis: int = 0
-) -> cute.Tensor:
-    """One head of one sequence of `length` tokens, of an `ending` tensor, or of one whose first two modes are
-    exchanged: tokens follow each other along `axis`."""
+def ended(tensor: cute.Tensor, tokens: Tokens, axis: int = 0) -> cute.Tensor:
+    """One head of one sequence of an `ending` tensor, or of one whose first two modes are exchanged: tokens
+    follow each other along `axis`."""
     between = cute.size(tensor, mode=[3]) - (LAP + 1)
-    one = tensor[(None, None, head, LAP, offset + length + b * between)]
-    before = LAP - length
+    end = tokens.offset + tokens.length + tokens.b * between
+    one = tensor[(None, None, tokens.head, LAP, end)]
+    before = LAP - tokens.length
     return cute.domain_offset((before, 0) if axis == 0 else (0, before), one)
 
 
@@ -198,19 +207,12 @@ def tokens_first(tensor: cute.Tensor, ragged: bool) -> cute.Tensor:
     return ending(rows) if ragged else rows
 
 
-def head_of(
-    tensor: cute.Tensor,
-    ragged: bool,
-    span: tuple[Int32, Int32],
-    place: tuple[Int32, Int32],
-    axis: int = 0,
-) -> cute.Tensor:
-    """One head of one sequence of a tensor that has its `tokens_first`, along `axis`. span: first token and
-    length of the sequence; place: head and batch entry. What follows the end of a ragged one is zeros, and is
-    not written."""
+def head_of(tensor: cute.Tensor, ragged: bool, tokens: Tokens, axis: int = 0) -> cute.Tensor:
+    """One head of one sequence of a tensor that has its `tokens_first`, along `axis`. What follows the end of
+    a ragged one is zeros, and is not written."""
     if ragged:
-        return ended(tensor, *span, *place, axis)
-    return sequence(tensor, span[0], *place, axis)
+        return ended(tensor, tokens, axis)
+    return sequence(tensor, tokens.offset, tokens.head, tokens.b, axis)
 
 
 def release(ring: Any, state: Any) -> None:

@@ -14,7 +14,7 @@ from fa4flex.kernels.plan.l2 import L2_BYTES, MIDDLE_BYTES, MIDDLE_KEYS, SHORT_B
 
 
 class Divisors(NamedTuple):
-    """Divisors of a tile's number, prepared on the host. group: heads that share a head of keys. sections:
+    """Divisors of a tile's number, prepared on the host. group: heads that share a KV head. sections:
     None where all tiles of a pair come before the next."""
 
     tiles: Divisor

@@ -4,7 +4,7 @@ output, or as a split's part of one."""
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
@@ -22,6 +22,15 @@ from fa4flex.kernels.decode_sm90.consumer import OFFSETS
 
 FOUR = 4
 """Numbers that a lane copies at once."""
+
+
+class Merged(NamedTuple):
+    """A row of the warps that share its keys: sums of each (width), weights of these, and the log-sum-exp of
+    all."""
+
+    sums: list[cute.Tensor]
+    weights: list[Float32]
+    lse: Float32
 
 
 class Epilogue:
@@ -103,14 +112,14 @@ class Epilogue:
         sink = sink_of(arguments, row.h, tile.alone)
         scale, lse = finish_row(common, shift, total, sink)
         weights = [part * state[2] * scale for part, state in zip(parts, states)]
-        sums = [shared.sums[first + i, place, None] for i in range(sharers)]
+        merged = Merged([shared.sums[first + i, place, None] for i in range(sharers)], weights, lse)
         if tile.alone:
             if const_expr(arguments.lse is not None):  # noqa: SIM102  decided when compiled, and when run
                 if lane == 0:
                     arguments.lse[tile.b, row.h, row.q] = lse
-            self.store(arguments.out[tile.b, row.q, row.h, None], sums, weights, lane)
+            self.store(arguments.out[tile.b, row.q, row.h, None], merged, lane)
         else:
-            self.part(arguments, tile, row, (sums, weights, lse), lane)
+            self.part(arguments, tile, row, merged, lane)
 
     @cute.jit
     def part(
@@ -118,25 +127,18 @@ class Epilogue:
         arguments: Arguments,
         tile: Tile,
         row: Row,
-        found: cutlass.Constexpr[tuple[list, list, Any]],
+        merged: cutlass.Constexpr[Merged],
         lane: Int32,
     ) -> None:
         """A split without keys has no output: nobody reads it."""
-        sums, weights, lse = found
         number = row_number(arguments, tile.b, row.h, row.q)
         if lane == 0:
-            log_sums(arguments)[tile.split, number] = lse
+            log_sums(arguments)[tile.split, number] = merged.lse
         if tile.first < tile.last:
-            self.store(outputs(arguments)[tile.split, number, None], sums, weights, lane)
+            self.store(outputs(arguments)[tile.split, number, None], merged, lane)
 
     @cute.jit
-    def store(
-        self,
-        target: cute.Tensor,
-        sums: cutlass.Constexpr[list],
-        weights: cutlass.Constexpr[list],
-        lane: Int32,
-    ) -> None:
+    def store(self, target: cute.Tensor, merged: cutlass.Constexpr[Merged], lane: Int32) -> None:
         kind, width = target.element_type, cute.size(target)
         fours = cute.logical_divide(target, cute.make_layout(FOUR))
         for start in cutlass.range_constexpr(0, self.config.head_dim_v, 32 * FOUR):
@@ -144,7 +146,7 @@ class Epilogue:
             if piece * FOUR < width:
                 total = cute.make_rmem_tensor((FOUR,), Float32)
                 total.fill(0.0)
-                for one, weight in zip(sums, weights):
+                for one, weight in zip(merged.sums, merged.weights):
                     held = cute.make_rmem_tensor((FOUR,), Float32)
                     cute.autovec_copy(cute.logical_divide(one, cute.make_layout(FOUR))[None, piece], held)
                     for i in cutlass.range_constexpr(FOUR):

@@ -10,7 +10,7 @@ Four warps take the softmax, rescale the output and write it. Each has its own l
 thread needs another's numbers before the end: the query rows are in tensor memory several times, and each
 copy meets its own part of every tile's keys, with a maximum, a sum and an output of its own. At the end
 copies are merged through the memory of the wider ring, as splits are by another kernel. A block has one tile:
-a part of the keys of a sequence and a head of keys.
+a part of the keys of a sequence and a KV head.
 
 What is not there, and why the simulation finds nothing missing:
 

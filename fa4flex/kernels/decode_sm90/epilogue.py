@@ -14,7 +14,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.pointwise import apply_output, one_row, quad_channels
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
-from fa4flex.kernels.common.softmax import multiply_rows, sink_of
+from fa4flex.kernels.common.softmax import Finished, multiply_rows, sink_of
 from fa4flex.kernels.decode_sm90.config import Config
 
 
@@ -33,17 +33,25 @@ class Epilogue:
         lane: Int32,
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
-        finished = []
-        for mine in rows:
-            finished += mine.softmax.finish(sink_of(arguments, mine.row.h, tile.alone))
-        out = rows_and_columns(products.out)
-        multiply_rows(out, [mine.scale for mine in finished])
+        out, finished = self.finished(arguments, products, rows, tile.alone)
         for r in cutlass.range_constexpr(len(rows)):
             if tile.alone:
                 self.apply(arguments, rows[r], out[r, None], lane)
                 self.whole(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
             else:
                 self.part(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
+
+    def finished(
+        self, arguments: Arguments, products: Any, rows: tuple[Any, ...], alone: Boolean
+    ) -> tuple[cute.Tensor, list[Finished]]:
+        """Rows of the output, divided by their sums, and what else is known of them then. alone: no other
+        block or warp has keys of theirs, so that sinks join here."""
+        finished: list[Finished] = []
+        for mine in rows:
+            finished += mine.softmax.finish(sink_of(arguments, mine.row.h, alone))
+        out = rows_and_columns(products.out)
+        multiply_rows(out, [mine.scale for mine in finished])
+        return out, finished
 
     @cute.jit
     def apply(

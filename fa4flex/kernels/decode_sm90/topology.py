@@ -4,7 +4,7 @@ One warp copies tiles of keys and values by TMA, or four row by row where pages 
 ahead as the rings are deep: memory is what such a kernel waits for. One warpgroup multiplies, takes the
 softmax and writes to global memory. Its rows are pairs of a query and a head, which no tensor map
 describes, so that it brings them to shared memory itself. A block has one tile: a part of the keys of a
-sequence and a head of keys.
+sequence and a KV head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Query heads whose rows share tiles: of all heads that share a head of keys, where one copy brings them."""
+"""Query heads whose rows share tiles: of all heads that share a KV head, where one copy brings them."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from fa4flex.kernels.fwd_sm90.packing import packed_heads
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import Choice, Pair, Tiles, choose, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
-from fa4flex.kernels.plan.backward_time import Heads, many
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.kernels.plan.candidates import among, least, listed
 from fa4flex.kernels.plan.constants import constants_of
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.forward_time import ForwardTime
+from fa4flex.kernels.plan.kernel_time import Heads, many
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
 from fa4flex.kernels.plan.pipeline import Checked, Pipeline
@@ -49,7 +49,7 @@ class HopperPlan(Checked):
     work                 what the hooks cost and keep
     persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
-    packed_heads         query heads that share a head of keys, of which tiles of queries have rows; 1: each
+    packed_heads         query heads that share a KV head, of which tiles of queries have rows; 1: each
                          head has tiles of its own
     reasons              why these tiles, and why this order
     form                 which pairs the mask allows
@@ -219,9 +219,7 @@ class HopperPlan(Checked):
 
     def _explain_rows(self) -> list[str]:
         group = self.packed_heads
-        told = (
-            f"  queries are rows of {group} heads that share a head of keys, all heads of one after another"
-        )
+        told = f"  queries are rows of {group} heads that share a KV head, all heads of one after another"
         return [told] * (group > 1)
 
 

@@ -1,6 +1,6 @@
-"""Rows of a tile of queries: the queries of one head, or of all heads of a group, which share a head of keys.
+"""Rows of a tile of queries: the queries of one head, or of all heads of a group, which share a KV head.
 
-Of a group, row r of head of keys h is query r // group of head h * group + r % group. Where the group divides
+Of a group, row r of KV head h is query r // group of head h * group + r % group. Where the group divides
 a warpgroup's rows, one tensor map finds these: its modes are columns, heads, queries and batch, as of any
 tensor, and a box has all heads of the group and as many queries as 64 rows then are. What lies past the last
 query is zeros, or of packed tensors the next sequence's, and is not written.

@@ -15,7 +15,7 @@ from fa4flex.kernels.fwd_sm90 import consumer as forward
 from fa4flex.kernels.mixed_sm90.config import Config
 from fa4flex.kernels.mixed_sm90.few_rows import FewRows
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
-from fa4flex.kernels.mixed_sm90.sequences import Cut
+from fa4flex.kernels.mixed_sm90.sequences import Cut, Piece
 
 
 class Consumer(forward.Consumer):
@@ -28,7 +28,9 @@ class Consumer(forward.Consumer):
     ) -> None:
         @cute.jit
         def attend_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:
-            return self.few_rows.attend((work, cut), arguments, shared, pipes, phase, warp_uniform(states))
+            return self.few_rows.attend(
+                Piece(work, cut), arguments, shared, pipes, phase, warp_uniform(states)
+            )
 
         @cute.jit
         def attend_many(work: Work, phase: Int32, states: States) -> States:

@@ -1,4 +1,4 @@
-"""Tiles of few rows: all queries of a sequence, of all heads that share a head of keys.
+"""Tiles of few rows: all queries of a sequence, of all heads that share a KV head.
 
 Both consumer warpgroups have all rows, and of every tile of keys each has half. In the end the second hands
 its sums to the first, thread by thread.
@@ -22,7 +22,7 @@ from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
 from fa4flex.kernels.common.products import Products, products_of, tiled_products, zero_past
-from fa4flex.kernels.common.softmax import finite, multiply_rows, rescale, sink_of, take_maxima
+from fa4flex.kernels.common.softmax import finite, rescale, take_maxima
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
@@ -33,7 +33,7 @@ from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
 from fa4flex.kernels.mixed_sm90.merging import Merging
 from fa4flex.kernels.mixed_sm90.resources import Shared
 from fa4flex.kernels.mixed_sm90.roles import BOTH
-from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
+from fa4flex.kernels.mixed_sm90.sequences import Cut, Piece, log_sums, outputs
 
 
 def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: Config) -> Tile:
@@ -68,14 +68,14 @@ class FewRows(consumer.Consumer):
     @cute.jit
     def attend(
         self,
-        one: tuple[Work, Cut],
+        piece: Piece,
         arguments: Arguments,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         phase: Int32,
         states: States,
     ) -> States:
-        work, cut = one
+        work, cut = piece
         thread = cute.arch.thread_idx()[0] - 128
         group, lane = cute.arch.make_warp_uniform(thread // 128), thread % 128
         tile = few_tile(work, cut, arguments, self.hooks, self.mixed)
@@ -85,19 +85,19 @@ class FewRows(consumer.Consumer):
         products = self.halves(shared, lane, group)
         products.out.fill(0.0)
         cute.arch.mbarrier_wait(pipes.q_full + group, phase)
-        self.copy_queries(arguments, work, tile, shared, (lane, group))
+        self.copy_queries(arguments, work, tile, shared, lane, group)
         # Tiles of many rows leave the state of values where their last tile was.
         k_state, _ = states
         if tile.first < tile.last:
-            k_state = self.keys(products, rows, pipes, (tile, group), k_state)
-        self.merge(products, rows, shared, (lane, group))
+            k_state = self.keys(products, rows, pipes, tile, group, k_state)
+        self.merge(products, rows, shared, lane, group)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q_empty + group)
         if group == 0 and rows[0].used:  # of a warp's rows, the first ones are used if any is
-            self.packed.write(arguments, (work, cut), products, rows, lane)
+            self.packed.write(arguments, piece, products, rows, lane)
             if const_expr(self.mixed.share is None):  # noqa: SIM102  one is decided when compiled, one when run
                 if cut.parts > 1:
-                    self.merging.run(arguments, one, tile, lane)
+                    self.merging.run(arguments, piece, tile, lane)
         return k_state, k_state.clone()
 
     @cute.jit
@@ -106,27 +106,27 @@ class FewRows(consumer.Consumer):
         products: cutlass.Constexpr[Products],
         rows: cutlass.Constexpr[tuple[MyRow, ...]],
         pipes: cutlass.Constexpr[Pipes],
-        which: tuple[Tile, Int32],
+        tile: Tile,
+        group: Int32,
         k_state: Any,
     ) -> Any:
         """All keys of a part, one tile at least. Those that are masked come first, and the first one is taken
         for masked."""
-        tile, group = which
         begun = GROUPS * tile_at(tile.keys, tile.first) + group
         states = self.first(products, rows, pipes, begun, k_state)
 
         @cute.jit
-        def steps(span: tuple[Int32, Int32], states: States, masked: cutlass.Constexpr[bool]) -> States:
+        def steps(begin: Int32, end: Int32, states: States, masked: cutlass.Constexpr[bool]) -> States:
             k_state, v_state = states
-            for i in cutlass.range(span[0], span[1], unroll=1):
+            for i in cutlass.range(begin, end, unroll=1):
                 half = GROUPS * tile_at(tile.keys, i) + group
                 k_state, v_state = self.overlapped(products, rows, pipes, half, (k_state, v_state), masked)
             return k_state, v_state
 
         first = tile.first + 1
         full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), first)
-        states = steps((first, full), states, True)
-        k_state, v_state = steps((full, tile.last), states, False)
+        states = steps(first, full, states, True)
+        k_state, v_state = steps(full, tile.last, states, False)
         pipes.v.consumer_wait(v_state)
         v = products.v[None, None, None, v_state.index]
         multiply(products.values, products.out, products.p, v, True)
@@ -215,10 +215,10 @@ class FewRows(consumer.Consumer):
         work: Work,
         tile: Tile,
         shared: cutlass.Constexpr[Shared],
-        who: tuple[Int32, Int32],
+        lane: Int32,
+        group: Int32,
     ) -> None:
         """All rows of the tile to the warpgroup's room."""
-        lane, group = who
         copy_rows(arguments.q, work.q_offset, tile, shared.q[None, None, group], lane)
         sync(WRITTEN, group)
 
@@ -228,11 +228,11 @@ class FewRows(consumer.Consumer):
         products: cutlass.Constexpr[Products],
         rows: cutlass.Constexpr[tuple[MyRow, ...]],
         shared: cutlass.Constexpr[Shared],
-        who: tuple[Int32, Int32],
+        lane: Int32,
+        group: Int32,
     ) -> None:
         """The first warpgroup's rows become those of all keys. No product reads the queries any more when the
         sums are written over them, and no sum is read any more when the next queries come."""
-        lane, group = who
         first = lane // 32 * 16 + lane % 32 // 4
         out = products.out
         sync(BOTH)
@@ -307,27 +307,23 @@ class Epilogue(epilogue.Epilogue):
     def write(
         self,
         arguments: Arguments,
-        one: tuple[Work, Cut],
+        piece: Piece,
         products: cutlass.Constexpr[Products],
         rows: cutlass.Constexpr[tuple[Mine, ...]],
         lane: Int32,
     ) -> None:
         """Packed rows and their log-sum-exps, or what a part of the keys leaves of them. Sinks join here
         where there are no parts; otherwise where these are merged."""
-        work, cut = one
-        finished = []
-        for mine in rows:
-            finished += mine.softmax.finish(sink_of(arguments, mine.row.h, cut.parts == 1))
-        out = rows_and_columns(products.out)
-        multiply_rows(out, [mine.scale for mine in finished])
+        work, cut = piece
+        out, finished = self.finished(arguments, products, rows, cut.parts == 1)
         number = lane // 32 * 16 + lane % 32 // 4
         for r in cutlass.range_constexpr(len(rows)):
             row = rows[r].row
             if cut.parts == 1:
                 self.packed(arguments, work, row, out[r, None], finished[r].lse, lane)
             else:
-                place = cut.first + number + OFFSETS[r], row.exists
-                self.partial(arguments, place, out[r, None], finished[r].lse, lane)
+                place = cut.first + number + OFFSETS[r]
+                self.partial(arguments, place, row.exists, out[r, None], finished[r].lse, lane)
 
     @cute.jit
     def packed(
@@ -342,13 +338,13 @@ class Epilogue(epilogue.Epilogue):
     def partial(
         self,
         arguments: Arguments,
-        place: tuple[Int32, Boolean],
+        number: Int32,
+        exists: Boolean,
         out: cute.Tensor,
         lse: Float32,
         lane: Int32,
     ) -> None:
         """Row of this number, if it exists. A part without keys has no output: nobody reads it."""
-        number, exists = place
         if exists and lane % 4 == 0:
             log_sums(arguments)[number] = lse
         self.store(outputs(arguments)[number, None], out, exists & (lse > -Float32.inf), lane)

@@ -99,7 +99,7 @@ class MixedPlan(HopperPlan):
         lines = super().explain(size).split("\n")
         few = (
             f"sequences of up to {MOST_ROWS} rows (queries x heads that share keys): a tile for"
-            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among"
+            f" each KV head, {self.tile[1] // GROUPS} of its keys for each consumer, spread among"
             f" others; keys are shared by blocks, {self._explain_parts()}"
         )
         pipeline = ["pipeline of tiles of few rows:", self.few.explain()]

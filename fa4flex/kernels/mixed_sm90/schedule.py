@@ -1,6 +1,6 @@
 """The tiles of a mixed batch, as its blocks take them.
 
-A sequence whose queries, times the heads that share keys, are few has one tile for each head of keys, or if
+A sequence whose queries, times the heads that share keys, are few has one tile for each KV head, or if
 it has many keys several, which share these; others have one for each head and 128 queries. Tiles of few rows
 wait for memory, those of many for tensor cores. At any time some blocks should have one kind and some the
 other, so tile n of a launch is one of few rows where their share of the tiles up to n passes a whole number.

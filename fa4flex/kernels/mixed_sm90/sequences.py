@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_lengths import check_length, used_length
+from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 
 WHOLE = 1 << 30
@@ -50,7 +51,7 @@ class Totals(NamedTuple):
 
 class Place(NamedTuple):
     """Sequence from which on the next of a kind are looked for; how many of them there are before it, per
-    head; how many rows of parts, per head of keys; and how many sequences that have several parts. Blocks
+    head; how many rows of parts, per KV head; and how many sequences that have several parts. Blocks
     take tiles in rising order, so no sequence is looked at twice."""
 
     b: Int32
@@ -69,6 +70,13 @@ class Cut(NamedTuple):
     split: Int32
 
 
+class Piece(NamedTuple):
+    """A tile of few rows as the schedule hands it out: sequence and KV head, and the part of the keys."""
+
+    work: Work
+    cut: Cut
+
+
 def start() -> Place:
     return Place(*(Int32(0) for _ in Place._fields))
 
@@ -82,7 +90,7 @@ class Sequences:
     # --- one sequence -------------------------------------------------------------------------------------
 
     def group(self, arguments: Arguments) -> Int32:
-        """Heads that share a head of keys."""
+        """Heads that share a KV head."""
         return Int32(arguments.q.shape[1]) // Int32(arguments.k.shape[2])
 
     def queries(self, b: Int32, arguments: Arguments) -> Int32:
@@ -97,7 +105,7 @@ class Sequences:
         return length // n + select_(length % n > 0, Int32(1), Int32(0))
 
     def few(self, b: Int32, arguments: Arguments) -> tuple[Boolean, Int32]:
-        """(whether the sequence has few rows, and some; rows for a head of keys)."""
+        """(whether the sequence has few rows, and some; rows for a KV head)."""
         rows = self.queries(b, arguments) * self.group(arguments)
         return (rows > 0) & (rows <= self.config.few_rows), rows
 

@@ -30,7 +30,7 @@ class MixedSplitting(Splitting):
         return self.share is not None or batch > 1 or rows <= self.rows * pairs
 
     def floats(self, splits: int, pairs: int, rows: int) -> int:
-        """float32 of memory for the parts of `rows` rows of `pairs` (sequence, head of keys).
+        """float32 of memory for the parts of `rows` rows of `pairs` (sequence, KV head).
 
         A part has its share of the keys, or its tile would not be split; so there are at most twice as many
         parts as shares in all work, and those are WAVES for each multiprocessor. Shares that a schedule asks

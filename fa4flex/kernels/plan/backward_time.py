@@ -8,44 +8,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fa4flex.kernels.plan.constants import Constants, constants_of
+from fa4flex.kernels.plan.kernel_time import HALF, Heads, KernelTime
 from fa4flex.kernels.plan.l2 import sections_of_queries
-from fa4flex.kernels.plan.model import Launch, Predicted, Step, Units, predict, step_of
-from fa4flex.kernels.plan.target import Target
-from fa4flex.kernels.plan.walks import Form, by_keys
+from fa4flex.kernels.plan.model import Launch, Predicted, Step, predict, step_of
+from fa4flex.kernels.plan.walks import by_keys
 
-HALF, SUM = 2, 4
-"""Bytes of an element of a tensor, and of a sum."""
-
-
-class Heads(NamedTuple):
-    """A call as a backward pass sees it: sequences, query heads, heads of keys, and lengths, of packed
-    sequences their average."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-
-
-MANY = 64
-"""Batch entries of the calls that choices are settled for, of as many queries as keys: tiles of all
-multiprocessors, many times over."""
-
-
-def many(heads: int, group: int, length: int) -> Heads:
-    """Such a call."""
-    return Heads(MANY, heads, max(heads // group, 1), length, length)
+SUM = 4
+"""Bytes of an element of a sum."""
 
 
 @dataclass(frozen=True)
-class BackwardTime:
-    """The model of the time of a backward kernel, but for sizes.
+class BackwardTime(KernelTime):
+    """The model of the time of a backward kernel, but for sizes. Its steps have a tile of keys each.
 
-    form           which pairs the mask allows
-    tile           queries per step, and keys of a tile
-    widths         of q and k, and of v and the output
-    units          of a step
     in_sections    heads come in sections, one tile of keys of all of them after the other
     packed         sequences lie one after another
     sums           dQ is added up in memory, and leaves it by a kernel of its own
@@ -53,11 +28,6 @@ class BackwardTime:
     ctas           of a tile of keys
     """
 
-    target: Target
-    form: Form
-    tile: tuple[int, int]
-    widths: tuple[int, int]
-    units: Units
     in_sections: bool
     packed: bool = False
     sums: bool = True

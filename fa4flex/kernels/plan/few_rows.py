@@ -22,7 +22,7 @@ from fa4flex.kernels.plan.work import Work
 from fa4flex.primitives.schedule import Schedule
 
 MOST_ROWS = 64
-"""Rows of a tile, at most: queries times the heads that share a head of keys."""
+"""Rows of a tile, at most: queries times the heads that share a KV head."""
 
 NARROW = 64
 """Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""

@@ -5,32 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fa4flex.kernels.plan.backward_time import HALF, Heads
 from fa4flex.kernels.plan.constants import Constants, constants_of
+from fa4flex.kernels.plan.kernel_time import HALF, Heads, KernelTime
 from fa4flex.kernels.plan.l2 import sections_of_keys
-from fa4flex.kernels.plan.model import Launch, Predicted, Step, Units, predict, step_of
-from fa4flex.kernels.plan.target import Target
-from fa4flex.kernels.plan.walks import Form, by_queries
+from fa4flex.kernels.plan.model import Launch, Predicted, Step, predict, step_of
+from fa4flex.kernels.plan.walks import by_queries
 
 
 @dataclass(frozen=True)
-class ForwardTime:
+class ForwardTime(KernelTime):
     """The model of the time of a forward kernel, but for sizes.
 
-    form           which pairs the mask allows
-    tile           queries and keys of a step
-    widths         of q and k, and of v and the output
-    units          of a step
     exposed        share of its exponentials and arithmetic that no product hides
     least          tiles of a section of few keys
     packed_heads   query heads whose rows share tiles
     """
 
-    target: Target
-    form: Form
-    tile: tuple[int, int]
-    widths: tuple[int, int]
-    units: Units
     exposed: float
     least: int
     packed_heads: int = 1

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fa4flex.kernels.plan.backward_time import BackwardTime, Heads
+from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.candidates import Candidate, among, least
 from fa4flex.kernels.plan.inputs import Inputs
+from fa4flex.kernels.plan.kernel_time import Heads
 from fa4flex.kernels.plan.pipeline import BackwardPlan
 
 PART_ROWS = 200

@@ -15,7 +15,7 @@ heads that are not long: a tile follows another of its head sooner, while the ca
 
 
 def sections_of_keys(pairs: int, kv_len: int, row_bytes: int, tiles: int, least: int) -> int:
-    """Sections of a forward pass whose tiles differ in work: of `pairs` (batch entry, head of keys), of so
+    """Sections of a forward pass whose tiles differ in work: of `pairs` (batch entry, KV head), of so
     many bytes per key; `tiles` of queries of a pair, of which a section of few keys has `least`."""
     of_pair = max(kv_len * row_bytes, 1)
     most = L2_BYTES // of_pair

@@ -10,7 +10,7 @@ Lengths = Literal["dense", "packed", "used"]
 padded tensor."""
 
 Scaling = Literal["", "head", "page", "token"]
-"""Granularity of scales, for each head of keys: one for all keys of a sequence, for a page, or for each key;
+"""Granularity of scales, for each KV head: one for all keys of a sequence, for a page, or for each key;
 "": keys and values have no scales."""
 
 ROW_BLOCK = 128

@@ -78,7 +78,7 @@ class ForwardPlan(Plan, Protocol):
 
     @property
     def packed_heads(self) -> int:
-        """Query heads that share a head of keys, of which tiles of queries have rows; 1: each head has tiles
+        """Query heads that share a KV head, of which tiles of queries have rows; 1: each head has tiles
         of its own."""
         ...
 

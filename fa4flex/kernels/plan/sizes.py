@@ -45,7 +45,7 @@ class Sizes:
     False.
 
     heads    query heads; calls that a plan serves have as many
-    group    query heads that share a head of keys
+    group    query heads that share a KV head
     valid    extents of calls that get the same answers to all questions so far
     answers  to questions about speed so far
     others   answers that another call got to these, which are taken where they are right for this one
@@ -78,7 +78,7 @@ class Sizes:
 
     @property
     def rows(self) -> Quantity:
-        """Queries times the heads that share a head of keys."""
+        """Queries times the heads that share a KV head."""
         return Quantity(self, "rows", lambda extents, most: _extent(extents, 1, most // self.group))
 
     @property

@@ -57,7 +57,7 @@ class Splitting:
     seen: int | None = None
 
     def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
-        """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys, of `batch`
+        """Splits of the keys of each of `pairs` (sequence, KV head) of up to kv_len keys, of `batch`
         sequences. rows: of all pairs."""
         tiles = -(-kv_len // self.tile_n)
         if self.share is not None:

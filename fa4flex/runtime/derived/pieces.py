@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Numbers of entries, of heads of keys, of query heads of each, and of queries."""
+        """Numbers of entries, of KV heads, of query heads of each, and of queries."""
         heads, rows, entries = self.heads, self.rows, self.entries
         return entries.stop - entries.start, heads.groups, heads.ratio, rows.stop - rows.start
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa4flex.kernels.bwd_sm100.config import ROWS as QUERIES
-from fa4flex.kernels.bwd_sm100.roles import COMPUTING, Sizes, with_rings
+from fa4flex.kernels.bwd_sm100.roles import COMPUTING, Loads, Sizes, with_rings
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
 from fa4flex.kernels.plan.barriers import BarrierTable, Row
 from fa4flex.kernels.plan.topology import WARPGROUP
@@ -11,6 +11,10 @@ from fa4flex.kernels.plan.topology import WARPGROUP
 SENT_BYTES = 2 * KEPT * QUERIES
 """Bytes of dS that a CTA sends to the other one per step, of which each warp that computes sends a
 fragment."""
+
+LOADS = Loads(("k", "v"), (("q", "lse2", "dout", "delta", "dout_t", "q_t"),), ("k_t",))
+"""The first dQ is the last to be multiplied of a first step, and what it takes of K comes behind that step's
+tiles. Of these, q_t is free later than all others: the products that come first have been asked for then."""
 
 
 def barrier_table(sizes: Sizes) -> BarrierTable:

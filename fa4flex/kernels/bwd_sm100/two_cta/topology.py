@@ -23,17 +23,18 @@ from dataclasses import replace
 from itertools import product
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.roles import COMPUTE, LOAD, MULTIPLY
+from fa4flex.kernels.bwd_sm100.roles import COMPUTE, MULTIPLY
 from fa4flex.kernels.bwd_sm100.topology import (
     CORE,
     HALVES,
+    load_role,
     numbers,
     once,
     reduce_role,
     tiles,
 )
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
-from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
+from fa4flex.kernels.bwd_sm100.two_cta.roles import LOADS, barrier_table
 from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.pairs import BOTH, THERE, at, freed
 from fa4flex.kernels.plan.tensor_memory import WHOLE, Columns
@@ -54,7 +55,7 @@ def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
     table = barrier_table(config)
     return Topology(
         roles=(
-            *(_load(c) for c in BOTH),
+            *(load_role(LOADS, c) for c in BOTH),
             _multiply(),
             _tell(),
             *(_compute(i, c) for c in BOTH for i in HALVES),
@@ -91,15 +92,6 @@ def _rings(table: BarrierTable, config: Config, itemsize: int, cta: int) -> tupl
     )
     shared = {ring.name: ring.name for ring in rings if cta and ring.name not in ("lse2", "delta")}
     return tuple(replace(ring, name=at(ring.name, cta), full_of=shared.get(ring.name, "")) for ring in rings)
-
-
-def _load(cta: int) -> Role:
-    names = ("q", "lse2", "dout", "delta", "dout_t", "q_t")
-    actions: tuple[Action, ...] = ("acquire", "load")
-    step = tuple(Event(action, at(name, cta)) for name in names for action in actions)
-    keys = [once("load", at(name, cta)) for name in ("k", "v", "k_t")]
-    first = (*keys[:2], *step, keys[2])
-    return Role(at("load", cta), 1, first=first, body=step, warp=LOAD, cta=cta)
 
 
 # --- products ------------------------------------------------------------------------------------------

@@ -21,17 +21,18 @@ no s_empty     S(j + 1) comes after dV(j) and dK(j), which have read P(j) and dS
 from __future__ import annotations
 
 from fa4flex.kernels.bwd_sm100.config import Config
-from fa4flex.kernels.bwd_sm100.roles import LOAD, MULTIPLY
+from fa4flex.kernels.bwd_sm100.roles import MULTIPLY
 from fa4flex.kernels.bwd_sm100.topology import (
     HALVES,
     compute_role,
+    load_role,
     once,
     products_of,
     reduce_role,
     rings_of,
 )
 from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS
-from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_table
+from fa4flex.kernels.bwd_sm100.wide_heads.roles import LOADS, barrier_table
 from fa4flex.kernels.plan.tensor_memory import Columns
 from fa4flex.kernels.plan.topology import Action, Event, Events, Role, Topology
 
@@ -46,7 +47,7 @@ def wide_topology(config: Config, columns: Columns, itemsize: int, sloped: bool)
     """sloped: scores have slopes of their own, for which registers are kept."""
     table = barrier_table(config)
     return Topology(
-        roles=(_load(), _multiply(), *(_compute(i, sloped) for i in HALVES), _reduce()),
+        roles=(load_role(LOADS), _multiply(), *(_compute(i, sloped) for i in HALVES), _reduce()),
         rings=rings_of(table, config, itemsize),
         barriers=table.named_barriers(),
         staging="none",
@@ -55,13 +56,6 @@ def wide_topology(config: Config, columns: Columns, itemsize: int, sloped: bool)
         by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
         places=(table.places(),),
     )
-
-
-def _load() -> Role:
-    step = tuple(
-        Event(action, name) for name in ("dout", "delta", "q", "lse2") for action in ("acquire", "load")
-    )
-    return Role("load", 1, first=(once("load", "k"), *step, once("load", "v")), body=step, warp=LOAD)
 
 
 def _multiply() -> Role:
