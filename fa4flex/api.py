@@ -26,6 +26,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
+from fa4flex.weights import Rows, key_mass_of, probabilities_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,11 +112,38 @@ class Attention:
         out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
         return (out, lse) if return_lse else out
 
+    def key_mass(
+        self, q: Tensor, k: Tensor, lse: Tensor, *, varlen: Varlen | None = None, **options: Any
+    ) -> Tensor:
+        """Sums of this attention's probabilities over the queries, per key: see fa4flex.key_mass.
+
+        options: reduce, and blocks and scale of this call
+        """
+        reduce = options.pop("reduce", None)
+        return key_mass_of(self._at_call(**options), self._caller, (q, k, lse), varlen, reduce)
+
+    def probabilities(
+        self,
+        q: Tensor,
+        k: Tensor,
+        lse: Tensor,
+        rows: Rows = None,
+        *,
+        varlen: Varlen | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Probabilities of chosen queries under this attention: see fa4flex.probabilities.
+
+        options: reduce, and blocks and scale of this call
+        """
+        chosen = rows, options.pop("reduce", None)
+        return probabilities_of(self._at_call(**options), self._caller, (q, k, lse), varlen, chosen)
+
     def _at_call(
         self,
-        blocks: BlockMap | BlockMask | None,
-        scale: float | None,
-        sinks: Tensor | Sinks | None,
+        blocks: BlockMap | BlockMask | None = None,
+        scale: float | None = None,
+        sinks: Tensor | Sinks | None = None,
     ) -> Variant:
         """Variant of a call that overrides something; of one with a map alone, that of the last such call."""
         if not isinstance(blocks, BlockMap) or scale is not None or sinks is not None:

@@ -47,6 +47,11 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
     return blockwise.forward(program, call, differentiable)
 
 
+def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor | None:
+    """Sums of probabilities per key by a kernel; None where PyTorch operations are left."""
+    return None
+
+
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
     """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`]."""
     if by_flex(program.backend, call.q) and not call.empty:
@@ -92,7 +97,7 @@ def _backward_blockwise(
 
 def _by_flex(program: Published, call: Call) -> Forward:
     """The results as an operator returns them."""
-    with _outside(grad=False):
+    with outside(grad=False):
         result, lse, largest = program.flex.attend(call)
     assert lse is not None
     output = program.precision.output_dtype(call.q.dtype)
@@ -112,7 +117,7 @@ def _backward_by_flex(
     program: Published, call: Call, upstream: Sequence[Tensor], needs: Sequence[int]
 ) -> list[Tensor]:
     """Gradients by torch's autograd, of a forward pass that is run again: an operator keeps no graph."""
-    with _outside(grad=True):
+    with outside(grad=True):
         q, k, v = (x.detach().requires_grad_() for x in (call.q, call.kv.k, call.kv.v))
         sinks = None if call.sinks is None else call.sinks.detach().requires_grad_()
         operands = [x.detach().requires_grad_(slot in needs) for slot, x in enumerate(call.operands)]
@@ -127,7 +132,7 @@ def _backward_by_flex(
 
 
 @contextlib.contextmanager
-def _outside(grad: bool) -> Iterator[None]:
+def outside(grad: bool) -> Iterator[None]:
     """Within, torch dispatches as outside of the operator at hand: vmap, which traces mods, and autograd, if
     `grad`, work there alone."""
     with (
