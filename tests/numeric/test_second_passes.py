@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[int], Case]] = {
 }  # fmt: skip
 KINDS = ("dense", "bshd", "packed", "padded")
 LENGTHS = ([9, 1, 6], [4, 7, 13])
-"""Of queries and keys of each sequence."""
+"""Numbers of queries and keys of each sequence."""
 
 
 @dataclass
