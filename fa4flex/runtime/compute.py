@@ -12,6 +12,7 @@ from torch import Tensor
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.layouts import empty_output
@@ -49,7 +50,12 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
 
 def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor | None:
     """Sums of probabilities per key by a kernel; None where PyTorch operations are left."""
-    return None
+    if not on_gpu(call.q) or call.empty or by_flex(program.backend, call.q):
+        return None
+    return sums_by_kernel(program.engine, call, lse) if call.q.dtype in _OF_KERNELS else None
+
+
+_OF_KERNELS = (torch.bfloat16, torch.float16)
 
 
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:

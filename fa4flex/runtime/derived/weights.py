@@ -80,8 +80,11 @@ class KeyMass:
 
     def at_once(self, recipe: Recipe, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """Sums by a kernel, if there is one."""
-        result = compute.key_mass(recipe.program, recipe.call(tensors), tensors[2])
-        return None if result is None else (result,)
+        lse = tensors[2].squeeze(0) if recipe.packed else tensors[2]
+        result = compute.key_mass(recipe.program, recipe.call(tensors), lse)
+        if result is None:
+            return None
+        return (torch.stack([result]) if recipe.packed else result,)
 
 
 # --- chosen rows ------------------------------------------------------------------------------------------
