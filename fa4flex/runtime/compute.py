@@ -49,10 +49,14 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
 
 
 def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor | None:
-    """Sums of probabilities per key by a kernel; None where PyTorch operations are left."""
-    if not on_gpu(call.q) or call.empty or by_flex(program.backend, call.q):
+    """Sums of probabilities per key by a kernel, or by tiles on a CPU; None where neither is for it."""
+    if not on_gpu(call.q):
+        from fa4flex.runtime import blockwise
+
+        return blockwise.key_mass(program, call, lse) if call.q.is_cpu else None
+    if call.empty or by_flex(program.backend, call.q) or call.q.dtype not in _OF_KERNELS:
         return None
-    return sums_by_kernel(program.engine, call, lse) if call.q.dtype in _OF_KERNELS else None
+    return sums_by_kernel(program.engine, call, lse)
 
 
 _OF_KERNELS = (torch.bfloat16, torch.float16)

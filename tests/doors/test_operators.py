@@ -138,6 +138,12 @@ SCHEMAS = (
     "output_function_backward(Tensor dout, Tensor out, Tensor[] operands, Tensor? cu_seqlens_q, Tensor?"
     " seqused_q, Tensor? positions, str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool"
     " heads_first, int[] needs) -> Tensor[]",
+    "second_pass(Tensor q, Tensor k, Tensor lse, Tensor? rows, Tensor[] operands, Tensor? cu_seqlens_q,"
+    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
+    " Tensor[] floats, float? scale) -> Tensor",
+    "second_pass_backward(Tensor upstream, Tensor q, Tensor k, Tensor lse, Tensor? rows, Tensor[] operands,"
+    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[]"
+    " ints, Tensor[] floats, float? scale, int[] needs) -> Tensor[]",
     "required(Tensor x, Tensor condition, str message) -> Tensor",
     "block_classes(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
     " -> Tensor",
