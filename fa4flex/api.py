@@ -26,7 +26,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
-from fa4flex.weights import Rows, key_mass_of, probabilities_of
+from fa4flex.weights import Rows, key_mass_of, probabilities_of, refuse_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,8 +119,8 @@ class Attention:
 
         options: reduce, and blocks and scale of this call
         """
-        reduce = options.pop("reduce", None)
-        return key_mass_of(self._at_call(**options), self._caller, (q, k, lse), varlen, reduce)
+        reduce, variant = options.pop("reduce", None), self._at_call(**refuse_sources(options))
+        return key_mass_of(variant, self._caller, (q, k, lse), varlen, reduce)
 
     def probabilities(
         self,
@@ -136,8 +136,8 @@ class Attention:
 
         options: reduce, and blocks and scale of this call
         """
-        chosen = rows, options.pop("reduce", None)
-        return probabilities_of(self._at_call(**options), self._caller, (q, k, lse), varlen, chosen)
+        chosen, variant = (rows, options.pop("reduce", None)), self._at_call(**refuse_sources(options))
+        return probabilities_of(variant, self._caller, (q, k, lse), varlen, chosen)
 
     def _at_call(
         self,

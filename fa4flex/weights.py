@@ -51,7 +51,8 @@ def key_mass(
 
     The heavy hitters of H2O (Zhang et al. 2023) and the votes of SnapKV (Li et al. 2024) are its largest.
     """
-    return key_mass_of(compose(**composition), None, (q, k, lse), varlen, reduce)
+    variant = compose(**refuse_sources(composition))
+    return key_mass_of(variant, None, (q, k, lse), varlen, reduce)
 
 
 def probabilities(
@@ -75,7 +76,20 @@ def probabilities(
     captured tensors: with the lse's, they are those of softmax. Raises as `key_mass` does, InputError for
     rows that do not exist, and UnsupportedError for more than that many of all.
     """
-    return probabilities_of(compose(**composition), None, (q, k, lse), varlen, (rows, reduce))
+    variant = compose(**refuse_sources(composition))
+    return probabilities_of(variant, None, (q, k, lse), varlen, (rows, reduce))
+
+
+def refuse_sources(options: dict[str, Any]) -> dict[str, Any]:
+    """The options. Raises UnsupportedError for keys that are not contiguous."""
+    for name in ("paging", "kv_scales"):
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name}= with probabilities",
+                "contiguous keys of q's dtype, padded or packed",
+                "gather the pages, k_pool[page_table], and dequantise them; pass their lengths as varlen=",
+            )
+    return {name: x for name, x in options.items() if name not in ("paging", "kv_scales")}
 
 
 def key_mass_of(

@@ -91,14 +91,19 @@ def run(
     bare = changed(variant.core, sinks=None)
     check_types(tensors)
     check_descriptions(varlen, None)
-    if bare.layout == "bshd" and tensors[0].ndim == 4:
-        q, k, lse = tensors
-        bare, tensors = changed(bare, layout="bhsd"), (q.transpose(1, 2), k.transpose(1, 2), lse)
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
-        return graphs.second_pass(bare, tensors, varlen, rows)
+        return graphs.second_pass(*heads_first(bare, tensors), varlen, rows)
     return _eager(bare, caller, tensors, varlen, rows)
+
+
+def heads_first(variant: Variant, tensors: Tensors) -> tuple[Variant, Tensors]:
+    """The same of tensors with heads before tokens."""
+    q, k, lse = tensors
+    if variant.layout == "bhsd" or q.ndim != 4 or k.ndim != 4:
+        return variant, tensors
+    return changed(variant, layout="bhsd"), (q.transpose(1, 2), k.transpose(1, 2), lse)
 
 
 @on_the_host
@@ -112,9 +117,11 @@ def _eager(
     now: launch.Calling | None = None
     try:
         now = launch.calling(variant, caller)
-        q, k, _ = autocast.cast(*tensors)
-        check_lse(q, tensors[2], varlen)
-        call = call_of(now, (q, k, tensors[2]), varlen, rows)
+        turned, (q, k, lse) = heads_first(variant, tensors)
+        now = now._replace(variant=turned)
+        q, k, _ = autocast.cast(q, k, lse)
+        check_lse(q, lse, varlen)
+        call = call_of(now, (q, k, lse), varlen, rows)
         with autocast.off(q):
             return _made(now.prepared.program, call)
     except EarlierError:

@@ -347,7 +347,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "other widths": ({"k": torch.randn(1, 2, 7, 4)}, InputError, "differ in head_dim"),
     "another reduction": ({"reduce": "batch"}, InputError, "reduce='batch'"),
     "no varlen": ({"varlen": torch.tensor([0, 6])}, InputError, "varlen is a"),
-    "an unknown option": ({"paging": None}, InputError, "unknown options paging"),
+    "an unknown option": ({"pages": None}, InputError, "unknown options pages"),
+    "pages": ({"paging": object()}, UnsupportedError, "paging= with probabilities"),
+    "a cache of 8 bits": ({"kv_scales": object()}, UnsupportedError, "kv_scales= with probabilities"),
 }
 
 
@@ -381,6 +383,19 @@ def test_all_rows_of_long_sequences_are_refused() -> None:
     q = torch.zeros(1, 1, 1, 4).expand(1, 8, 1 << 13, 4)
     with pytest.raises(UnsupportedError, match="at most 134217728"):
         fa4flex.probabilities(q, q, torch.zeros(1, 8, 1 << 13))
+
+
+def test_calls_in_turn_with_attention(seed: int) -> None:
+    """What one Attention keeps between its calls is kept when it is asked for sums in between."""
+    attn = fa4flex.compile(mask=causal, layout="bshd")
+    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
+    _, lse = attn(q, k, v, return_lse=True)
+    recent = attn._caller.recent
+    assert attn.key_mass(q, k, lse).shape == (1, 4, 7)
+    assert attn.probabilities(q, k, lse, scale=0.5).shape == (1, 4, 6, 7)
+    assert attn._caller.recent is recent
+    with pytest.raises(UnsupportedError, match="paging= with probabilities"):
+        attn.key_mass(q, k, lse, paging=object())
 
 
 def test_jagged_tensors_are_refused() -> None:

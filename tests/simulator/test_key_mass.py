@@ -122,7 +122,7 @@ def tensors(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPOSED)
 def test_compositions(name: str, seed: int, launches: Compared) -> None:
-    """Of some width; what its roles did at barriers is what the graph says."""
+    """Heads of some width; what roles did at barriers is what the graph says."""
     width = random.choice((40, 64, 128))
     judged(COMPOSED[name], *tensors(random.choice((64, 150, 200)), 200, width))
     assert launches.launches >= 1
@@ -251,6 +251,22 @@ def test_contents_change_between_calls(seed: int) -> None:
     assert not gpu.findings, gpu.report()
     assert [KINDS["mass"] in one.kernel for one in of_passes(gpu)] == [True] * 3
     assert len(attn.prepared.engine.mass) == 2, "the second call is like the first one"
+
+
+@pytest.mark.slow
+def test_in_compiled_graphs(seed: int) -> None:
+    """The operator of a graph launches the kernel."""
+    q, k = tensors(70, 90, 64)
+    lse = lse_of(q, k, {"mask": ends})
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        return fa4flex.key_mass(q, k, lse, mask=ends, reduce="heads")
+
+    with torch.no_grad(), poisoned(), drawn() as gpu:
+        found = function(q, k, lse)
+    by_kernel(gpu)
+    close(found, true(q, k, lse, {"mask": ends}).sum(1))
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def key_mass(engine: Engine, call: Call, lse: Tensor) -> Tensor | None:
         return None
     ready = engine.mass.find(*found)
     if ready is MISSING:
+        require_not_capturing()
         try:
             with proving():
                 ready = _make_ready(engine, call)
@@ -132,7 +133,6 @@ def _in_whole_tokens(call: Call) -> Call:
 def _make_ready(engine: Engine, call: Call) -> ReadyMass:
     from fa4flex.lower import lower_mass
 
-    require_not_capturing()
     lowered, value, reach = lowered_for(engine, call, engine.schedule, lower_mass, queries=True)
     kernel, captured = lowered.compile(signature_of(engine.kinds, call)), value.captured
     conversions = conversions_of(MASS, call=call._replace(lengths=NO_LENGTHS))
