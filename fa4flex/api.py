@@ -205,8 +205,9 @@ class Attention:
         """The program at a stage as readable text, each line with the user's line that it came from.
 
         "trace", "facts" and "gradient" hold for every call; "flex" is what torch's flex_attention is given.
-        "plan", "forward" (the generated kernel module) and "ptx" are those of a GPU, at a head_dim of 128 in
-        bfloat16 unless `problem` says otherwise: attn.source("forward", head_dim=64, dtype="float16").
+        "plan", "forward" (the generated kernel module; "backward" and "mass", of `key_mass`, likewise) and
+        "ptx" are those of a GPU, at a head_dim of 128 in bfloat16 unless `problem` says otherwise:
+        attn.source("forward", head_dim=64, dtype="float16").
         """
         from fa4flex.view.source import source
 
