@@ -386,7 +386,7 @@ def test_all_rows_of_long_sequences_are_refused() -> None:
 
 
 def test_calls_in_turn_with_attention(seed: int) -> None:
-    """What one Attention keeps between its calls is kept when it is asked for sums in between."""
+    """Launches that one Attention keeps between its calls stay when it is asked for sums in between."""
     attn = fa4flex.compile(mask=causal, layout="bshd")
     q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
     _, lse = attn(q, k, v, return_lse=True)
