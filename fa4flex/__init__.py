@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
     from fa4flex.quantization.quantize import quantize
+    from fa4flex.weights import key_mass, probabilities
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ _HOME = {
     "register_op": "fa4flex.codegen.trace",
     "append": "fa4flex.appending",
     "merge": "fa4flex.merging",
+    **dict.fromkeys(("key_mass", "probabilities"), "fa4flex.weights"),
     "patch_sdpa": "fa4flex.integrations.sdpa",
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
@@ -84,8 +86,8 @@ __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
     "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
     "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile",
-    "flex_attention", "merge", "nn", "parallel", "patch_sdpa", "quantize", "reference", "register_op",
-    "synchronize", "trees", "variants",
+    "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities", "quantize",
+    "reference", "register_op", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

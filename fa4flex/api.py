@@ -27,6 +27,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
+from fa4flex.weights import Rows, key_mass_of, probabilities_of, refuse_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,11 +119,38 @@ class Attention:
             out, lse, _ = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
         return (out, lse) if return_lse else out
 
+    def key_mass(
+        self, q: Tensor, k: Tensor, lse: Tensor, *, varlen: Varlen | None = None, **options: Any
+    ) -> Tensor:
+        """Sums of this attention's probabilities over the queries, per key: see fa4flex.key_mass.
+
+        options: reduce, and blocks and scale of this call
+        """
+        reduce, variant = options.pop("reduce", None), self._at_call(**refuse_sources(options))
+        return key_mass_of(variant, self._caller, (q, k, lse), varlen, reduce)
+
+    def probabilities(
+        self,
+        q: Tensor,
+        k: Tensor,
+        lse: Tensor,
+        rows: Rows = None,
+        *,
+        varlen: Varlen | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Probabilities of chosen queries under this attention: see fa4flex.probabilities.
+
+        options: reduce, and blocks and scale of this call
+        """
+        chosen, variant = (rows, options.pop("reduce", None)), self._at_call(**refuse_sources(options))
+        return probabilities_of(variant, self._caller, (q, k, lse), varlen, chosen)
+
     def _at_call(
         self,
-        blocks: BlockMap | BlockMask | None,
-        scale: float | None,
-        sinks: Tensor | Sinks | None,
+        blocks: BlockMap | BlockMask | None = None,
+        scale: float | None = None,
+        sinks: Tensor | Sinks | None = None,
     ) -> Variant:
         """Variant of a call that overrides something; of one with a map alone, that of the last such call."""
         if not isinstance(blocks, BlockMap) or scale is not None or sinks is not None:
@@ -184,8 +212,9 @@ class Attention:
         """The program at a stage as readable text, each line with the user's line that it came from.
 
         "trace", "facts" and "gradient" hold for every call; "flex" is what torch's flex_attention is given.
-        "plan", "forward" (the generated kernel module) and "ptx" are those of a GPU, at a head_dim of 128 in
-        bfloat16 unless `problem` says otherwise: attn.source("forward", head_dim=64, dtype="float16").
+        "plan", "forward" (the generated kernel module; "backward" and "mass", of `key_mass`, likewise) and
+        "ptx" are those of a GPU, at a head_dim of 128 in bfloat16 unless `problem` says otherwise:
+        attn.source("forward", head_dim=64, dtype="float16").
         """
         from fa4flex.view.source import source
 

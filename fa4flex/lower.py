@@ -1,4 +1,4 @@
-"""The whole compiler in one list, for both passes: prove, problem, pipeline, plan, source, kernel.
+"""The whole compiler in one list, for all passes: prove, problem, pipeline, plan, source, kernel.
 
 Whoever launches a kernel, shows it or simulates it goes through this list: what is shown is what runs.
 """
@@ -15,7 +15,14 @@ from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, prove_queries
 from fa4flex.codegen.analyze.tile_bounds import tile_bounds
-from fa4flex.codegen.emit import Source, emit_backward, emit_forward, emit_sequences, emit_tables
+from fa4flex.codegen.emit import (
+    Source,
+    emit_backward,
+    emit_forward,
+    emit_mass,
+    emit_sequences,
+    emit_tables,
+)
 from fa4flex.codegen.emit.module import Captions
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
@@ -36,7 +43,9 @@ from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.sequences.plan import plan_sequences
 from fa4flex.primitives.schedule import Schedule
 
-EMIT: dict[Direction, Callable[..., Source]] = {"forward": emit_forward, "backward": emit_backward}
+EMIT: dict[Direction, Callable[..., Source]] = {
+    "forward": emit_forward, "backward": emit_backward, "mass": emit_mass,
+}  # fmt: skip
 """Emitters of passes, whose plans are checked, and whose sources people read under names of their own."""
 
 Prove = Callable[[Facts, Shape, Captured], Proved]
@@ -157,6 +166,29 @@ def lower_backward(arguments: Given, needs: Sequence[int] = ()) -> Lowered:
     return Lowered("backward", facts, problem, plan, source, sums, sizes.valid, sizes.answers)
 
 
+def lower_mass(arguments: Given) -> Lowered:
+    """The pass of sums of probabilities per key. Errors as in the forward pass."""
+    facts, inputs = arguments.facts, arguments.inputs
+    target = arguments.target.leaving(arguments.schedule.sm_margin)
+    sizes = Sizes(inputs, arguments.answers)
+    problem = backward_problem(_proved(arguments), facts, False)
+    problem = replace(
+        problem,
+        head_dim_v=problem.head_dim,
+        out_dtype=problem.dtype,
+        sinks=False,
+        statistics=(),
+        output=False,
+    )  # values and the output have no part in it
+    queries = prove_queries(facts, arguments.proved_for, arguments.captured)
+    if queries is not None:
+        problem = by_queries(problem, queries)
+    problem = replace(problem, **arguments.changes)
+    plan: Any = dispatch.plan_mass(facts, problem, target, sizes=sizes)
+    source = _emitted(emit_mass, facts, plan)
+    return Lowered("mass", facts, problem, plan, source, (), sizes.valid, sizes.answers)
+
+
 def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     """The kernels that find the tiles of the mask of a pass, for block tables of its tiles. They are the same
     for all widths of heads."""
@@ -173,7 +205,7 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, large, ragged)
     keys = facts.keys if problem.row_ends else None
     read = tuple(sorted(slots_read(facts.mask)))
-    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction == "backward", read, keys)
+    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction != "forward", read, keys)
     return Lowered("tables", facts, bare, plan, _emitted(emit_tables, facts, plan))
 
 

@@ -86,6 +86,7 @@ _OUTPUT = _rows(
     "Tensor[] operands, Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor? positions,"
     " str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool heads_first"
 )
+_SECOND = (*_rows("Tensor q, Tensor k, Tensor lse, Tensor? rows, Tensor[] operands"), *_LENGTHS, *_PROGRAM)
 _HEADS_FIRST, _MAX_SCORES = _rows("bool heads_first"), _rows("bool max_scores")
 
 OPERATORS = {
@@ -108,6 +109,14 @@ OPERATORS = {
     "output_function_backward": Operator(
         (*_rows("Tensor dout, Tensor out"), *_OUTPUT, *_NEEDS), "Tensor[]", "fa4flex.runtime.output",
         "output_function_backward", "output_function_backward_fake", "backward_below",
+    ),
+    "second_pass": Operator(
+        _SECOND, "Tensor",
+        "fa4flex.runtime.second_pass", "second_pass", "second_pass_fake", "second_pass_with_gradients",
+    ),
+    "second_pass_backward": Operator(
+        (*_rows("Tensor upstream"), *_SECOND, *_NEEDS), "Tensor[]",
+        "fa4flex.runtime.second_pass", "second_pass_backward", "second_pass_backward_fake", "backward_below",
     ),
     "append": Operator(
         _rows(

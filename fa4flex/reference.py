@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
 
-__all__ = ["allowed_pairs", "attention", "modified_scores", "sequence_ranges", "unpage", "varlen"]
+__all__ = [
+    "allowed_pairs", "attention", "modified_scores", "probabilities", "sequence_ranges", "unpage", "varlen",
+]  # fmt: skip
 
 Mod = Callable[..., Any]
 Ranges = list[tuple[int, int]]
@@ -157,6 +159,30 @@ def attention(
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
     out, lse = _softmax(logits, v)
     return modified_output(out, output_mod), lse
+
+
+def probabilities(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    score_mod: Mod | None = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """exp(score - lse) of every pair [B, H, Sq, Skv], in float64; 0 of pairs that the mask hides, and of rows
+    whose lse is -inf.
+
+    q, k, mask and scale as in `attention`, lse [B, H, Sq] as it returns it: sinks are inside. Gradients reach
+    q, k, lse and the floating tensors that the mods captured.
+    """
+    heads = q.shape[1]
+    keys = k.double().repeat_interleave(heads // k.shape[1], 1)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    seen = (lse > -math.inf)[..., None]
+    allowed = allowed_pairs(mask, (*q.shape[:3], k.shape[2])) & seen
+    scores = modified_scores(scale * (q.double() @ keys.mT), allowed, score_mod)
+    return torch.exp(scores - torch.where(seen, lse.double()[..., None], 0))
 
 
 def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

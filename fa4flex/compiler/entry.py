@@ -21,6 +21,7 @@ from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_lists.kernel import BlockListArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import BackwardArguments, arguments_of
+from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
 from fa4flex.kernels.sequences.kernel import SequencesArguments
@@ -58,6 +59,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],
     "append": lambda kernel, problem: [(kernel, AppendArguments)],
     "lists": lambda kernel, problem: [(kernel, BlockListArguments)],
+    "mass": lambda kernel, problem: [(kernel, MassArguments)],
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 

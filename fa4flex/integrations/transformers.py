@@ -26,6 +26,7 @@ from fa4flex.integrations.paged import PagedLayer, in_batch, paged_attention
 from fa4flex.integrations.paged_cache import reads_pages
 from fa4flex.integrations.tree_mask import TreeMask, inputs_of
 from fa4flex.trees import Folded
+from fa4flex.weights import probabilities
 
 __all__ = ["attention_forward", "attention_mask", "check", "folded_inputs", "register"]
 
@@ -169,11 +170,19 @@ def attention_forward(
     is_causal: bool | None = None,
     cache: Any = None,
     **options: Any,
-) -> tuple[Tensor, None]:
-    """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns (out [B, Sq, Hq, Dv], None)."""
+) -> tuple[Tensor, Tensor | None]:
+    """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns out [B, Sq, Hq, Dv], and with
+    output_attentions=True the weights [B, Hq, Sq, Skv] in the dtype of the queries, else None."""
     _refuse(dropout, options)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    shown = bool(options.get("output_attentions"))
     if in_batch(cache, options):
+        if shown:
+            raise UnsupportedError(
+                "output_attentions=True in continuous batching",
+                "a batch of padded or packed sequences, whose keys are no pages",
+                "call the model itself, or fa4flex.probabilities on queries and gathered keys",
+            )
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
     qk, positions = (query, key), options.get("position_ids")
@@ -189,8 +198,13 @@ def attention_forward(
         mask = within_sequences(mask, (starts, options.get("cu_seq_lens_k", starts)), (query, key))
     for each in (bias, position_bias):
         score = score if each is None else with_bias(score, each)
-    out = attention(query, key, value, score_mod=score, mask=mask, scale=scaling, sinks=s_aux)
-    return out.transpose(1, 2).contiguous(), None
+    composition = {"score_mod": score, "mask": mask, "scale": scaling}
+    made = attention(query, key, value, **composition, sinks=s_aux, return_lse=shown)
+    if not shown:
+        return made.transpose(1, 2).contiguous(), None
+    out, lse = made
+    weights = probabilities(query, key, lse, **composition)
+    return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
 
 
 _UNREAD = ("indices", "block_indices", "sinks", "head_mask")
@@ -203,12 +217,6 @@ def _refuse(dropout: float, options: dict[str, Any]) -> None:
             f"attention dropout {dropout}",
             "no dropout inside attention",
             "set attention_dropout=0 in the model's config, or call model.eval()",
-        )
-    if options.get("output_attentions"):
-        raise UnsupportedError(
-            "output_attentions=True",
-            "attention that never stores its weights",
-            'load the model with attn_implementation="eager" to see the weights',
         )
     for name in _UNREAD:
         if options.get(name) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import reads_by_blocks
@@ -55,6 +55,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_rows),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
+    Unloaded("mass", "sm90", "mass_sm90", "MASS_SM90"),
     Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),
     Unloaded("backward", "sm100", "bwd_sm100.wide_heads", "WIDE_HEADS"),
     Unloaded("backward", "sm100", "bwd_sm100.one_cta", "ONE_CTA"),
@@ -150,5 +151,19 @@ def plan_backward(
     """The plan of a backward kernel, which fits the chip. Raises UnsupportedError where there is none."""
     request = Request(facts, problem, target, schedule, sizes)
     plan: BackwardPlan = choose("backward", problem, target, sizes).plan(request)
+    plan.check_resources()
+    return plan
+
+
+def plan_mass(
+    facts: Facts,
+    problem: Problem,
+    target: Target,
+    schedule: Schedule = Schedule(),
+    sizes: Sizes = UNKNOWN,
+) -> Any:
+    """The plan of a kernel for sums of probabilities per key. Raises UnsupportedError where there is none."""
+    request = Request(facts, problem, target, schedule, sizes)
+    plan = choose("mass", problem, target, sizes).plan(request)
     plan.check_resources()
     return plan

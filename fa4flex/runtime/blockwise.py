@@ -42,6 +42,11 @@ def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | No
     return cpu.single_queries(program.facts, inputs_of_call(program, call))
 
 
+def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor:
+    """Sums of probabilities per key: see cpu.key_mass."""
+    return cpu.key_mass(program.facts, inputs_of_call(program, call), sequences_of_call(call), lse)
+
+
 def without_keys_on_gpu(program: Published, call: Call) -> Forward:
     """No kernel has anything to do: rows, if there are any, have no keys."""
     with torch.device("cpu"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.layouts import empty_output
@@ -45,6 +46,20 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
     if there:
         return blockwise.without_keys_on_gpu(program, call)
     return blockwise.forward(program, call, differentiable)
+
+
+def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor | None:
+    """Sums of probabilities per key by a kernel, or by tiles on a CPU; None where neither is for it."""
+    if not on_gpu(call.q):
+        from fa4flex.runtime import blockwise
+
+        return blockwise.key_mass(program, call, lse) if call.q.is_cpu else None
+    if call.empty or by_flex(program.backend, call.q) or call.q.dtype not in _OF_KERNELS:
+        return None
+    return sums_by_kernel(program.engine, call, lse)
+
+
+_OF_KERNELS = (torch.bfloat16, torch.float16)
 
 
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
@@ -92,7 +107,7 @@ def _backward_blockwise(
 
 def _by_flex(program: Published, call: Call) -> Forward:
     """The results as an operator returns them."""
-    with _outside(grad=False):
+    with outside(grad=False):
         result, lse, largest = program.flex.attend(call)
     assert lse is not None
     output = program.precision.output_dtype(call.q.dtype)
@@ -112,7 +127,7 @@ def _backward_by_flex(
     program: Published, call: Call, upstream: Sequence[Tensor], needs: Sequence[int]
 ) -> list[Tensor]:
     """Gradients by torch's autograd, of a forward pass that is run again: an operator keeps no graph."""
-    with _outside(grad=True):
+    with outside(grad=True):
         q, k, v = (x.detach().requires_grad_() for x in (call.q, call.kv.k, call.kv.v))
         sinks = None if call.sinks is None else call.sinks.detach().requires_grad_()
         operands = [x.detach().requires_grad_(slot in needs) for slot, x in enumerate(call.operands)]
@@ -127,7 +142,7 @@ def _backward_by_flex(
 
 
 @contextlib.contextmanager
-def _outside(grad: bool) -> Iterator[None]:
+def outside(grad: bool) -> Iterator[None]:
     """Within, torch dispatches as outside of the operator at hand: vmap, which traces mods, and autograd, if
     `grad`, work there alone."""
     with (

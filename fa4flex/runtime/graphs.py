@@ -26,7 +26,7 @@ from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import launch
+from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Call, Results, SequenceLengths, Statistics
 from fa4flex.runtime.checks import (
     Sizes,
@@ -42,6 +42,9 @@ from fa4flex.runtime.output import Rows, applied, by_operator, whole_of
 from fa4flex.runtime.output_values import OutputCall
 from fa4flex.runtime.packing import results_by_operator
 from fa4flex.runtime.programs import contract, publish
+from fa4flex.runtime.second_pass import SecondCall, Tensors, check_lse
+from fa4flex.runtime.second_pass import by_operator as pass_by_operator
+from fa4flex.runtime.second_pass import run as run_second_pass
 from fa4flex.torch_internals import (
     HigherOrderOperator,
     capture_mods,
@@ -91,10 +94,16 @@ class _Attention(HigherOrderOperator):
         mask_lifted: Sequence[Any] = (),
     ) -> Results:
         """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`; with "rows",
-        q is an output, `score_mod` a function of it, and the result the function's, three times."""
+        q is an output, `score_mod` a function of it, and the result the function's, three times; with
+        "chosen", v is a lse, and the result three times that of a second pass."""
         if not isinstance(score_mod, fx.GraphModule):
             eager = _eager if "rows" not in options else _eager_output
+            eager = _eager_second_pass if "chosen" in options else eager
             return eager(score_mod.__self__.variant, (q, k, v), options)
+        if "chosen" in options:
+            graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
+            out = _of_second_pass((q, k, v), graphs, scale, options)
+            return out, out, out
         if "rows" in options:
             out = _of_output(q, (score_mod, score_lifted), (block_mask[-1], mask_lifted), options)
             return out, out, out
@@ -141,6 +150,22 @@ def _of_output(out: Tensor, function: Graph, mask: Graph, options: dict[str, Any
     lengths, whole = SequenceLengths(starts, None, used), whole_of(out, options["heads_first"])
     call = OutputCall(out, operands, lengths, None, whole, scalars, options["heads_first"])
     return by_operator(publish(result.facts, Schedule(), precision), call)
+
+
+def _of_second_pass(
+    tensors: Tensors, graphs: tuple[Graph, Graph], scale: Tensor | float | None, options: dict[str, Any]
+) -> Tensor:
+    """A second pass over q, k and lse."""
+    q, k, lse = tensors
+    found, operands, scalars = _read(graphs, options["context"])
+    if not isinstance(scale, Tensor):
+        scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
+    schedule = Schedule(**_plain(options["schedule"]))
+    precision = Precision(**_plain(options["precision"]))
+    program = publish(found.facts, schedule, precision, options["backend"])
+    lengths = SequenceLengths(*options["lengths"])
+    call = SecondCall(q, k, lse, options["chosen"], operands, lengths, scalars, scale)
+    return pass_by_operator(program, call)
 
 
 attention = _Attention()
@@ -261,6 +286,21 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[s
     return attention(*qkv, mods.score, (mods.mask,), scale, options)  # type: ignore[arg-type]
 
 
+def second_pass(variant: Variant, tensors: Tensors, varlen: Varlen | None, rows: Tensor | None) -> Tensor:
+    """Counterpart of `runtime.second_pass.run`, of tensors with heads first, or packed."""
+    q, k, _ = autocast.cast(*tensors)
+    check_lse(q, tensors[2], varlen)
+    lengths: tuple[Tensor | None, ...] = (None, None, None, None)
+    if varlen is not None:
+        lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
+    _check_shapes(q, k, k, lengths[0])
+    at = 0 if lengths[0] is not None else 2
+    batch = 0 if lengths[0] is not None else q.shape[0]
+    check_variant(Sizes(batch, q.shape[1], k.shape[1], q.shape[at], k.shape[at]), q, variant)
+    options = {**_options(variant, lengths, ()), "chosen": rows}
+    return attend((q, k, tensors[2]), variant, options)[0]
+
+
 def output(variant: Variant, out: Tensor, varlen: Varlen | None) -> Tensor:
     """Counterpart of `runtime.output.applied`: the variant's output function of an output in its layout. The
     function enters the graph as a score mod does, of which it has the form."""
@@ -342,6 +382,14 @@ def _eager_output(variant: Variant, outs: tuple[Tensor, Tensor, Tensor], options
     layout = _LAYOUTS[options["heads_first"]] if outs[0].ndim == 4 else variant.layout
     result = applied(replace(variant, layout=layout), launch.bound_for(variant), outs[0], rows)
     return result, None, None
+
+
+@torch.compiler.disable
+def _eager_second_pass(variant: Variant, tensors: Tensors, options: dict[str, Any]) -> Results:
+    """A second pass of eager mode."""
+    lengths = options["lengths"]
+    varlen = None if all(x is None for x in lengths) else Varlen(*lengths)
+    return run_second_pass(variant, None, tensors, varlen, options["chosen"]), None, None
 
 
 # --- from graphs to a program -------------------------------------------------------------------------------

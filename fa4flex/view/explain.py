@@ -371,4 +371,4 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
         return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
     if "direction" in problem:
         return lines
-    return [*lines, f"backward: {view.backward.in_a_line()}"]
+    return [*lines, f"backward: {view.backward.in_a_line()}", f"key_mass: {view.mass.in_a_line()}"]

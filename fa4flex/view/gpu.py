@@ -28,11 +28,20 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 ARCH = "sm_90a"
 SIZES = ("q_len", "kv_len", "batch", "heads")
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "mass")
 NONE = 1e-9
 """Share of tiles that stands for none: a bound is that of some."""
 
-_SHOWN = ("forward kernel", "backward kernel", "tile:", "softmax:", "order:", "candidates", "bound:")
+_SHOWN = (
+    "forward kernel",
+    "backward kernel",
+    "mass kernel",
+    "tile:",
+    "softmax:",
+    "order:",
+    "candidates",
+    "bound:",
+)
 _MASKS = {
     "none": "every tile of keys is full: no mask code",
     "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",
@@ -72,7 +81,7 @@ class KernelView:
         return self._lowered(self.shown)
 
     def _lowered(self, program: Program) -> Lowered:
-        from fa4flex.lower import Given, lower_backward, lower_forward
+        from fa4flex.lower import Given, lower_backward, lower_forward, lower_mass
 
         changes = {k: x for k, x in self.problem.items() if k not in SIZES}
         target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
@@ -84,6 +93,8 @@ class KernelView:
         value = Given(program.facts, schedule, inputs, captured, target, changes=changes)
         if direction == "forward":
             return lower_forward(value)
+        if direction == "mass":
+            return lower_mass(value)
         wanted = enumerate(captured.operands)
         return lower_backward(value, [slot for slot, x in wanted if x.requires_grad])
 
@@ -106,6 +117,11 @@ class KernelView:
     def backward(self) -> KernelView:
         """The backward pass of the same call."""
         return replace(self, problem={**self.problem, "direction": "backward"})
+
+    @property
+    def mass(self) -> KernelView:
+        """The sums of probabilities per key of the same call."""
+        return replace(self, problem={**self.problem, "direction": "mass"})
 
     def plan(self) -> str:
         """Tiles, warp roles, registers, memory map, topology and expected bound."""
@@ -152,7 +168,7 @@ class KernelView:
         return [names.rename(line) for line in (*lines, *proved)]
 
     def in_a_line(self) -> str:
-        """The kernel of a backward pass, or why there is none."""
+        """The kernel of a pass other than forward, or why there is none."""
         try:
             tile = self.lowered.plan.tile
         except UnsupportedError as error:

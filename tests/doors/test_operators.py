@@ -59,6 +59,10 @@ def arguments(name: str) -> tuple[Any, ...]:
         text = program_of(bound, Precision()).text
         rest = [], None, None, None, text, [], [], [4, 0, 2], True
         return (q, *rest) if name == "output_function" else (k, q, *rest, [])
+    if name.startswith("second_pass"):
+        lse = torch.zeros(1, 2, 4)
+        rest = q, k, lse, torch.tensor([1, -1]), [], None, None, None, None, text, [], [], scale
+        return rest if name == "second_pass" else (torch.ones(1, 2, 2, 4), *rest, [])
     if name == "append":
         return k, v, *pools, table, used, None, None, None, None, False, None
     if name == "block_classes":
@@ -134,6 +138,12 @@ SCHEMAS = (
     "output_function_backward(Tensor dout, Tensor out, Tensor[] operands, Tensor? cu_seqlens_q, Tensor?"
     " seqused_q, Tensor? positions, str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool"
     " heads_first, int[] needs) -> Tensor[]",
+    "second_pass(Tensor q, Tensor k, Tensor lse, Tensor? rows, Tensor[] operands, Tensor? cu_seqlens_q,"
+    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
+    " Tensor[] floats, float? scale) -> Tensor",
+    "second_pass_backward(Tensor upstream, Tensor q, Tensor k, Tensor lse, Tensor? rows, Tensor[] operands,"
+    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[]"
+    " ints, Tensor[] floats, float? scale, int[] needs) -> Tensor[]",
     "required(Tensor x, Tensor condition, str message) -> Tensor",
     "block_classes(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices, SymInt columns)"
     " -> Tensor",

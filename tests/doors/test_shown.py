@@ -14,6 +14,8 @@ from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.cuda.mass import key_mass
+from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import alibi, causal, document, sliding_window
 from fa4flex.view import gpu
 
@@ -58,6 +60,9 @@ def test_what_is_shown_is_what_is_launched(
     engine, call = call_of(attn)
     if direction == "forward":
         engine.run(call)
+    elif direction == "mass":
+        keys = Contiguous(call.kv.k, call.kv.k)
+        key_mass(engine, call._replace(kv=keys), torch.randn(call.q.shape[:3]))
     else:
         wanted = tuple(slot for slot, x in enumerate(call.operands) if x.requires_grad)
         lse = torch.randn(call.q.shape[:3])
@@ -83,8 +88,10 @@ def test_another_direction_is_refused() -> None:
         fa4flex.compile(mask=causal).source("plan", direction="sideways")
 
 
-@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
-@pytest.mark.parametrize("direction", gpu.DIRECTIONS)
+@pytest.mark.parametrize(
+    ("arch", "direction"),
+    [("sm_90a", x) for x in gpu.DIRECTIONS] + [("sm_100a", x) for x in ("forward", "backward")],
+)
 def test_every_plan_is_explained(arch: str, direction: str) -> None:
     attn = fa4flex.compile(score_mod=alibi, mask=causal)
     for width in (64, 128, 192):

@@ -341,8 +341,10 @@ def test_the_bound_says_where_a_call_decides_which_tiles_are_computed() -> None:
     assert "all tiles are counted, as lengths" in attn.source("plan", lengths="used")
 
 
-@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
-@pytest.mark.parametrize("direction", gpu.DIRECTIONS)
+@pytest.mark.parametrize(
+    ("arch", "direction"),
+    [("sm_90a", x) for x in gpu.DIRECTIONS] + [("sm_100a", x) for x in ("forward", "backward")],
+)
 def test_lines_of_explain_are_whole(arch: str, direction: str) -> None:
     """Each clause of a shown line is there, in the user's names."""
     attn = fa4flex.compile(mask=symmetric_window(20))
@@ -361,6 +363,13 @@ def test_explain_says_how_gradients_are_made() -> None:
     precise = fa4flex.Precision(output=torch.float32)
     text = flat(fa4flex.compile(mask=causal, precision=precise).explain(512, arch="sm_90a"))
     assert "backward: PyTorch operations" in text and "not built: a backward kernel for sm_90a" in text
+
+
+def test_explain_says_how_sums_per_key_are_made() -> None:
+    attn = fa4flex.compile(mask=causal)
+    assert "key_mass: a kernel, tile 128 queries x 128 keys" in flat(attn.explain(512, arch="sm_90a"))
+    text = flat(attn.explain(512, arch="sm_100a"))
+    assert "key_mass: PyTorch operations" in text and "not built: a mass kernel for sm_100a" in text
 
 
 def test_explain_claims_a_closed_form_only_where_it_holds() -> None:

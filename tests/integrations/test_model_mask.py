@@ -182,8 +182,11 @@ def test_other_masks_are_refused() -> None:
         layer("causal")
 
 
-def test_weights_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="output_attentions=True"):
+def test_weights_above_the_stated_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, weights = layer(output_attentions=True)
+    assert out.shape == (1, 5, 2, 8) and weights.shape == (1, 2, 5, 5)
+    monkeypatch.setattr("fa4flex.weights.MOST", 49)
+    with pytest.raises(UnsupportedError, match="50 numbers"):
         layer(output_attentions=True)
 
 

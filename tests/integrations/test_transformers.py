@@ -100,7 +100,50 @@ def test_gradients_agree_with_eager() -> None:
         )  # eager takes its softmax in fp32
 
 
-def test_dropout_and_weights_are_refused() -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_agree_with_eager(name: str) -> None:
+    """Those of real tokens of a prefill with padding, and of a cached step; the same logits as without."""
+    model, ids = build(name).double(), torch.randint(0, 97, (2, 30))
+    padding = torch.ones_like(ids)
+    padding[0, :7] = 0
+    grown = torch.cat([padding, padding.new_ones(2, 1)], 1)
+    found = {}
+    for implementation in ("eager", "fa4flex"):
+        model.set_attn_implementation(implementation)
+        made = model(ids, attention_mask=padding, output_attentions=True, use_cache=True)
+        step = model(
+            ids[:, :1], attention_mask=grown, past_key_values=made.past_key_values, output_attentions=True
+        )
+        found[implementation] = made, step
+    for ours, eager in zip(found["fa4flex"], found["eager"], strict=True):
+        assert len(ours.attentions) == len(eager.attentions) == 2
+        for weights, right in zip(ours.attentions, eager.attentions, strict=True):
+            assert weights.shape == right.shape and weights.dtype == right.dtype
+            for row, truth, real in zip(weights, right, padding.bool(), strict=True):
+                rows = real if row.shape[1] > 1 else slice(None)
+                torch.testing.assert_close(row[:, rows], truth[:, rows], rtol=1e-4, atol=1e-6)
+    model.set_attn_implementation("fa4flex")
+    torch.testing.assert_close(model(ids, attention_mask=padding).logits, found["fa4flex"][0].logits)
+
+
+def test_gradients_of_weights_agree_with_eager() -> None:
+    """Losses on attention, as distillation has them."""
+    model, ids, found = build("Gemma2").double(), torch.randint(0, 97, (2, 20)), {}
+    target = torch.rand(2, 4, 20, 20, dtype=torch.float64)
+    for implementation in ("eager", "fa4flex"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        made = model(ids, output_attentions=True)
+        loss = sum((weights * target).square().sum() for weights in made.attentions)
+        (loss + made.logits.square().mean()).backward()
+        found[implementation] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert found["eager"].keys() == found["fa4flex"].keys()
+    for name, gradient in found["eager"].items():
+        torch.testing.assert_close(found["fa4flex"][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_refused() -> None:
     model, ids = build("Llama"), torch.randint(0, 97, (1, 5))
     model.set_attn_implementation("fa4flex")
     model.config.attention_dropout = 0.1

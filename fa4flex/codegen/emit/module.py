@@ -65,6 +65,17 @@ def emit_backward(
     return Source(captions.title, Module(facts, plan, captions, origins or {}, BACKWARD).text())
 
 
+def emit_mass(
+    facts: Facts,
+    plan: Any,
+    title: str | Captions = "sums per key",
+    origins: Mapping[Expr, Origin] | None = None,
+) -> Source:
+    """The module of a kernel for sums of probabilities per key: the forward's hooks. Errors likewise."""
+    captions = title if isinstance(title, Captions) else Captions(title)
+    return Source(captions.title, Module(facts, plan, captions, origins or {}, MASS).text())
+
+
 def emit_sequences(facts: Facts, plan: Any) -> Source:
     """The module of the kernel that corrects lengths and sorts tiles: of the mask the key intervals alone."""
     captions = Captions("sequences")
@@ -88,6 +99,7 @@ class Pass:
 
 FORWARD = Pass("forward", "Forward", True, False)
 BACKWARD = Pass("backward", "Backward", False, True)
+MASS = Pass("sums per key", "Mass", False, False)
 SEQUENCES = Pass("lengths", "Sequences", False, False)
 
 

@@ -276,6 +276,22 @@ BACKWARD = Schema(
         Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.persistent),
     )
 )
+MASS = Schema(
+    (
+        Argument("q", Heads("q_len", "q_heads", "head_dim")),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim"), "call.kv"),
+        Argument("lse2", Blocks("rows"), "launch"),
+        Argument("mass", Array("float32", ("batch", "q_heads", "kv_len")), "launch"),
+        *LENGTHS,
+        Argument("tables", TABLES, "launch", lambda one: _masked(one.problem)),
+        OPERANDS,
+        SCALARS,
+        SCALE,
+        Argument("scale_log2", Number(), computed=lambda value: value["scale"] * math.log2(math.e)),
+    )
+)
+"""Arguments of the kernel for sums of probabilities per key."""
+
 BLOCK_TABLES = Schema(
     (
         OPERANDS,
@@ -371,6 +387,7 @@ SCHEMAS: dict[str, Schema] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "lists": BLOCK_LISTS,
+    "mass": MASS,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
 }

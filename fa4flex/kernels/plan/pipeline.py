@@ -16,7 +16,7 @@ from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
-Direction = Literal["forward", "backward", "tables", "sequences", "append", "lists"]
+Direction = Literal["forward", "backward", "mass", "tables", "sequences", "append", "lists"]
 
 
 class Plan(Protocol):
@@ -167,7 +167,7 @@ class Pipeline:
     direction: Direction
     accepts: Callable[[Problem, Target, Sizes], bool]
     plan: Callable[[Any], Any]
-    """ForwardRequest -> ForwardPlan, or Request -> BackwardPlan."""
+    """ForwardRequest -> ForwardPlan, Request -> BackwardPlan, or that of sums per key."""
     zero_fills: bool = False
     splits_groups: bool = False
     kv_dtype: str = ""

@@ -3,6 +3,7 @@
 from fa4flex.runtime.cpu.backward import Gradients, backward
 from fa4flex.runtime.cpu.few import single_queries
 from fa4flex.runtime.cpu.forward import forward, outputs
+from fa4flex.runtime.cpu.mass import key_mass
 from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences
 from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs
@@ -16,6 +17,7 @@ __all__ = [
     "backward_sequences",
     "forward",
     "forward_sequences",
+    "key_mass",
     "outputs",
     "single_queries",
 ]

@@ -97,6 +97,8 @@ class Engine:
         self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
         self.backward: LaunchCache[Any] = LaunchCache(MOST_READY)
         """Launches that runtime/cuda/backward.py keeps, by key; None where there is no kernel."""
+        self.mass: LaunchCache[Any] = LaunchCache(MOST_READY)
+        """Launches that runtime/cuda/mass.py keeps, likewise."""
         self.known_backward: Shortlist[Known] = Shortlist()
         self._changing = threading.Lock()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)

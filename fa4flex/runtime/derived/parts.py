@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,28 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
+class Level(Protocol):
+    """A function of parts of tensors, which are cut as `kinds` say, to parts of results."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]: ...
+
+    @property
+    def of_results(self) -> tuple[Kind, ...]: ...
+
+    def results(self, recipe: Recipe, tensors: Sequence[Tensor]) -> list[Like]:
+        """Shapes of the results."""
+        ...
+
+    def part(self, piece: Piece, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Results of a piece, of its parts of the tensors."""
+        ...
+
+    def at_once(self, recipe: Recipe, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Results by something faster than pieces, if there is some."""
+        ...
+
+
 @dataclass(frozen=True)
 class Attention:
     """out and lse of a call, whose tensors are cut as `kinds` say."""
@@ -100,6 +122,13 @@ class Attention:
     def part(self, piece: Piece, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Results of a piece, of its parts of the tensors."""
         return attend(piece, *tensors)
+
+    def at_once(self, recipe: Recipe, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Results by a forward pass."""
+        out, lse, *_ = compute.forward(recipe.program, recipe.call(tensors))
+        if recipe.packed:  # copies: what is given a tangent may not be a view
+            return torch.stack([out.transpose(0, 1)]), torch.stack([lse])
+        return out, lse
 
 
 @dataclass(frozen=True)
@@ -129,6 +158,9 @@ class Pull:
             own = _leaves(tensors[:inner], self.needs)
             found = self.of.part(piece, own)
             return _gradients(found, [own[n] for n in self.needs], tensors[inner:], create)
+
+    def at_once(self, recipe: Recipe, tensors: Sequence[Tensor]) -> None:
+        """None: pieces are all there is."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +193,8 @@ class Push:
             pulled = _gradients(found, [own[n] for n in self.moved], units, True)
             return _gradients(pulled, units, tensors[inner:], create)
 
-
-Level = Attention | Pull | Push
+    def at_once(self, recipe: Recipe, tensors: Sequence[Tensor]) -> None:
+        """None: pieces are all there is."""
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
@@ -202,11 +234,9 @@ class Parts(torch.autograd.Function):
     @staticmethod
     def forward(level: Level, recipe: Recipe, *tensors: Tensor) -> tuple[Tensor, ...]:
         tensors = tuple([x.detach() for x in tensors])
-        if isinstance(level, Attention):
-            out, lse, *_ = compute.forward(recipe.program, recipe.call(tensors))
-            if recipe.packed:  # copies: what is given a tangent may not be a view
-                return torch.stack([out.transpose(0, 1)]), torch.stack([lse])
-            return out, lse
+        made = level.at_once(recipe, tensors)
+        if made is not None:
+            return made
         dtype = recipe.program.precision.compute_dtype(tensors[0].dtype)
         likes, kinds = level.results(recipe, tensors), level.of_results
         totals = [
@@ -286,7 +316,7 @@ def applied(level: Level, recipe: Recipe, *tensors: Tensor) -> tuple[Tensor, ...
     return tuple([batch.stacked(result) for result in zip(*each, strict=True)])
 
 
-_BATCHED = ("queries", "keys", "rows")
+_BATCHED = ("queries", "keys", "columns", "rows")
 
 
 def _folds(level: Level, recipe: Recipe, dims: Sequence[int | None]) -> bool:

@@ -18,9 +18,9 @@ from fa4flex.runtime.cpu.tiles import QUERY_TILE, Heads, Inputs, Span, Walk, fit
 from fa4flex.runtime.derived.modified import Place, value_of
 from fa4flex.torch_internals import dispatch_modes
 
-Kind = Literal["queries", "keys", "rows", "heads", "whole"]
-"""The way in which a tensor is cut: q [B, H, Sq, D], k or v [B, Hkv, Skv, D], lse [B, H, Sq], sinks [H], or
-captured tensors."""
+Kind = Literal["queries", "keys", "columns", "rows", "heads", "whole"]
+"""The way in which a tensor is cut: q [B, H, Sq, D], k or v [B, Hkv, Skv, D], sums per key and query head
+[B, H, Skv], lse [B, H, Sq], sinks [H], or captured tensors."""
 
 SCORES = 1 << 20
 """Scores of a piece, where 16 queries have fewer."""
@@ -57,18 +57,26 @@ class Piece:
 
     def cut(self, x: Tensor, kind: Kind) -> Tensor:
         """The part of a tensor: [entries, groups, ratio, rows, ..] of queries, [entries, groups, keys, D] of
-        keys, [groups, ratio, 1, 1] of what there is by head."""
+        keys, [entries, groups, ratio, keys] of columns, [groups, ratio, 1, 1] of what there is by head."""
         heads, rows = self.heads, self.rows
         if kind == "whole":
             return x
         if kind == "heads":
             return x[heads.start : heads.stop].view(heads.groups, heads.ratio, 1, 1)
-        if kind == "keys":
-            own = x[self.entries, heads.kv_start : heads.kv_start + heads.groups]
+        if kind in ("keys", "columns"):
+            own = self._by_keys(x, kind)
             parts = [own[:, :, self.k_at + s.start : self.k_at + s.stop] for s in self.spans]
-            return torch.cat(parts, 2) if parts else own[:, :, :0]
+            cut = torch.cat(parts, 2) if parts else own[:, :, :0]
+            return cut if kind == "keys" else cut.unflatten(1, (heads.groups, heads.ratio))
         own = x[self.entries, heads.start : heads.stop, self.q_at + rows.start : self.q_at + rows.stop]
         return own.unflatten(1, (heads.groups, heads.ratio))
+
+    def _by_keys(self, x: Tensor, kind: Kind) -> Tensor:
+        """The entries and heads of a tensor that has keys along its third dimension."""
+        first, count = self.heads.kv_start, self.heads.groups
+        if kind == "columns":
+            first, count = self.heads.start, self.heads.stop - self.heads.start
+        return x[self.entries, first : first + count]
 
     def add(self, total: Tensor, kind: Kind, part: Tensor) -> Tensor:
         """The total with a part added to the place that it would be cut from: itself, changed. Where
@@ -78,11 +86,11 @@ class Piece:
             places = self.cut(torch.arange(total.numel(), device=total.device).view(total.shape), kind)
             flat = total.reshape(-1).index_add(0, places.reshape(-1), part.reshape(-1).to(total.dtype))
             return flat.view(total.shape)
-        if kind != "keys":
+        if kind not in ("keys", "columns"):
             self.cut(total, kind).add_(part)
             return total
-        own = total[self.entries, self.heads.kv_start : self.heads.kv_start + self.heads.groups]
-        start = 0
+        own, start = self._by_keys(total, kind), 0
+        part = part if kind == "keys" else part.flatten(1, 2)
         for span in self.spans:
             size = span.stop - span.start
             own[:, :, self.k_at + span.start : self.k_at + span.stop].add_(part[:, :, start : start + size])
@@ -184,10 +192,10 @@ def _dense(facts: Facts, inputs: Inputs) -> Iterator[Piece]:
                 rows = slice(row * walk.rows, min((row + 1) * walk.rows, q_len))
                 cut = tuple(spans(tiles.runs(b, h, row), walk.keys, kv_len, kv_len))
                 piece = Piece(facts, inputs, entries[0], whole, rows, cut)
-                yield from _few(piece)
+                yield from few(piece)
 
 
-def _few(piece: Piece) -> Iterator[Piece]:
+def few(piece: Piece) -> Iterator[Piece]:
     """A piece as some of so many entries, and heads, as have SCORES."""
     _, groups, ratio, rows = piece.shape
     together = max(SCORES // max(ratio * rows * piece.keys, 1), 1)

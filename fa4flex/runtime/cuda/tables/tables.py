@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fa4flex.kernels.block_tables.plan import TablesPlan
     from fa4flex.lower import Lowered
 
-READ_BY = {"forward": ("tables",), "backward": ("spans", "tables")}
+READ_BY = {"forward": ("tables",), "backward": ("spans", "tables"), "mass": ("spans", "tables")}
 """Forms of masks for which a pass reads tables."""
 
 
