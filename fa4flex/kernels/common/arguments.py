@@ -7,6 +7,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutlass import cute
+
 from fa4flex.kernels.plan.arguments import BACKWARD, TABLES, TURNS, forward_schema
 from fa4flex.kernels.plan.keys import Keys
 
@@ -72,6 +74,13 @@ class Arguments(tuple[Any, ...]):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+def kv_heads(arguments: Any) -> Any:
+    """Number of KV heads. Where k and v differ in heads, both have these as one mode, (share, heads) with
+    stride 0 along share: KV head j is head j // share."""
+    heads: Any = cute.size(arguments.k, mode=[cute.rank(arguments.k) - 2])
+    return heads
 
 
 @lru_cache
