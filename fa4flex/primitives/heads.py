@@ -42,7 +42,7 @@ def refuse_apart(k_heads: int, v_heads: int, door: str) -> None:
         raise InputError(
             f"{k_heads} heads of keys and {v_heads} heads of values in {door}",
             "one number of heads for both, as torch has it",
-            "call fa4flex.compile(...) or fa4flex.attention, where any numbers that divide the query heads do",
+            "call fa4flex.compile(...) or fa4flex.attention, which take all that divide the query heads",
         )
 
 

@@ -14,7 +14,10 @@ import fa4flex
 from fa4flex import InputError, KVScales, Paging, Sinks, UnsupportedError, Varlen, reference
 from fa4flex.integrations.varlen import varlen_attn
 from fa4flex.primitives.heads import ALIKE, Shares
-from fa4flex.variants import alibi, causal, gated, sliding_window
+from fa4flex.runtime.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.calls.launch_cache import key_of
+from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.variants import alibi, causal, differential, gated, sliding_window
 
 Heads = tuple[int, int, int]
 """Query heads, heads of keys and heads of values."""
@@ -214,6 +217,62 @@ def test_exported_programs() -> None:
     qkv = [x.detach() for x in drawn((8, 2, 4))]
     program = torch.export.export(Layer(), tuple(qkv))
     assert close(program.module()(*qkv), reference.attention(*qkv, alibi, causal)[0])
+
+
+def test_launches_are_told_apart_by_heads_of_values() -> None:
+    """Also where keys lie in pages, whose launches are those of pages with as many slots."""
+    q = torch.zeros(2, 8, 3, 64, dtype=torch.bfloat16)
+    table, used = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    keys = []
+    for heads in ((4, 4), (4, 2), (2, 4)):
+        pools = [torch.zeros(6, h, 16, 64, dtype=torch.bfloat16) for h in heads]
+        sources: list[KeySource] = [Paged(*pools, table, used), Contiguous(*(x[:2] for x in pools))]
+        keys += [key_of(Call(q, kv, (), None, NO_LENGTHS, (), 1.0, True, ("lse",))) for kv in sources]
+    assert None not in keys and len(set(keys)) == 6
+
+
+def two_maps(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
+    """Differential attention as its paper writes it, one head after another; causal."""
+    results = []
+    for h in range(q.shape[1] // 2):
+        maps = []
+        for head in (2 * h, 2 * h + 1):
+            of_k = k[:, head * k.shape[1] // q.shape[1]]
+            scores = q[:, head] @ of_k.mT / q.shape[-1] ** 0.5
+            maps.append(scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1))
+        of_v = v[:, 2 * h * v.shape[1] // q.shape[1]]
+        results.append((maps[0] - factor[h] * maps[1]) @ of_v)
+    return torch.stack(results, 1)
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 2), (8, 4, 2), (12, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_differential_attention(heads: Heads, layout: Any) -> None:
+    """Two maps over one head of values, with gradients of the vectors that make the factor, too."""
+    hq, hk, hv = heads
+    maps = differential(layer=3)
+    q, k, v = leaf(2, hq, 9, 4), leaf(2, hk, 9, 4), leaf(2, hv, 9, 8)
+    vectors = [leaf(hq // 2, 4) for _ in range(4)]
+    factor = maps.factor(*vectors)
+    first, second = ((vectors[i] * vectors[i + 1]).sum(-1).exp() for i in (0, 2))
+    exact = first - second + 0.8 - 0.6 * 2.718281828459045 ** (-0.6)
+    assert close(factor, exact)
+    maps.check(q, k, v)
+    turn = layout == "bshd"
+    given = [x.transpose(1, 2) if turn else x for x in (q, k, v)]
+    out = maps.subtract(fa4flex.compile(mask=causal, layout=layout)(*given), factor, heads=1 + turn)
+    out = out.transpose(1, 2) if turn else out
+    agree([out], [two_maps(q, k, v, exact)], [q, k, v, *vectors])
+
+
+def test_what_is_no_differential_attention() -> None:
+    q, k, v = torch.zeros(1, 4, 3, 4), torch.zeros(1, 4, 3, 4), torch.zeros(1, 4, 3, 8)
+    with pytest.raises(InputError, match="4 heads of values of width 8"):
+        differential().check(q, k, v)
+    with pytest.raises(InputError, match="an even number of heads"):
+        differential().subtract(torch.zeros(1, 3, 2, 8), 0.5)
+    with pytest.raises(InputError, match=r"differential\(layer=0\)"):
+        differential(0)
 
 
 def test_refusals() -> None:
