@@ -146,7 +146,7 @@ def test_pages(heads: Heads) -> None:
 
 
 def test_output_functions_and_merge() -> None:
-    """Of parts of the keys, as of all."""
+    """Results of parts of the keys merge to those of all."""
     qkv, gate = drawn((8, 4, 2), kv_len=40), leaf(2, 8, 20, 12)
     found = fa4flex.compile(mask=causal, output_mod=gated(gate))(*qkv)
     agree([found], [reference.attention(*qkv, mask=causal, output_mod=gated(gate))[0]], [*qkv, gate])

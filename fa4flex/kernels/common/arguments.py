@@ -7,8 +7,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutlass import cute
-
 from fa4flex.kernels.plan.arguments import BACKWARD, TABLES, TURNS, forward_schema
 from fa4flex.kernels.plan.keys import Keys
 
@@ -79,8 +77,8 @@ class Arguments(tuple[Any, ...]):
 def kv_heads(arguments: Any) -> Any:
     """Number of KV heads. Where k and v differ in heads, both have these as one mode, (share, heads) with
     stride 0 along share: KV head j is head j // share."""
-    heads: Any = cute.size(arguments.k, mode=[cute.rank(arguments.k) - 2])
-    return heads
+    heads = arguments.k.shape[-2]
+    return heads[0] * heads[1] if isinstance(heads, tuple) else heads
 
 
 @lru_cache
