@@ -93,10 +93,10 @@ class Attention:
     ) -> Any:
         """output_mod(softmax(score_mod(scale * q k^T)) v) over the allowed keys.
 
-        q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] (layout "bhsd"; "bshd" swaps dimensions 1
-        and 2), Hq a multiple of Hkv; dtype bfloat16, float16, float32 or float64. With `varlen` they are
-        packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. With `paging` k and v are caches
-        [pages, page_size, Hkv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
+        q [B, Hq, Sq, D], k [B, Hk, Skv, D], v [B, Hv, Skv, Dv] (layout "bhsd"; "bshd" swaps dimensions 1
+        and 2), Hq a multiple of Hk and of Hv; dtype bfloat16, float16, float32 or float64. With `varlen` they
+        are packed: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hv, Dv]. With `paging` k and v are caches
+        [pages, page_size, Hk or Hv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
         k * kv_scales.k and v * kv_scales.v, or for themselves without scales. Nested tensors of layout
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
         In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for.
@@ -200,7 +200,8 @@ class Attention:
         """Explanation: what was composed, what was proved and what is evaluated, and why, at these lengths.
 
         arch     a GPU whose kernel is described ("sm_90a", "sm_100a"), on any machine
-        problem  of that kernel, as `source` takes it: head_dim (default 128), batch, heads, kv_heads, ...
+        problem  of that kernel, as `source` takes it: head_dim (default 128), batch, heads, kv_heads,
+                 v_heads (default kv_heads), ...
         """
         from fa4flex.view.explain import explain
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from fa4flex import calls
 from fa4flex.errors import InputError, OptionError, StateError, UnsupportedError
 from fa4flex.mask_calls import Options, with_block_mask
-from fa4flex.primitives.heads import ratio
+from fa4flex.primitives.heads import ratio, refuse_apart
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import autocast
@@ -88,6 +88,7 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tu
     check_strided(query, key, value)
     if query.ndim == 4 and key.ndim == 4 and value.ndim == 4:
         ratio(query.shape[1], key.shape[1], enable_gqa)
+        refuse_apart(key.shape[1], value.shape[1], "flex_attention")
         if key.shape[0] == 1 and query.shape[0] > 1:
             key = key.expand(query.shape[0], -1, -1, -1)
             value = value.expand(query.shape[0], -1, -1, -1)

@@ -138,20 +138,21 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
 
-    q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], H a multiple of Hkv; sinks [H] is one more
-    logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask` is
-    a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors that the mods
-    captured. Raises InputError where H is not a multiple of Hkv.
+    q [B, H, Sq, D], k [B, Hk, Skv, D], v [B, Hv, Skv, Dv], H a multiple of Hk and of Hv; sinks [H] is one
+    more logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask`
+    is a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors that the mods
+    captured. Raises InputError where H is not a multiple of Hk and of Hv.
     """
     batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise InputError(
-            f"{heads} query heads with {kv_heads} key-value heads",
-            "a number of query heads that is a multiple of the key-value heads",
-            "repeat or drop heads so that H % Hkv == 0",
-        )
-    q, k, v = q.double(), *(x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    kv_len = k.shape[2]
+    for kv_heads in (k.shape[1], v.shape[1]):
+        if kv_heads == 0 or heads % kv_heads:
+            raise InputError(
+                f"{heads} query heads with {kv_heads} key-value heads",
+                "a number of query heads that is a multiple of the key-value heads",
+                "repeat or drop heads so that H % Hkv == 0",
+            )
+    q, k, v = q.double(), *(x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scale = 1 / math.sqrt(dim) if scale is None else scale
     allowed = allowed_pairs(mask, (batch, heads, q_len, kv_len))
     scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
@@ -228,7 +229,7 @@ def varlen(
 ) -> tuple[Tensor, Tensor]:
     """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
 
-    `qkv` is packed: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. `ranges` holds the rows of each sequence
+    `qkv` is packed: q [Tq, H, D], k [Tk, Hk, D], v [Tk, Hv, Dv]. `ranges` holds the rows of each sequence
     in q and in k (`sequence_ranges`). In a mod, b is the sequence, indices and lengths are its own.
     Rows of q in no sequence have out 0 and lse -inf.
     """

@@ -173,7 +173,7 @@ def gradients(
 def plain(composition: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse, every operation but the mod's own in the dtype of q."""
     batch, heads, q_len, kv_len = *q.shape[:3], k.shape[2]
-    k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     places = [
         torch.arange(n, device=q.device).view([-1 if i == axis else 1 for i in range(4)])
         for axis, n in enumerate((batch, heads, q_len, kv_len))

@@ -102,8 +102,9 @@ def plain_rows(problem: Problem, pick: Pick, qkv: Qkv) -> Tensor:
 
 
 def tensors(problem: Problem, pick: Pick) -> Qkv:
-    b, kv_head = pick.b, pick.h // problem.row.group
-    return problem.q[b, pick.h, pick.rows], problem.k[b, kv_head], problem.v[b, kv_head]
+    b, row = pick.b, problem.row
+    k, v = problem.k[b, pick.h // row.group], problem.v[b, pick.h // row.value_group]
+    return problem.q[b, pick.h, pick.rows], k, v
 
 
 Way = Callable[[Problem, Pick, Qkv], Tensor]
@@ -114,19 +115,22 @@ def computed(way: Way, problem: Problem, pick: Pick, dtype: torch.dtype | None =
     v, all heads add that share them."""
     if problem.dout is None:
         return (way(problem, pick, tensors(problem, pick)),)
-    group = problem.row.group
-    first = pick.h // group * group
-    own, sums = None, None
-    for head in range(first, first + group):
+    groups = problem.row.group, problem.row.value_group
+    sharing = [range(pick.h // group * group, (pick.h // group + 1) * group) for group in groups]
+    own, sums = None, list[Tensor | None]([None, None])
+    for head in sorted(set().union(*sharing)):
         results = [
             _gradients(way, problem, Pick(pick.b, head, rows), dtype) for rows in pick.rows.split(MOST_ROWS)
         ]
         if head == pick.h:
             own = torch.cat([dq for dq, _, _ in results])
         for _, *added in results:
-            sums = added if sums is None else [x + y for x, y in zip(sums, added, strict=True)]
-    assert own is not None and sums is not None
-    return own, *(x.to(own.dtype) for x in sums)
+            for i, (x, heads) in enumerate(zip(added, sharing, strict=True)):
+                if head in heads:
+                    before = sums[i]
+                    sums[i] = x if before is None else before + x
+    assert own is not None
+    return own, *(x.to(own.dtype) for x in sums if x is not None)
 
 
 def _gradients(
@@ -184,7 +188,7 @@ def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
     results = outcome if isinstance(outcome, tuple) else (outcome,)
     judged = []
     for i, (result, exact, plain) in enumerate(zip(results, known.exact, known.plain, strict=True)):
-        group = problem.row.group
+        group = (1, problem.row.group, problem.row.value_group)[i]
         rows = [result[p.b, p.h // group] if i else result[p.b, p.h, p.rows] for p in known.picks]
         judged.append(Accuracy(*_worst(rows, exact), *plain))
     return max(judged, key=lambda one: math.inf if math.isnan(one.ratio) else one.ratio)

@@ -47,9 +47,10 @@ class Problem:
 def make_problem(row: Row, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
     """Random inputs and captured tensors, drawn on the device. One seed gives one problem."""
     draw = Draw(torch.Generator(device).manual_seed(seed))
-    heads, queries = row.heads // row.group, (row.batch, row.heads, row.length)
+    heads, queries = row.heads // row.value_group, (row.batch, row.heads, row.length)
     q = draw.normal(*queries, row.head_dim, dtype=dtype)
-    k, v = (draw.normal(row.batch, heads, row.keys, dim, dtype=dtype) for dim in (row.head_dim, row.values))
+    k = draw.normal(row.batch, row.heads // row.group, row.keys, row.head_dim, dtype=dtype)
+    v = draw.normal(row.batch, heads, row.keys, row.values, dtype=dtype)
     mods = build_mods(row, draw)
     dout = draw.normal(*queries, row.values, dtype=dtype) if row.backward else None
     return Problem(row, mods, q, k, v, dout)

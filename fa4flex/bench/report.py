@@ -191,6 +191,7 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
             "batch": row.batch,
             "heads": row.heads,
             "kv_heads": row.heads // row.group,
+            "value_heads": row.heads // row.value_group,
             "length": row.length,
             "kv_length": row.keys,
             "head_dim": row.head_dim,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,8 @@ class Native:
 class Row:
     """q is [batch, heads, length, head_dim]; `mask` and `score` name entries of MASKS and SCORES.
 
-    `kv_heads`, `kv_length` and `value_dim` are those of k and v where they differ from q's; else they are 0.
+    `kv_heads`, `kv_length` and `value_dim` are those of k and v where they differ from q's, `value_heads` are
+    those of v where they differ from k's; else they are 0.
     `sequences`: so many, of random lengths, lie one after another in `length` tokens; peers that take packed
     sequences get them so, with `cu_seqlens`. Causal masks end with the last query at the last key.
     `mask_size`: keys of the mask's window or prefix, or the number of its documents; 0 for the suites' own.
@@ -84,6 +86,7 @@ class Row:
     value_dim: int = 0
     sequences: int = 0
     mask_size: int = 0
+    value_heads: int = 0
 
     @property
     def keys(self) -> int:
@@ -99,6 +102,11 @@ class Row:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // (self.kv_heads or self.heads)
+
+    @property
+    def value_group(self) -> int:
+        """Query heads per head of values."""
+        return self.heads // self.value_heads if self.value_heads else self.group
 
     def scaled(self, length: int) -> int:
         """A window or prefix at this row's size, of some keys at least: gradients of q vanish with one."""
@@ -124,12 +132,15 @@ class Row:
         """The row at a size for a dry run on a CPU."""
         length = max(BLOCK, self.length // SMOKE)
         kv_length = self.kv_length and max(BLOCK, self.kv_length // SMOKE)
-        heads, kv_heads = 2 * self.group, self.kv_heads and 2
+        heads = 2 * math.lcm(self.group, self.value_group)
+        kv_heads = self.kv_heads and heads // self.group
+        value_heads = self.value_heads and heads // self.value_group
         return replace(
             self,
             batch=min(self.batch, 2),
             heads=heads,
             kv_heads=kv_heads,
+            value_heads=value_heads,
             length=length,
             kv_length=kv_length,
             sequences=min(self.sequences, 4),
@@ -374,6 +385,7 @@ _SHAPES = (
     _causal_row("d160", 4, "8", 4096, 160),
     _causal_row("d192", 4, "8", 4096, 192),
     _causal_row("d192:128", 2, "16", 4096, 192, value_dim=128),
+    _causal_row("two maps d64:128", 2, "32", 4096, 64, value_dim=128, value_heads=16),
     _causal_row("d256 4k", 4, "8", 4096, 256),
     _causal_row("d256 16k", 1, "8", 16384, 256),
     _causal_row("d256 4k full", 4, "8", 4096, 256, mask="full"),

@@ -47,7 +47,7 @@ def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     before: Launch = Preprocess(problem.head_dim_v, config), PreprocessArguments
     if config.clears:
         before = Preprocess(problem.head_dim_v, config, kernel.first_heads), SectionArguments
-    sums: list[Launch] = [(SumParts(), SumPartsArguments)] if problem.grouped else []
+    sums: list[Launch] = [(SumParts(problem.shares), SumPartsArguments)] if problem.adds_up else []
     after: list[Launch] = [] if config.stores_dq else [(Postprocess(config), PostprocessArguments)]
     return [before, (kernel, BackwardArguments), *sums, *after]
 
@@ -82,6 +82,9 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
             elif isinstance(row.look, Captured) and value is None:
                 value = ()  # an empty tuple cannot be an argument: it travels as None
             results[row.name] = value
+        for name, share in problem.shares._asdict().items():
+            if share > 1:
+                results[name] = _repeated(results[name], share)
         for one, fields in launches:
             one(fields(*(results[name] for name in fields._fields)), stream)
 
@@ -98,6 +101,15 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
 def _transposed(x: cute.Tensor) -> cute.Tensor:
     """[batch, heads, length, width] as [batch, length, heads, width]."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3]))
+
+
+def _repeated(x: cute.Tensor, share: int) -> cute.Tensor:
+    """[.., heads, width] as [.., (share, heads), width]: head j is head j // share of the tensor. Nothing is
+    copied: the stride along `share` is 0."""
+    *shape, heads, width = x.shape
+    *strides, stride, unit = x.stride
+    layout = cute.make_layout((*shape, (share, heads), width), stride=(*strides, (0, stride), unit))
+    return cute.make_tensor(x.iterator, layout)
 
 
 def fake_arguments(kernel: Any, problem: Problem, signature: Signature) -> list[Any]:

@@ -15,6 +15,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.plan.lengths import row_block
 from fa4flex.kernels.plan.looks import (
+    KV_HEADS,
     Array,
     Blocks,
     Captured,
@@ -27,6 +28,7 @@ from fa4flex.kernels.plan.looks import (
     Rows,
     Scales,
 )
+from fa4flex.primitives.heads import ALIKE
 
 if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
@@ -91,6 +93,8 @@ class Fakes:
             return name
         if name == "sequences" and not self.packed:
             name = "batch"
+        if name in KV_HEADS and self.problem.shares == ALIKE:
+            name = "kv_heads"
         if name not in self._extents:
             self._extents[name] = cute.sym_int32()
         return self._extents[name]

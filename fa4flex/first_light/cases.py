@@ -76,11 +76,11 @@ class Draw:
         return drawn.to(self.device)
 
     def qkv(self, batch: int, heads: str, lengths: tuple[int, int], widths: tuple[int, int]) -> list[Tensor]:
-        """heads: "query heads:KV heads"; lengths of queries and keys; widths of keys and values."""
-        query, _, key = heads.partition(":")
-        kv = batch, int(key or query), lengths[1]
-        q = self.normal(batch, int(query), lengths[0], widths[0])
-        return [q, self.normal(*kv, widths[0]), self.normal(*kv, widths[1])]
+        """heads: "query heads:KV heads", or of queries, keys and values; lengths of queries and keys; widths
+        of keys and values."""
+        query, key, value = [*map(int, heads.split(":")), *[int(heads.rpartition(":")[2])] * 2][:3]
+        q = self.normal(batch, query, lengths[0], widths[0])
+        return [q, *(self.normal(batch, n, lengths[1], w) for n, w in zip((key, value), widths, strict=True))]
 
 
 # --- kinds of calls -----------------------------------------------------------------------------------------
@@ -241,6 +241,7 @@ CASES: tuple[Case, ...] = (
     Case("sinks d64", "forward, backward", dense(mods=sinks), gradients=True),
     Case("block map d64", "forward, backward", dense(mods=block_map), gradients=True),
     Case("grouped heads d128", "forward, backward", dense("8:2", (300, 300), 128, 2, causal), gradients=True),
+    Case("two maps d64:128", "forward, backward", dense("8:4:2", (300, 300), (64, 128), 2), gradients=True),
     Case("wide heads d256", "forward, backward", dense(width=256, mods=causal), gradients=True),
     Case("d192:128", "forward, backward", dense(width=(192, 128), mods=causal), gradients=True),
     Case("d96", "forward, backward", dense(width=96, mods=causal), gradients=True),

@@ -66,7 +66,7 @@ def formula(
 def _dense(trial: Trial, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[H, Sq, Dv] of sequence n."""
     (_, heads, q_len, dim), kv_len = q.shape, k.shape[2]
-    k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     with torch.device(q.device):
         allowed = reference.allowed_pairs(reference.of_sequence(trial.mask, n, 0), (1, heads, q_len, kv_len))
         scores = (q @ k.mT) / math.sqrt(dim)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fa4flex.api import Attention, compile
 from fa4flex.errors import InputError
+from fa4flex.primitives.heads import refuse_apart
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
@@ -53,6 +54,7 @@ def varlen_attn(
     if len(window) != 2:
         raise InputError(f"window_size={window}", "(left, right)", "e.g. (-1, 0) for causal attention")
     _check_heads(query, key, given)
+    refuse_apart(key.shape[-2], value.shape[-2], "varlen_attn")
     table, used = given["block_table"], given["seqused_k"]
     if table is not None and used is None:
         raise InputError("block_table without seqused_k", "both", "pass the number of keys of each sequence")

@@ -20,7 +20,15 @@ from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.parallel.attend import Attend, Job, attend_heads
 from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, whole_captured
 from fa4flex.parallel.exchange import tokens
-from fa4flex.parallel.heads import ALL, Share, check_heads, parts_in_order, split, split_placement
+from fa4flex.parallel.heads import (
+    ALL,
+    Share,
+    check_heads,
+    parts_in_order,
+    split,
+    split_placement,
+    told_of_heads,
+)
 from fa4flex.parallel.links import Group, Links, Together, agree
 from fa4flex.parallel.moves import by_heads, by_tokens, moved, results_by
 from fa4flex.parallel.pieces import SEQUENCE
@@ -312,10 +320,10 @@ class ContextParallel:
             # Heads that see different numbers of keys are not equal work.
             alike = "h" not in now.bound.trace.facts.mask.free
             return self.layout.moves == "auto" and alike and heads_move(result, self.model(q, k, v))
-        heads, ranks = (q.shape[1], k.shape[1]), self.links.size
-        if any(x % ranks for x in heads):
+        heads, ranks = _heads(qkv), self.links.size
+        if any(n % ranks for n in heads):
             raise InputError(
-                f'moves="heads", {heads[0]} query heads and {heads[1]} KV heads on {ranks} ranks',
+                f'moves="heads", {told_of_heads(*heads)} on {ranks} ranks',
                 "numbers of heads that are multiples of the number of ranks",
                 'leave it at moves="auto", or use fewer ranks',
             )
@@ -324,7 +332,8 @@ class ContextParallel:
     def model(self, q: Tensor, k: Tensor, v: Tensor) -> Model:
         """Sizes of local tensors [B, H, S, D], for the bytes that move."""
         wide = self.variant.precision.compute_dtype(q.dtype).itemsize
-        return Model(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.itemsize, wide, q.shape[0])
+        widths = q.shape[3], v.shape[3]
+        return Model(q.shape[1], k.shape[1], *widths, q.itemsize, wide, q.shape[0], v.shape[1])
 
     def _plan(self, now: launch.Calling, shape: Shape, in_order: bool = False) -> Plan:
         if now.variant.blocks is not None:
@@ -388,7 +397,7 @@ class ContextParallel:
         whole = replace(sizes, q_heads=sizes.q_heads * share.parts, kv_heads=sizes.kv_heads * share.parts)
         check_variant(whole, qkv[0], _without_blocks(self.variant))
         if self.across is not None:
-            check_heads(sizes.q_heads, sizes.kv_heads, self.across.size)
+            check_heads(_heads(qkv), self.across.size)
         operands, sinks = now.operands(), now.sinks
         check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), qkv[0])
         check_transforms(*qkv, *operands, sinks)
@@ -400,6 +409,7 @@ class ContextParallel:
             "batch": q.shape[0],
             "query heads": q.shape[1],
             "KV heads": k.shape[1],
+            "heads of values": v.shape[1],
             "head_dim": (q.shape[3], v.shape[3]),
             "dtype": str(q.dtype),
             "lengths": call.lengths,
@@ -408,6 +418,12 @@ class ContextParallel:
             "output function": output and (output.trace.facts.key, repr(output.scalars)),
             "requires_grad of captured tensors": torch.is_grad_enabled() and learned,
         }
+
+
+def _heads(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int]:
+    """Heads of q, k and v [B, H, S, D]."""
+    q, k, v = qkv
+    return q.shape[1], k.shape[1], v.shape[1]
 
 
 def _together(

@@ -50,7 +50,7 @@ def local_parts(
             share = Share(
                 share.part * of_dim.size + of_dim.rank, share.parts * of_dim.size, (*share.links, of_dim)
             )
-    check_heads(qkv[0].shape[heads], qkv[1].shape[heads], share.parts)
+    check_heads((qkv[0].shape[heads], qkv[1].shape[heads], qkv[2].shape[heads]), share.parts)
     q, k, v = (x.to_local() for x in qkv)
     return (q, k, v), share
 

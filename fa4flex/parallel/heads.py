@@ -32,11 +32,16 @@ class Share:
 ALL = Share()
 
 
-def check_heads(q_heads: int, kv_heads: int, parts: int) -> None:
-    """Raise InputError unless heads can be spread evenly."""
-    if q_heads % parts or kv_heads % parts:
+def told_of_heads(q: int, k: int, v: int) -> str:
+    """Numbers of heads of q, k and v in words."""
+    return f"{q} query heads and " + (f"{k} KV heads" if k == v else f"{k} heads of keys and {v} of values")
+
+
+def check_heads(heads: tuple[int, int, int], parts: int) -> None:
+    """Raise InputError unless heads of q, k and v can be spread evenly."""
+    if any(n % parts for n in heads):
         raise InputError(
-            f"{q_heads} query heads and {kv_heads} KV heads spread over {parts} ranks",
+            f"{told_of_heads(*heads)} spread over {parts} ranks",
             "numbers of heads that are multiples of the number of ranks",
             "spread heads over fewer ranks, or repeat the KV heads",
         )

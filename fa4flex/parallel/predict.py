@@ -61,7 +61,7 @@ def estimates(result: Plan, machine: Machine, model: Model, in_order: Plan, pair
         # Every step of a ring takes as long as its busiest rank: at best as all-gather's.
         estimate("ring, head-tail (at best)", others, balanced),
     ]
-    if model.heads % ranks == 0 and model.kv_heads % ranks == 0:
+    if not any(n % ranks for n in (model.heads, model.kv_heads, model.heads_of_values)):
         rows.append(estimate("heads (Ulysses)", busiest(result, model, "heads"), mean))
     return rows
 

@@ -16,7 +16,8 @@ from fa4flex.parallel.plan import Plan
 
 class Model(NamedTuple):
     """Heads of queries and of keys; head_dim of q and k, and of v; bytes of a number of theirs, and of sums:
-    log-sum-exps, and outputs that are merged; batch entries."""
+    log-sum-exps, and outputs that are merged; batch entries; heads of values, where these are not as many as
+    those of keys."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -25,11 +26,17 @@ class Model(NamedTuple):
     size: int = 2
     wide: int = 4
     batch: int = 1
+    v_heads: int | None = None
+
+    @property
+    def heads_of_values(self) -> int:
+        """Number of heads of v."""
+        return self.kv_heads if self.v_heads is None else self.v_heads
 
     @property
     def key(self) -> int:
         """Bytes of a key with its value."""
-        return self.batch * self.kv_heads * (self.dim + self.dim_v) * self.size
+        return self.batch * (self.kv_heads * self.dim + self.heads_of_values * self.dim_v) * self.size
 
     @property
     def queries(self) -> int:
@@ -74,7 +81,7 @@ def heads_move(plan: Plan, model: Model) -> bool:
     """True if all tokens of each rank's heads should be sent: fewer bytes than the keys, or equal work where
     queries are not; False where heads cannot be dealt evenly."""
     ranks = plan.placement.ranks
-    if model.heads % ranks or model.kv_heads % ranks:
+    if any(n % ranks for n in (model.heads, model.kv_heads, model.heads_of_values)):
         return False
     if (
         plan.placement.imbalance > UNEVEN

@@ -73,12 +73,12 @@ class Paging:
                 )
             device, fix = self.page_table.device, "move the page table to the cache"
             check_device(f"{name} cache", cache, "page_table", device, fix)
-        if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
+        if k_cache.shape[:2] != v_cache.shape[:2] or k_cache.dtype != v_cache.dtype:
             raise InputError(
                 f"k cache {k_cache.dtype} {list(k_cache.shape)}, "
                 f"v cache {v_cache.dtype} {list(v_cache.shape)}",
-                "the same dtype, pages, page size and heads",
-                "allocate both caches alike; only the last dimension may differ",
+                "the same dtype, pages and page size",
+                "allocate both caches alike; only heads and the last dimension may differ",
             )
 
     def check_contents(self, cache: Tensor) -> None:

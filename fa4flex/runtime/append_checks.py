@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.kv_scales import E4M3, NO_SCALES, KVScales, check_kind
 from fa4flex.primitives.paging import Paging
@@ -30,6 +30,12 @@ def check_tokens(
             value,
             "k and v [B, Hkv, S, D], or [tokens, Hkv, D] together with varlen=Varlen(cu_seqlens)",
             "add the missing dimension, or pass cu_seqlens",
+        )
+    if k_pool.shape[2] != v_pool.shape[2] and k.shape[1] == k_pool.shape[2]:
+        raise UnsupportedError(
+            f"append to pools that differ in heads: {value}",
+            "one number of heads of keys and of values: one launch writes both",
+            "write them by index: k_pool[page, slot] = k, and v_pool[page, slot] = v",
         )
     heads_fit = k.shape[1] == v.shape[1] == k_pool.shape[2]
     widths_fit = k.shape[-1] == k_pool.shape[3] and v.shape[-1] == v_pool.shape[3]

@@ -15,6 +15,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import cpu
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cpu.few import fit as fit
+from fa4flex.runtime.kv_heads import of_kv_heads, summed
 from fa4flex.runtime.programs import Forward, Published
 
 Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -93,16 +94,19 @@ def _backward(
         result = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
     else:
         result = cpu.backward_sequences(program.facts, inputs, sequences, before, (dout, dlse), needs)
-    results = [result.dq, result.dk, result.dv, result.sinks, *(result.operands[slot] for slot in needs)]
+    dk, dv = (summed(x, share) for x, share in zip((result.dk, result.dv), call.shares, strict=True))
+    results = [result.dq, dk, dv, result.sinks, *(result.operands[slot] for slot in needs)]
     return [x for x in results if x is not None]
 
 
 def inputs_of_call(program: Published, call: Call) -> cpu.Inputs:
+    """Inputs of a call, whose k and v have as many heads: where they differ in heads, of copies."""
     q, precision = call.q, program.precision
+    k, v = of_kv_heads(call.kv.k, call.kv.v)
     return cpu.Inputs(
         q,
-        call.kv.k,
-        call.kv.v,
+        k,
+        v,
         program.captured(call),
         call.scale,
         call.sinks,

@@ -10,6 +10,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.keys import Keys
+from fa4flex.primitives.heads import Shares
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.key_sources import Contiguous, KeySource
 from fa4flex.runtime.key_sources import Results as Results
@@ -67,9 +68,21 @@ class Call(NamedTuple):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of k and v."""
-        k = self.kv.k
-        return k.shape[1 if k.ndim == 3 or self.heads_first else 2]
+        """Heads of k and v; where these differ, KV heads as `shares` counts them."""
+        k_heads, v_heads = self._heads
+        return k_heads if k_heads == v_heads else k_heads * Shares.of(k_heads, v_heads).k
+
+    @property
+    def shares(self) -> Shares:
+        """KV heads that share a head of k, and of v."""
+        return Shares.of(*self._heads)
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """Heads of k, and of v."""
+        k, v = self.kv.k, self.kv.v
+        at = 1 if k.ndim == 3 or self.heads_first else 2
+        return k.shape[at], v.shape[at]
 
     @property
     def keys(self) -> Keys:
@@ -130,6 +143,7 @@ class Call(NamedTuple):
             statistics=self.statistics,
             positive_scale=self.scale > 0,
             captured=tuple((name_of(x.dtype), tuple(x.shape)) for x in self.operands),
+            shares=self.shares,
         )
 
 

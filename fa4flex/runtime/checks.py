@@ -193,13 +193,12 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(
             f"q and k differ in head_dim: {_shape(q=q, k=k, v=v)}", "one head_dim for both", "pad the shorter"
         )
-    if k.shape[1] != v.shape[1]:
-        raise InputError(
-            f"k and v differ in heads: {_shape(q=q, k=k, v=v)}",
-            "one number of heads for both",
-            "repeat_interleave the heads of the one that has fewer",
-        )
-    ratio(q.shape[1], k.shape[1])
+    heads, k_heads, v_heads = q.shape[1], k.shape[1], v.shape[1]
+    if k_heads == v_heads:
+        ratio(heads, k_heads)
+    else:
+        ratio(heads, k_heads, of="heads of keys")
+        ratio(heads, v_heads, of="heads of values")
 
 
 def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:

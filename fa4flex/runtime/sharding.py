@@ -195,9 +195,9 @@ def _plan(arguments: Mapping[str, Any]) -> _Plan:
     if any(isinstance(x, distributed) and x.device_mesh != mesh for x in (*qkv, *operands)):
         raise InputError("DTensors of several meshes", "one mesh", "distribute all of them over q's mesh")
     wanted = [_wanted([x.placements[at] for x in qkv], packed) for at in range(mesh.ndim)]
-    (batch, heads), kv_heads = qkv[0].shape[:2], qkv[1].shape[1]
+    (batch, heads), *of_keys = qkv[0].shape[:2], *[x.shape[1] for x in qkv[1:]]
     results: dict[Choice, dict[int, int]] = {"batch": {}, "heads": {}}
-    for choice, index, sizes in (("batch", "b", (batch,)), ("heads", "h", (heads, kv_heads))):
+    for choice, index, sizes in (("batch", "b", (batch,)), ("heads", "h", (heads, *of_keys))):
         if choice not in wanted:
             continue
         parts = math.prod(mesh.size(at) for at, x in enumerate(wanted) if x == choice)

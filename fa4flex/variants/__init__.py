@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.causal import causal as causal
     from fa4flex.variants.checkerboard import checkerboard as checkerboard
     from fa4flex.variants.chunked_local import chunked_local as chunked_local
+    from fa4flex.variants.differential import differential as differential
     from fa4flex.variants.dilated_window import dilated_window as dilated_window
     from fa4flex.variants.document import document as document
     from fa4flex.variants.gated import gated as gated

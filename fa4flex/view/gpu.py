@@ -13,6 +13,7 @@ import torch
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
+from fa4flex.primitives.heads import Shares
 from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import Setting, setting
@@ -184,7 +185,10 @@ class KernelView:
 
         shape = self.shape
         density, keys = self._computed() if self.lowered.direction == "forward" else (None, None)
-        kv_heads = self.problem.get("kv_heads")
+        kv_heads, v_heads = self.problem.get("kv_heads"), self.problem.get("v_heads")
+        if v_heads is not None:
+            of_keys = shape.heads if kv_heads is None else kv_heads
+            kv_heads = of_keys * Shares.of(of_keys, v_heads).k
         return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len, density, kv_heads, keys)
 
     def _computed(self) -> tuple[float | None, float | None]:
@@ -217,10 +221,13 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
     }
+    of_keys = changes.pop("kv_heads", shape.heads)
+    shares = Shares.of(of_keys, changes.pop("v_heads", of_keys))
     known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
-        kv_heads=changes.pop("kv_heads", shape.heads),
+        kv_heads=of_keys * shares.k,
+        shares=shares,
         head_dim=width,
         dtype=dtype,
         lengths=lengths,
@@ -247,8 +254,8 @@ def check_names(changes: dict[str, Any]) -> None:
     """Raise InputError unless `changes` names fields of Problem, sizes, arch and direction."""
     from fa4flex.kernels.plan.problem import Problem
 
-    others = ("arch", "direction", "batch", "heads", "kv_heads", "q_len", "kv_len")
-    of_problem = (field.name for field in fields(Problem) if field.name != "keys")
+    others = ("arch", "direction", "batch", "heads", "kv_heads", "v_heads", "q_len", "kv_len")
+    of_problem = (field.name for field in fields(Problem) if field.name not in ("keys", "shares"))
     known = [*others, *of_problem, *_OF_KEYS]
     for name, value in changes.items():
         if name not in known:

@@ -35,7 +35,9 @@ def at(row: Row, length: int) -> Row:
     heads, kv_heads = 2 * row.group, row.kv_heads and 2
     kv_length = row.kv_length and length // 2
     batch = 1 if row.sequences else 2
-    small = replace(row, batch=batch, heads=heads, kv_heads=kv_heads, length=length, kv_length=kv_length)
+    value_heads = row.value_heads and heads // row.value_group
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "value_heads": value_heads}
+    small = replace(row, length=length, kv_length=kv_length, **sizes)
     return replace(small, head_dim=16, sequences=min(row.sequences, 4), shrink=8)
 
 

@@ -73,9 +73,9 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "6 query heads with 4 KV heads.*multiple",
     ),
     "k and v heads": (
-        lambda: plain(rand(1, 4, 4, 8), rand(1, 4, 4, 8), rand(1, 2, 4, 8)),
+        lambda: plain(rand(1, 4, 4, 8), rand(1, 4, 4, 8), rand(1, 3, 4, 8)),
         InputError,
-        "k and v differ in heads",
+        "4 query heads with 3 heads of values.*multiple",
     ),
     "head dim": (
         lambda: plain(rand(1, 1, 4, 8), rand(1, 1, 4, 16), rand(1, 1, 4, 16)),
@@ -388,9 +388,9 @@ ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
         lambda: plain(qkv[0][:1].expand(2, -1, -1, -1), *qkv[1:]),
     ),
     "k and v of other heads": (
-        lambda: plain(qkv[0], qkv[1], qkv[2][:, :2]),
-        "repeat_interleave the heads of the one that has fewer",
-        lambda: plain(qkv[0], qkv[1], qkv[2][:, :2].repeat_interleave(2, 1)),
+        lambda: fa4flex.flex_attention(qkv[0], qkv[1], qkv[2][:, :2], enable_gqa=True),
+        r"call fa4flex.compile\(...\) or fa4flex.attention",
+        lambda: fa4flex.attention(qkv[0], qkv[1], qkv[2][:, :2]),
     ),
     "sinks of KV heads": (
         lambda: fa4flex.compile(sinks=torch.zeros(2))(*qkv),

@@ -333,6 +333,10 @@ def test_the_bound_counts_the_keys_that_are_read() -> None:
 
     assert memory(8192, **sizes) == memory(65536, **sizes)
     assert memory(8192, **{**sizes, "kv_heads": 8}) == pytest.approx(4 * memory(8192, **sizes), rel=0.1)
+    apart = memory(8192, **{**sizes, "kv_heads": 8, "v_heads": 2})
+    assert apart == pytest.approx(2.5 * memory(8192, **sizes), rel=0.1)
+    told = flat(window.explain(1, 8192, **{**sizes, "v_heads": 1}))
+    assert "KV heads: 2 that share a head of v" in window.source("plan", **{**sizes, "v_heads": 1}), told
 
 
 def test_the_bound_says_where_a_call_decides_which_tiles_are_computed() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from variant_table import TABLE, Case, Sizes
 
 import fa4flex
+from fa4flex import InputError
 from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel, Layout, context, exchange, plan, rectangle
 from fa4flex.parallel.rectangle import Rectangles
@@ -66,8 +67,10 @@ def spread(
     return whole
 
 
-def compare(case: Case, ranks: int, layout: Layout, across: int = 1) -> None:
-    q, k, values = case.sizes.qkv()
+def compare(
+    case: Case, ranks: int, layout: Layout, across: int = 1, qkv: tuple[Tensor, ...] | None = None
+) -> None:
+    q, k, values = case.sizes.qkv() if qkv is None else qkv
     attn = fa4flex.compile(**case.compose(*case.learned))
     out, lse = attn(q, k, values, return_lse=True)
     upstream = [torch.randn_like(out), torch.randn_like(lse)]
@@ -117,6 +120,17 @@ def test_one_query_visits_all_ranks() -> None:
 def test_tokens_for_heads_within_tokens(name: str) -> None:
     """Two ranks have the tokens of each of two parts of the sequence, and exchange them for heads."""
     compare(TABLE[name][0](Sizes(batch=2, heads=4, kv_heads=2)), 4, Layout(tile=4), across=2)
+
+
+@pytest.mark.parametrize("moves", ("keys", "heads"))
+def test_keys_and_values_that_differ_in_heads(moves: str) -> None:
+    case = TABLE["alibi"][0](Sizes(batch=2, heads=8, kv_heads=4))
+    q, k, values = case.sizes.qkv()
+    values = values[:, :2].detach().requires_grad_()
+    compare(case, 2, Layout(tile=4, moves=moves), qkv=(q, k, values))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="8 query heads and 4 heads of keys and 2 of values on 4 ranks"):
+        compare(case, 4, Layout(tile=4, moves="heads"), qkv=(q, k, values))
+    compare(case, 2, Layout(tile=4), across=2, qkv=(q, k, values))
 
 
 def test_as_many_keys_as_queries() -> None:

@@ -25,7 +25,9 @@ from fa4flex.variants import alibi, softcap
 
 DRAWS = int(os.environ.get("FA4FLEX_RANDOM_ATTENTION", "40"))
 BLOCK = 16
-BATCH, KV_HEADS = 2, 1
+BATCH = 2
+HEADS = (2, 1, 1), (2, 2, 1), (4, 2, 1), (4, 1, 2), (6, 3, 2)
+"""Heads of queries, of keys and of values."""
 
 
 def bias(table: Tensor) -> Any:
@@ -67,6 +69,7 @@ def mapped(mask: Mask | None, classes: Tensor) -> Any:
     mask=st.none() | MASKS,
     score=st.sampled_from(["", "alibi", "softcap", "both", "bias"]),
     outputs=st.lists(st.sampled_from(sorted(FUNCTIONS)), max_size=2),
+    heads=st.sampled_from(HEADS),
     extents=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     flags=st.tuples(st.booleans(), st.booleans(), st.sampled_from(["bhsd", "bshd"])),
     seed=st.integers(0, 2**31),
@@ -75,13 +78,14 @@ def test_compositions(
     mask: Mask | None,
     score: str,
     outputs: list[str],
+    heads: tuple[int, int, int],
     extents: tuple[int, int],
     flags: tuple[bool, bool, str],
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     (q_len, kv_len), (with_sinks, with_map, layout) = extents, flags
-    sizes, leaf, learned = Sizes(BATCH, 2, KV_HEADS, q_len, kv_len, 4, 6), leaves(torch.float64), []
+    sizes, leaf, learned = Sizes(BATCH, heads[0], heads[1], q_len, kv_len, 4, 6), leaves(torch.float64), []
     composition: dict[str, Any] = {"mask": mask}
     exact: dict[str, Any] = {"mask": mask}
     if score:
@@ -97,7 +101,7 @@ def test_compositions(
         composition["blocks"] = fa4flex.BlockMap.from_dense(classes, BLOCK, q_len=q_len, kv_len=kv_len)
         exact["mask"] = mapped(mask, classes)
     q = leaf(BATCH, sizes.heads, q_len, 4)
-    k, v = leaf(BATCH, KV_HEADS, kv_len, 4), leaf(BATCH, KV_HEADS, kv_len, 6)
+    k, v = leaf(BATCH, heads[1], kv_len, 4), leaf(BATCH, heads[2], kv_len, 6)
     turned = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bshd" else [q, k, v]
     out, lse = fa4flex.compile(**composition, layout=layout)(*turned, return_lse=True)
     found = out.transpose(1, 2) if layout == "bshd" else out, lse

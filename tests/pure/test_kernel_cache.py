@@ -21,6 +21,7 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.arguments import SCHEMAS
 from fa4flex.kernels.plan.keys import PAGE_TABLE, PAGES, Keys, in_pages
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.primitives.heads import Shares
 
 KEY = "k" * 64
 
@@ -140,6 +141,7 @@ PROBLEMS: dict[str, Any] = {
     "met_alike": True, "long_scores": True, "pair_reads": True, "long_masks": True,
     "many_reads": True, "gradients": ((0, "sum"),),
     "deterministic": True, "keys": in_pages(16), "grouped": True, "row_ends": 1, "output": True,
+    "shares": Shares(1, 2),
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "loader": PAGES, "together": 32, "rows": (PAGE_TABLE,), "dtype": "float8_e4m3fn", "k_scales": "head",

@@ -1,4 +1,5 @@
-"""After a backward pass that took groups of query heads in parts: dK and dV of the parts are added up."""
+"""After a backward pass that took groups of query heads in parts, or whose k and v differ in heads: dK and dV
+of the parts, or of the KV heads that share a head, are added up."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import token_of
 from fa4flex.kernels.plan.arguments import BACKWARD
+from fa4flex.primitives.heads import ALIKE, Shares
 
 THREADS = 256
 WIDE = 8
@@ -24,14 +26,49 @@ _Arguments: Any = named("SumPartsArguments", BACKWARD.read_by("sum_parts"))
 
 class SumPartsArguments(_Arguments):
     """dk, dv [B, S, H, D]; dk_parts, dv_parts [B, S, H * parts, D], those of a head one after another;
-    packed: [T, H, D]. Where there is one part, these are dk and dv themselves."""
+    packed: [T, H, D]. Where there is one part, these are dk and dv themselves. Where k and v differ in heads,
+    dk and dv do, and so do their numbers of parts."""
 
 
 class SumParts:
-    """Each thread has WIDE elements of dK or dV, and adds up parts in their order."""
+    """Each thread has WIDE elements of dK or dV, and adds up parts in their order. Of k and v that differ in
+    heads (`shares`), each has a launch of its own."""
+
+    def __init__(self, shares: Shares = ALIKE) -> None:
+        self.shares = shares
 
     @cute.jit
     def __call__(self, arguments: SumPartsArguments, stream: cuda.CUstream) -> None:
+        if const_expr(self.shares != ALIKE):
+            self.of_one(arguments.dk_parts, arguments.dk, stream)
+            self.of_one(arguments.dv_parts, arguments.dv, stream)
+        else:
+            self.of_both(arguments, stream)
+
+    @cute.jit
+    def of_one(self, source: cute.Tensor, target: cute.Tensor, stream: cuda.CUstream) -> None:
+        """dK or dV alone."""
+        heads, width = target.shape[-2:]
+        parts = Int32(source.shape[-2]) // Int32(heads)
+        if parts > 1:
+            packed = const_expr(cute.rank(target) == 3)
+            tokens, batch = target.shape[0 if packed else 1], 1 if packed else target.shape[0]
+            blocks = cute.ceil_div(tokens * (width // WIDE), THREADS)
+            self.add_one(source, target, parts).launch(
+                grid=[blocks, heads, batch], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+            )
+
+    @cute.kernel
+    def add_one(self, source: cute.Tensor, target: cute.Tensor, parts: Int32) -> None:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        block, head, b = cute.arch.block_idx()
+        number, pieces = block * THREADS + cute.arch.thread_idx()[0], target.shape[-1] // WIDE
+        if number // pieces < target.shape[0 if cute.rank(target) == 3 else 1]:
+            self.add(source, target, parts, (b, number // pieces, head, number % pieces))
+
+    @cute.jit
+    def of_both(self, arguments: SumPartsArguments, stream: cuda.CUstream) -> None:
         heads, width = arguments.dk.shape[-2:]
         parts = Int32(arguments.dk_parts.shape[-2]) // Int32(heads)
         if parts > 1:

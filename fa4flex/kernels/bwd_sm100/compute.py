@@ -26,6 +26,7 @@ from fa4flex.kernels.common.backward import (
     needs_mask,
     query_tile_at,
     token_of,
+    written,
 )
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
@@ -172,8 +173,9 @@ class Compute:
         memory = config.memory
         dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
         dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)
-        self.store(arguments.dv, work, place, dv, some, Float32(1.0))
-        self.store(arguments.dk, work, place, dk, some, arguments.scale)
+        to_dk, to_dv = written(arguments)
+        self.store(to_dv, work, place, dv, some, Float32(1.0))
+        self.store(to_dk, work, place, dk, some, arguments.scale)
 
     def collector(
         self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...]
@@ -396,7 +398,7 @@ class Compute:
             key = self.first_key(work) + place.row
             if key < work.kv_len:
                 first = (place.half * count + block) * STORED
-                row = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+                row = token_of(target, work.b, work.kv_offset, key, work.part)
                 eights = cute.logical_divide(row, cute.make_layout(WIDE))
                 for i in cutlass.range_constexpr(STORED // WIDE):
                     if first + WIDE * i < target.shape[-1]:

@@ -7,7 +7,7 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from fa4flex.kernels.combine.kernel import Combine, combine_arguments
-from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.hooks import Hooks
 
 ALL_SHARED = 100
@@ -30,7 +30,7 @@ class SplitForward:
 
     def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
         """A block for each split of a sequence and KV head. device: the kernel with its arguments."""
-        pairs = arguments.q.shape[0] * arguments.k.shape[2]
+        pairs = arguments.q.shape[0] * kv_heads(arguments)
         device.launch(
             grid=[pairs * arguments.splits, 1, 1],
             block=[self.config.threads, 1, 1],

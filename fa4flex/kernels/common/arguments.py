@@ -74,6 +74,13 @@ class Arguments(tuple[Any, ...]):
         def __getattr__(self, name: str) -> Any: ...
 
 
+def kv_heads(arguments: Any) -> Any:
+    """Number of KV heads. Where k and v differ in heads, both have these as one mode, (share, heads) with
+    stride 0 along share: KV head j is head j // share."""
+    heads = arguments.k.shape[-2]
+    return heads[0] * heads[1] if isinstance(heads, tuple) else heads
+
+
 @lru_cache
 def arguments_of(keys: Keys) -> type[Arguments]:
     """The class of the arguments of a forward kernel over keys of such a source."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
-from fa4flex.kernels.common.arguments import BackwardArguments
+from fa4flex.kernels.common.arguments import BackwardArguments, kv_heads
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
@@ -94,16 +94,16 @@ class BackwardTileScheduler:
     def grid(self, arguments: BackwardArguments) -> KeyGrid:
         if const_expr(arguments.cu_seqlens_k is not None):
             # An upper bound: every sequence may end in a tile that is not full.
-            tokens, kv_heads, _ = arguments.k.shape
+            tokens = arguments.k.shape[0]
             tiles = Int32(tokens // self.config.tile_n + arguments.cu_seqlens_k.shape[0] - 1)
             batch = Int32(1)
         else:
-            batch, kv_len, kv_heads, _ = arguments.k.shape
+            batch, kv_len = arguments.k.shape[:2]
             tiles, batch = Int32(cute.ceil_div(kv_len, self.config.tile_n)), Int32(batch)
-        heads, parts = Int32(kv_heads), None
+        heads, parts = Int32(kv_heads(arguments)), None
         if const_expr(arguments.dk_parts is not None):
             heads = Int32(arguments.dk_parts.shape[-2])
-            parts = Divisor(heads // Int32(kv_heads))
+            parts = Divisor(heads // Int32(kv_heads(arguments)))
         group = Int32(arguments.q.shape[-2]) // heads
         pairs = heads * batch
         sections = None
@@ -391,7 +391,7 @@ def backwards() -> tuple[Int32, Int32, Int32]:
 
 
 def written(arguments: BackwardArguments) -> tuple[cute.Tensor, cute.Tensor]:
-    """dK and dV as blocks write them: of parts of groups, where the query heads of a group are shared out."""
+    """dK and dV as blocks write them: those that are added up afterwards, where some are."""
     if arguments.dk_parts is None:
         return arguments.dk, arguments.dv
     return arguments.dk_parts, arguments.dv_parts

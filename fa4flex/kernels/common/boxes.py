@@ -148,7 +148,11 @@ def _rows_views(
     number of one of its heads."""
     cache, kv_head = head
     shape = _box_shape(box)
-    first = Int64(kv_head) * cache.stride[2]
+    if isinstance(cache.shape[2], tuple):  # KV heads share heads of the cache
+        (share, _), (_, stride) = cache.shape[2], cache.stride[2]
+        first = Int64(kv_head // share) * stride
+    else:
+        first = Int64(kv_head) * cache.stride[2]
     start = Int32(first % COLUMNS), 0, Int32(first // COLUMNS), 0, 0
     tiles = cute.local_tile(cute.domain_offset(start, transfer.tma_tensor), shape, (0, 0, None, None, None))
     by_box = cute.make_tensor(tiles.iterator, cute.select(tiles.layout, mode=[0, 1, 2, 3, 4, 6, 5, 7]))

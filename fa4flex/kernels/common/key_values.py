@@ -7,7 +7,7 @@ from typing import Protocol
 
 from cutlass import Int32, cute, pipeline
 
-from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.transfer import Ring, Transfers, Views, load_stage, sequence
 from fa4flex.kernels.common.work import Grid, Work
 
@@ -52,7 +52,7 @@ def kv_head_of(work: Work, grid: Grid, arguments: Arguments) -> Int32:
     if grid.divisors is not None:
         kv_head: Int32 = divmod(work.h, grid.divisors.group)[0]
         return kv_head
-    return work.h // (grid.heads // arguments.k.shape[-2])
+    return work.h // (grid.heads // kv_heads(arguments))
 
 
 def tokens_of(work: Work, kv_head: Int32, transfers: Transfers) -> tuple[cute.Tensor, cute.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, select_
 
-from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.key_lengths import used_length
@@ -71,10 +71,10 @@ class Tile(NamedTuple):
 def part_of(number: Int32, arguments: Arguments) -> Part:
     """Part of block `number`: the first splits of all sequences come before any second one, as an even batch
     may have no others."""
-    kv_heads = Int32(arguments.k.shape[2])
-    pairs = Int32(arguments.q.shape[0]) * kv_heads
+    heads = Int32(kv_heads(arguments))
+    pairs = Int32(arguments.q.shape[0]) * heads
     pair = number % pairs
-    return Part(pair // kv_heads, pair % kv_heads, number // pairs, splits_of(arguments))
+    return Part(pair // heads, pair % heads, number // pairs, splits_of(arguments))
 
 
 @cute.jit
@@ -82,7 +82,7 @@ def tile_of(
     part: Part, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Any]
 ) -> Tile:
     """The tile of a part. `config` has tile_n, share and paged."""
-    heads, kv_heads = Int32(arguments.q.shape[2]), Int32(arguments.k.shape[2])
+    heads, of_keys = Int32(arguments.q.shape[2]), Int32(kv_heads(arguments))
     b, kv_head, split, splits = part
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
     if const_expr(config.paged):
@@ -95,7 +95,7 @@ def tile_of(
     whole = KeyTiles(None, None, zero, zero)
     # One number instead of two: it is kept to the end, beside all else.
     number = select_(splits == 1, Int32(-1), split)
-    tile = Tile(b, kv_head, heads // kv_heads, heads, number, q_len, kv_len, whole, zero, zero)
+    tile = Tile(b, kv_head, heads // of_keys, heads, number, q_len, kv_len, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, split, splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
-from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.key_lengths import capacity, used_length
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
 from fa4flex.kernels.plan.l2 import L2_BYTES, MIDDLE_BYTES, MIDDLE_KEYS, SHORT_BYTES, SHORT_KEYS
@@ -63,7 +63,7 @@ def dense_grid(
     as many heads as have L2_BYTES of keys and values. Of heads of few keys fewer, if `short_tiles` are given:
     as many as have SHORT_BYTES or MIDDLE_BYTES, or so many tiles, if those are more."""
     batch, q_len, heads, head_dim = arguments.q.shape
-    ratio = heads // arguments.k.shape[2]
+    ratio = heads // kv_heads(arguments)
     group = Int32(1)
     if const_expr(ordered):
         keys = Int64(arguments.k.shape[1])
@@ -78,7 +78,7 @@ def dense_grid(
                 tiles = cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
                 few = Int32(cutlass.min(bytes_of_few // head_bytes, Int64(1 << 20)))
                 most = cutlass.min(most, cutlass.max(few, Int32(short_tiles) // tiles))
-        group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio
+        group = halved(Int32(batch * kv_heads(arguments)), cutlass.max(most, Int32(1))) * ratio
     group = cutlass.min(group, Int32(heads * batch))
     return Grid(Int32(cute.ceil_div(q_len, tile_m)), Int32(heads), Int32(batch), group)
 
@@ -104,7 +104,7 @@ def packed_grid(arguments: Arguments, tile_m: cutlass.Constexpr) -> Grid:
 @cute.jit
 def with_divisors(grid: Grid, arguments: Arguments, ordered: cutlass.Constexpr) -> Grid:
     """The same grid, by whose divisors tiles are found. `ordered`: as of `dense_grid`."""
-    group = cutlass.max(grid.heads // Int32(arguments.k.shape[-2]), Int32(1))
+    group = cutlass.max(grid.heads // Int32(kv_heads(arguments)), Int32(1))
     tiles, heads = cutlass.max(grid.tiles, Int32(1)), cutlass.max(grid.heads, Int32(1))
     sections = None
     if const_expr(ordered):

@@ -22,6 +22,7 @@ from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
+from fa4flex.primitives.heads import ALIKE
 
 ROW_WARPS = (1, 2, 4)
 """Sets of ROWS query rows of a tile."""
@@ -175,7 +176,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True if the kernel for 16-bit keys accepts it, up to a width."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     by_key = bool({"page", "token"} & {problem.keys.k_scales, problem.keys.v_scales})
-    if not decode.accepts(problem, target, sizes):
+    if problem.shares != ALIKE or not decode.accepts(problem, target, sizes):
         return False
     return max(widths) <= WIDEST[_row_warps(problem, sizes) > 1, by_key]
 

@@ -62,16 +62,16 @@ class Producer:
 
     def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork) -> Views:
         """The block's tile of keys."""
-        config, span = self.config, (work.kv_offset, work.kv_len)
-        whole = head_of(transfer.tma_tensor, config.ragged, span, (work.kv_head, work.b))
+        config = self.config
+        whole = head_of(transfer.tma_tensor, config.ragged, work.keys(work.kv_head))
         tiles = cute.local_tile(whole, (config.tile_n, config.head_dim), (None, 0))
         one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
         to_shared, from_global = partition(transfer, one, tiles)
         return to_shared[None, 0], from_global[None, work.tile]
 
     def queries(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32) -> Views:
-        config, span = self.config, (work.q_offset, work.q_len)
-        whole = head_of(transfer.tma_tensor, config.ragged, span, (h, work.b))
+        config = self.config
+        whole = head_of(transfer.tma_tensor, config.ragged, work.queries(h))
         return partition(
             transfer, shared, cute.local_tile(whole, (config.tile_m, config.head_dim), (None, 0))
         )

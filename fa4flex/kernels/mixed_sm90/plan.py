@@ -22,6 +22,7 @@ from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
+from fa4flex.primitives.heads import ALIKE
 
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
@@ -126,6 +127,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
         and problem.keys.loaded
         and problem.lengths == "packed"
         and "max_scores" not in problem.statistics
+        and problem.shares == ALIKE
         and widths[1] <= widths[0] <= WIDEST
     )
 

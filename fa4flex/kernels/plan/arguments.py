@@ -126,8 +126,8 @@ def _loaded(one: Pass) -> bool:
     return one.problem.keys.loaded
 
 
-def _grouped(one: Pass) -> bool:
-    return one.problem.grouped
+def _adds_up(one: Pass) -> bool:
+    return one.problem.adds_up
 
 
 def _sums_dq(one: Pass) -> bool:
@@ -200,8 +200,8 @@ def _splits(one: Pass) -> bool:
 MERGE = "combine"
 _FORWARD = (
     Argument("q", Heads("q_len", "q_heads", "head_dim")),
-    Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True), "call.kv"),
-    Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True), "call.kv"),
+    Argument("k", Heads("kv_len", "k_heads", "head_dim", "kv_element", cached=True), "call.kv"),
+    Argument("v", Heads("kv_len", "v_heads", "head_dim_v", "kv_element", cached=True), "call.kv"),
     Argument(
         "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
     ),
@@ -245,8 +245,8 @@ BEFORE, MAIN, AFTER, SUMS = "preprocess", "kernel", "postprocess", "sum_parts"
 BACKWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim"), "call.kv"),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v"), "call.kv"),
+        Argument("k", Heads("kv_len", "k_heads", "head_dim"), "call.kv"),
+        Argument("v", Heads("kv_len", "v_heads", "head_dim_v"), "call.kv"),
         Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "saved", read_by=(BEFORE,)),
         Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), "saved", read_by=(BEFORE, MAIN)),
         Argument("lse", PER_ROW, "saved", read_by=(BEFORE,)),
@@ -255,10 +255,10 @@ BACKWARD = Schema(
         Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
         Argument("dq_sum", Blocks("sums"), "launch", _sums_dq, (BEFORE, MAIN, AFTER)),
         Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(MAIN, AFTER)),
-        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch", read_by=(MAIN, SUMS)),
-        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch", read_by=(MAIN, SUMS)),
-        Argument("dk_parts", Heads("kv_len", "parts", "head_dim"), "launch", _grouped, (MAIN, SUMS)),
-        Argument("dv_parts", Heads("kv_len", "parts", "head_dim_v"), "launch", _grouped, (MAIN, SUMS)),
+        Argument("dk", Heads("kv_len", "k_heads", "head_dim"), "launch", read_by=(MAIN, SUMS)),
+        Argument("dv", Heads("kv_len", "v_heads", "head_dim_v"), "launch", read_by=(MAIN, SUMS)),
+        Argument("dk_parts", Heads("kv_len", "parts", "head_dim"), "launch", _adds_up, (MAIN, SUMS)),
+        Argument("dv_parts", Heads("kv_len", "parts", "head_dim_v"), "launch", _adds_up, (MAIN, SUMS)),
         replace(LENGTHS[0], read_by=(BEFORE, MAIN, AFTER)),
         LENGTHS[1],
         replace(LENGTHS[2], read_by=(BEFORE, MAIN)),

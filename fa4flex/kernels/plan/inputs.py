@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys
 from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.primitives.heads import ALIKE, Shares
 
 
 @dataclass(frozen=True)
 class Inputs:
     """extents      upper bounds of all lengths; the batch is the number of sequences
-    kv_heads        heads of k and v
+    kv_heads        heads of k and v; where these differ, KV heads as primitives/heads.py counts them
+    shares          KV heads that share a head of k, and of v
     head_dim, head_dim_v   widths of q and k, and of v
     dtype, out_dtype       of q, k and v, and of the output
     keys            source of keys and values
@@ -37,6 +39,7 @@ class Inputs:
     statistics: tuple[str, ...] = ("lse",)
     positive_scale: bool = True
     captured: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    shares: Shares = ALIKE
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:

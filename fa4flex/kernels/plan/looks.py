@@ -9,6 +9,9 @@ from typing import Any, Literal
 Dimension = str | int
 """Name of an extent, which is the same number wherever it is named; or a number."""
 
+KV_HEADS = ("k_heads", "v_heads")
+"""Names of the heads of k and of v: both are "kv_heads" where these are as many."""
+
 
 @dataclass(frozen=True)
 class Heads:

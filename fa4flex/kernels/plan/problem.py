@@ -11,6 +11,7 @@ from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGES, TOGETHER, KeyDtype, Keys
 from fa4flex.kernels.plan.lengths import Lengths, Scaling
+from fa4flex.primitives.heads import ALIKE, Shares
 
 Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
@@ -57,6 +58,7 @@ class Problem:
     pair_reads             of backward passes: scores are long, and read elements that belong to one pair each
     many_reads             a score reads so many elements of captured tensors by pairs that its code is long
     long_masks             of backward passes: query intervals take divisions, or elements of captured tensors
+    shares                 KV heads that share a head of k, and of v, where k and v differ in heads
     grouped                of backward passes: query heads share keys, and blocks may take them in parts
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
@@ -89,6 +91,7 @@ class Problem:
     deterministic: bool = False
     row_ends: int = 0
     output: bool = False
+    shares: Shares = ALIKE
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -141,6 +144,11 @@ class Problem:
         return "uint8" if self.keys.dtype else self.dtype
 
     @property
+    def adds_up(self) -> bool:
+        """True if dK and dV of parts of groups, or of KV heads that share heads, are added up."""
+        return self.grouped or self.shares != ALIKE
+
+    @property
     def uneven(self) -> bool:
         """True if tiles of queries may have different numbers of keys."""
         return self.lengths != "dense" or self.mask_form != "none"
@@ -158,10 +166,17 @@ class Problem:
         extras += ["float32 output"] * self.wide_output
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()
+        extras += self._of_heads()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
+
+    def _of_heads(self) -> list[str]:
+        if self.shares == ALIKE:
+            return []
+        told = (f"{n} that share a head of {name}" for name, n in self.shares._asdict().items() if n > 1)
+        return [f"KV heads: {', '.join(told)}"]
 
     def _of_cache(self) -> list[str]:
         if not self.keys.dtype:

@@ -243,6 +243,7 @@ def _ready(engine: Engine, call: Call, saved: Saved, made: Described) -> ReadyBa
         reach,
         lengths_of(engine.kinds, call, lowered, engine.counted),
         groups_of(value.inputs, plan),
+        value.inputs.shares,
         lowered.answers,
     )
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.derived.parts import Attention, Pull, Recipe, applied
+from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.kv_heads import of_kv_heads, repeated, summed
 from fa4flex.runtime.programs import Published
 from fa4flex.torch_internals import is_functional
 
@@ -24,7 +26,7 @@ def attend(program: Published, call: Call) -> Results:
             "out and lse",
             "leave it out, or ask for it in a call of its own, outside",
         )
-    recipe, tensors = _split(program, call)
+    recipe, tensors = _split(program, _of_kv_heads(call))
     if any(map(is_functional, tensors)):
         raise UnsupportedError(
             "a tensor inside torch.func.functionalize",
@@ -47,21 +49,25 @@ def second_derivatives(
 
     tangents   one for each gradient: of q, k, v, sinks, and the operands in slots `needs`
     """
-    turned = call.turned()
-    recipe, tensors = _split(program, turned)
+    turned, shares = call.turned(), (1, *call.shares)
+    recipe, tensors = _split(program, _of_kv_heads(turned))
     fixed = 3 + recipe.sinks
     by = (*range(fixed), *[fixed + slot for slot in needs])
     dout, *rest = upstream
     dout = call.turn(dout)
     dlse = rest[0] if rest else dout.new_zeros(_rows(call), dtype=_dtype(program, call))
     above = [_laid(dout, recipe.packed), _laid_rows(dlse, recipe.packed)]
-    given = [_laid(call.turn(x), recipe.packed) if n < 3 else x for n, x in enumerate(tangents)]
+    given = [
+        repeated(_laid(call.turn(x), recipe.packed), shares[n]) if n < 3 else x
+        for n, x in enumerate(tangents)
+    ]
     level = Pull(Attention(recipe.kinds(len(tensors))), by)
     floating = tuple([n for n, x in enumerate((*tensors, *above)) if x.is_floating_point()])
     found = applied(Pull(level, floating), recipe, *tensors, *above, *given)
     placed = dict(zip(floating, found, strict=True))
     of_tensors = [
-        call.turn(_unlaid(placed[n], recipe.packed)) if n < 3 else placed.get(n) for n in range(len(tensors))
+        call.turn(_unlaid(summed(placed[n], shares[n]), recipe.packed)) if n < 3 else placed.get(n)
+        for n in range(len(tensors))
     ]
     of_out = call.turn(_unlaid(placed[len(tensors)], recipe.packed))
     of_lse = placed[len(tensors) + 1]
@@ -75,6 +81,11 @@ def _split(program: Published, call: Call) -> tuple[Recipe, list[Tensor]]:
     recipe = Recipe(program, tuple(call.scalars), call.scale, bool(sinks), call.lengths)
     qkv = [_laid(x, recipe.packed) for x in (call.q, call.kv.k, call.kv.v)]
     return recipe, [*qkv, *sinks, *call.operands]
+
+
+def _of_kv_heads(call: Call) -> Call:
+    """The same call with as many heads of k as of v; these are copied where they differ. Differentiable."""
+    return call._replace(kv=Contiguous(*of_kv_heads(call.kv.k, call.kv.v)))
 
 
 def _laid(x: Tensor, packed: bool) -> Tensor:

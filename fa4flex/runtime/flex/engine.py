@@ -42,6 +42,7 @@ from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, class
 from fa4flex.runtime.flex.compiled import Attend, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting
 from fa4flex.runtime.flex.refusals import places_of, refuse_precision, refuse_schedule
+from fa4flex.runtime.kv_heads import of_kv_heads
 from fa4flex.torch_internals import current_stream
 
 MOST_READY, MOST_COMPILED, MOST_NUMBERS = 256, 64, 1024
@@ -204,6 +205,7 @@ class Ready:
             q, k, v = (_before_ends if lengths.cu_seqlens_q is None else _inside)(call, tables)
         if self.padded_to != (0, 0):
             q, k, v = self._wide(q, k, v)
+        k, v = of_kv_heads(k, v)
         recent = self._now(scalars, q, recent)
         blocks = None
         if self.classes is not None:
@@ -320,7 +322,7 @@ def _made(engine: Engine, call: Call) -> Ready:
     compiled = not on_cpu or not (trains or wanted.lse or wanted.max_scores or wanted.sinks)
     widths = q.shape[-1], kv.v.shape[-1]
     short = (0, 0) if not compiled else tuple(max(LEAST_WIDTH - width, 0) for width in widths)
-    heads = q.shape[1], kv.k.shape[1]
+    heads = q.shape[1], kv.k.shape[1], kv.v.shape[1]
     key = made.text, compiled, q.dtype, q.device, heads, widths, grad, tuple(sorted(wanting)), trains
     classes = None if made.mask is None else classifier(facts.mask, operands, setting)
     functions = [x for x in (made.score, made.mask) if x is not None]

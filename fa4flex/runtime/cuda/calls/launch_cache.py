@@ -110,8 +110,9 @@ def _loaded(call: Call) -> tuple[Key, Extents] | None:
     else:
         batch, q_heads, length = cu.shape[0] - 1, q.shape[1], q.shape[0]
         looks = heads_look(q), heads_look(k), heads_look(v)
-    agree = kv.sequences == used.shape[0] == batch and k.shape[:3] == v.shape[:3]
-    sizes = q_heads, k.shape[heads], q.shape[-1], k.shape[3], v.shape[3], k.shape[rows]
+    pools = k.shape[0] == v.shape[0] and k.shape[rows] == v.shape[rows]
+    agree = kv.sequences == used.shape[0] == batch and pools
+    sizes = q_heads, k.shape[heads], v.shape[heads], q.shape[-1], k.shape[3], v.shape[3], k.shape[rows]
     return (call.heads_first, agree, sizes, *looks), (batch, length, kv.longest(rows))
 
 

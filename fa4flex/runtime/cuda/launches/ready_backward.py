@@ -15,6 +15,7 @@ from fa4flex.compiler.background import Awaited
 from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
 from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
+from fa4flex.primitives.heads import ALIKE, Shares
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.conversions import compact
 from fa4flex.runtime.cuda.device.counters import counters
@@ -67,6 +68,7 @@ class ReadyBackward:
     reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
     groups      where query heads share keys: in how many parts they are taken
+    shares      KV heads that share a head of k, and of v
     lengths     what corrects the lengths of a ragged batch
     answers     to questions about speed that the kernel was planned with
     until       what is to replace it, where it serves until a faster kernel is compiled
@@ -84,6 +86,7 @@ class ReadyBackward:
     reach: Reach
     lengths: LengthsKernel | None = None
     groups: Groups | None = None
+    shares: Shares = ALIKE
     answers: Answers = NO_ANSWERS
     until: Awaited | None = None
 
@@ -97,7 +100,7 @@ class ReadyBackward:
         if not self.stores_dq:
             dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
         dq, dk, dv = _like(q), _like(k), _like(v)
-        parts = None if self.groups is None else _parts(self.groups, call, dk, dv)
+        parts = self.parts(call, dk, dv)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
             for x in parts or (dk, dv):
                 x.zero_()
@@ -116,6 +119,16 @@ class ReadyBackward:
             return Gradients(dq, dk, dv, dsinks, ())
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
+
+    def parts(self, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor] | None:
+        """Memory for dK and dV as blocks write them where they are added up afterwards, else None."""
+        if self.groups is None and self.shares == ALIKE:
+            return None
+        parts = 1 if self.groups is None else self.groups.parts(*extents_of(call.extents()))
+        if self.shares == ALIKE:
+            return _parts(parts, call, dk, dv)
+        of_k, of_v = (parts * share for share in self.shares)
+        return _shared(call, dk, of_k), _shared(call, dv, of_v)
 
     def padded(self, call: Call, rows: int) -> int:
         """Rows of a head's statistics and sums: whole blocks, of each sequence of a packed batch."""
@@ -147,9 +160,17 @@ def _rows_like(lse: Tensor, rows: int) -> Tensor:
     return _like(lse) if rows == lse.shape[-1] else lse.new_empty((*lse.shape[:-1], rows))
 
 
-def _parts(groups: Groups, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+def _shared(call: Call, of_heads: Tensor, parts: int) -> Tensor:
+    """Memory for the parts of dK or dV, which is its own where there is one."""
+    if parts == 1:
+        return of_heads
+    shape = list(of_heads.shape)
+    shape[-3 if call.heads_first and not call.packed else -2] *= parts
+    return of_heads.new_empty(shape)
+
+
+def _parts(parts: int, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
     """Memory for dK and dV of parts of groups, which is that of dK and dV where there is one part each."""
-    parts = groups.parts(*extents_of(call.extents()))
     if parts == 1:
         return dk, dv
     heads = -3 if call.heads_first and not call.packed else -2
