@@ -22,7 +22,15 @@ from torch.overrides import TorchFunctionMode
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
 
-__all__ = ["allowed_pairs", "attention", "modified_scores", "sequence_ranges", "unpage", "varlen"]
+__all__ = [
+    "allowed_pairs",
+    "attention",
+    "modified_scores",
+    "sequence_ranges",
+    "skip_bound",
+    "unpage",
+    "varlen",
+]
 
 Mod = Callable[..., Any]
 Ranges = list[tuple[int, int]]
@@ -157,6 +165,21 @@ def attention(
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
     out, lse = _softmax(logits, v)
     return modified_output(out, output_mod), lse
+
+
+def skip_bound(skip: float, v: Tensor, allowed: Tensor, sinks: bool = False) -> Tensor:
+    """What each element of an output may be off by under `Precision(skip=skip)`: [B, H, Sq, Dv], float64.
+
+    v [B, Hkv, Skv, Dv], allowed [B, H, Sq, Skv]. It is skip times the range of the channel's values at the
+    allowed keys, with 0 among them where there are sinks; 0 for a query without keys.
+    """
+    values = v.double().repeat_interleave(allowed.shape[1] // v.shape[1], 1).unsqueeze(2)
+    there = allowed.unsqueeze(-1)
+    most = torch.where(there, values, -math.inf).amax(3)
+    least = torch.where(there, values, math.inf).amin(3)
+    if sinks:
+        most, least = most.clamp(min=0), least.clamp(max=0)
+    return torch.where(allowed.any(-1, keepdim=True), skip * (most - least), 0)
 
 
 def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -216,7 +216,7 @@ def run(
     if copy is not None:
         return copy.results(run(now, copy.q, copy.kv, copy.varlen, statistics))
     call = call_of(now, q, kv, varlen, statistics)
-    _check_call(now, q, kv, varlen, call.operands)
+    check_call(now, q, kv, varlen, call.operands)
     return _by_operator(now, call, seen)
 
 
@@ -276,7 +276,7 @@ def _by_kernels(
     new = ready is MISSING
     if new:
         kv.fits(q, varlen)
-        _check_call(now, q, kv, varlen, call.operands)
+        check_call(now, q, kv, varlen, call.operands)
         if trains:
             compile_ahead(engine, call, "lse" in statistics)
         try:
@@ -348,7 +348,7 @@ def _single_queries(
     return None if result is None else (call.turn(result[0]), result[1], None)
 
 
-def _check_call(
+def check_call(
     now: Calling, q: Tensor, kv: KeySource, varlen: Varlen | None, operands: tuple[Tensor, ...]
 ) -> None:
     """Raise InputError or UnsupportedError unless queries, keys and captured tensors fit."""

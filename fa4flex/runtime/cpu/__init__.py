@@ -2,8 +2,13 @@
 
 from fa4flex.runtime.cpu.backward import Gradients, backward
 from fa4flex.runtime.cpu.few import single_queries
-from fa4flex.runtime.cpu.forward import forward, outputs
-from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences
+from fa4flex.runtime.cpu.forward import forward, outputs, skipped
+from fa4flex.runtime.cpu.sequences import (
+    Sequences,
+    backward_sequences,
+    forward_sequences,
+    skipped_sequences,
+)
 from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs
 
@@ -18,4 +23,6 @@ __all__ = [
     "forward_sequences",
     "outputs",
     "single_queries",
+    "skipped",
+    "skipped_sequences",
 ]

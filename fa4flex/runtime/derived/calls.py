@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.primitives.precision import refuse_skip
 from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.derived.parts import Attention, Pull, Recipe, applied
 from fa4flex.runtime.programs import Published
 from fa4flex.torch_internals import is_functional
+
+_EXACT = (
+    "forward mode, second derivatives or transforms of torch.func",
+    "they are derivatives of the exact function, whose values the forward pass does not have",
+)
 
 
 def attend(program: Published, call: Call) -> Results:
@@ -24,6 +30,7 @@ def attend(program: Published, call: Call) -> Results:
             "out and lse",
             "leave it out, or ask for it in a call of its own, outside",
         )
+    refuse_skip(program.precision.skip, *_EXACT)
     recipe, tensors = _split(program, call)
     if any(map(is_functional, tensors)):
         raise UnsupportedError(
@@ -47,6 +54,7 @@ def second_derivatives(
 
     tangents   one for each gradient: of q, k, v, sinks, and the operands in slots `needs`
     """
+    refuse_skip(program.precision.skip, *_EXACT)
     turned = call.turned()
     recipe, tensors = _split(program, turned)
     fixed = 3 + recipe.sinks
