@@ -200,6 +200,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         "out_dtype": dtype if output is None else dtype_name(output),
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
+        "skip": variant.precision.skip,
     }
     known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(

@@ -21,6 +21,7 @@ class Inputs:
     sinks           a learnable logit per head joins the denominator
     statistics      which of Problem's STATISTICS are written
     positive_scale  the softmax scale is positive
+    skip            probability that each query may leave out
     captured        (dtype name, shape) of each captured tensor
     """
 
@@ -37,6 +38,7 @@ class Inputs:
     statistics: tuple[str, ...] = ("lse",)
     positive_scale: bool = True
     captured: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    skip: float = 0.0
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:

@@ -42,6 +42,8 @@ class Problem:
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
     output                 a function of the output is applied before it is written
+    skip                   probability that each query may leave out: kernels may leave out tiles of keys that
+                           hold less than their share of it, of forward passes
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -89,6 +91,7 @@ class Problem:
     deterministic: bool = False
     row_ends: int = 0
     output: bool = False
+    skip: float = 0.0
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -159,6 +162,7 @@ class Problem:
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
+        extras += [f"skipping up to {self.skip:g}"] * bool(self.skip)
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
