@@ -32,6 +32,7 @@ Per = Literal["key", "work", "later", "block"]
 block."""
 Action = Literal[
     "acquire", "load", "fill", "wait", "release",  # stages of rings, which copies load or their role fills
+    "forgo",  # a stage is handed over without the copy that would fill it
     "arrive", "await",  # other mbarriers
     "announce",  # bytes that a role of the other CTA has copied here, which counts as its own arrival
     "issue", "finish", "commit", "softmax",  # products; `commit` arrives, once those issued are done
@@ -41,7 +42,7 @@ Action = Literal[
 ]  # fmt: skip
 WORDS: dict[str, str] = {
     "acquire": "wait for a free stage of {}", "load": "start the copy of {}",
-    "fill": "fill {}", "wait": "wait for {}", "release": "free {}",
+    "fill": "fill {}", "forgo": "leave {} out", "wait": "wait for {}", "release": "free {}",
     "arrive": "arrive at {}", "await": "wait for {}", "announce": "announce {}",
     "issue": "start {}", "finish": "wait for {}", "commit": "signal {} when all this is done",
     "softmax": "softmax",
@@ -102,7 +103,7 @@ class Event:
         indexed = self.per == "key" and not self.is_timeless
         index = "_j" + (f"{offset:+d}" if offset else "") if indexed else ""
         words = WORDS[self.action].format(self.target + index)
-        if self.action in ("issue", "finish"):
+        if self.action in ("load", "issue", "finish"):
             words += " unless its tile is left out" * self.maybe
         else:
             words += " where a sequence ends" * self.maybe
