@@ -57,14 +57,14 @@ class Forward(SplitForward):
         return q, *stage_layouts(self.config, kind)
 
     def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
-        members = {
-            "barriers": room(self.barriers),
+        members = {"barriers": room(self.barriers)}
+        if self.config.skip:
+            members["asked"] = cute.struct.MemRange[Int32, self.config.kv_stages]
+        members |= {
             "queries": tile_room(kind, cute.cosize(layouts[0])),
             "keys": tile_room(kind, cute.cosize(layouts[1])),
             "values": tile_room(kind, cute.cosize(layouts[2])),
         }
-        if self.config.skip:
-            members["asked"] = cute.struct.MemRange[Int32, self.config.kv_stages]
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel

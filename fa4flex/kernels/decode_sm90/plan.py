@@ -141,7 +141,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
     if _skip(problem):
-        return lay_out({**sizes, "asked": NUMBER * kv_stages}, {}, 5 * kv_stages, target)
+        return lay_out({"asked": NUMBER * kv_stages, **sizes}, {}, 5 * kv_stages, target)
     return lay_out(sizes, {}, 4 * kv_stages, target)
 
 
