@@ -27,7 +27,6 @@ from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
-from fa4flex.kernels.plan.skipping import explain_skip
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
@@ -124,7 +123,6 @@ class DecodePlan(FewRowsPlan):
         return [
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
-            *explain_skip(self.skip, "all rows"),
             *["  values are brought when a tile's scores are known to count"] * bool(self.skip),
         ]
 

@@ -7,14 +7,20 @@ from dataclasses import replace
 from fa4flex.kernels.plan.topology import Event, Events, Role, Topology
 
 
-def explain_skip(skip: float, rows: str) -> list[str]:
-    """Nothing where nothing may be left out. rows: those that a tile is left out for together."""
+def explain_skip(skip: float, rows: str, what: str = "exponentials and values") -> list[str]:
+    """Nothing where nothing may be left out. rows: those that a tile is left out for together; what: of it is
+    left out."""
     if not skip:
         return []
     return [
         f"  a tile of keys is left out where each score of {rows} is at most the row's maximum in use less"
-        f" log(n / {skip:g}), of n keys of all tiles: neither exponentials nor values"
+        f" log(n / {skip:g}), of n keys of all tiles: its {what}"
     ]
+
+
+def explain_exact(skip: float) -> list[str]:
+    """Words of a kernel that leaves out nothing, where something may be."""
+    return [f"  this kernel leaves out no tile of keys for skip={skip:g}: it is exact"] if skip else []
 
 
 def skipping(topology: Topology, passes: bool = False) -> Topology:
