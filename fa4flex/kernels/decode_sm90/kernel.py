@@ -39,8 +39,8 @@ class Forward(SplitForward):
         self.config = config
         self.hooks = hooks
         self.barriers = barrier_table(config.kv_stages, config.gather_warps, asks=bool(config.skip))
-        self.producer = (AskedProducer if config.skip else Producer)(config, hooks)
-        self.consumer = (AskingConsumer if config.skip else Consumer)(config, hooks)
+        self.producer: Any = (AskedProducer if config.skip else Producer)(config, hooks)
+        self.consumer: Any = (AskingConsumer if config.skip else Consumer)(config, hooks)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:

@@ -66,7 +66,7 @@ class Place:
 
 
 class Softmax:
-    largest_of = staticmethod(largest_of)
+    largest_of: Any = staticmethod(largest_of)
 
     def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
