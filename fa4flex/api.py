@@ -146,6 +146,30 @@ class Attention:
         chosen, variant = (rows, options.pop("reduce", None)), self._at_call(**refuse_sources(options))
         return probabilities_of(variant, self._caller, (q, k, lse), varlen, chosen)
 
+    @on_the_host
+    def skipped(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        varlen: Varlen | None = None,
+        blocks: BlockMap | BlockMask | None = None,
+        scale: float | None = None,
+        sinks: Tensor | Sinks | None = None,
+    ) -> Tensor:
+        """Share of the keys of each query's tiles that a call leaves out by `Precision(skip=...)`.
+
+        Arguments are those of a call, of tensors on a CPU. Returns float32 [B, Hq, Sq], or [Hq, Tq] packed,
+        from 0 to 1; 0 for a query whose tiles are all empty, and without skip. This is a forward pass of its
+        own. Raises UnsupportedError for tensors on a GPU, whose kernels do not count.
+        """
+        from fa4flex.runtime.skipped import skipped
+
+        changed = blocks is not None or scale is not None or sinks is not None
+        variant = self._at_call(blocks, scale, sinks) if changed else self.variant
+        return skipped(variant, self._caller, (q, k, v), varlen)
+
     def _at_call(
         self,
         blocks: BlockMap | BlockMask | None = None,

@@ -23,7 +23,8 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
 
 __all__ = [
-    "allowed_pairs", "attention", "modified_scores", "probabilities", "sequence_ranges", "unpage", "varlen",
+    "allowed_pairs", "attention", "modified_scores", "probabilities", "sequence_ranges", "skip_bound", "unpage",
+    "varlen",
 ]  # fmt: skip
 
 Mod = Callable[..., Any]
@@ -184,6 +185,21 @@ def probabilities(
     allowed = allowed_pairs(mask, (*q.shape[:3], k.shape[2])) & seen
     scores = modified_scores(scale * (q.double() @ keys.mT), allowed, score_mod)
     return torch.exp(scores - torch.where(seen, lse.double()[..., None], 0))
+
+
+def skip_bound(skip: float, v: Tensor, allowed: Tensor, sinks: bool = False) -> Tensor:
+    """What each element of an output may be off by under `Precision(skip=skip)`: [B, H, Sq, Dv], float64.
+
+    v [B, Hkv, Skv, Dv], allowed [B, H, Sq, Skv]. It is skip times the range of the channel's values at the
+    allowed keys, with 0 among them where there are sinks; 0 for a query without keys.
+    """
+    values = v.double().repeat_interleave(allowed.shape[1] // v.shape[1], 1).unsqueeze(2)
+    there = allowed.unsqueeze(-1)
+    most = torch.where(there, values, -math.inf).amax(3)
+    least = torch.where(there, values, math.inf).amin(3)
+    if sinks:
+        most, least = most.clamp(min=0), least.clamp(max=0)
+    return torch.where(allowed.any(-1, keepdim=True), skip * (most - least), 0)
 
 
 def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

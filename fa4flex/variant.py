@@ -19,7 +19,7 @@ from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.output import OutputMod, as_output
-from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.precision import Precision, check_skip
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.score import ScoreMod, as_score
 from fa4flex.primitives.sinks import Sinks
@@ -139,6 +139,7 @@ def compose(
             '"bhsd" (batch, heads, sequence, head_dim) or "bshd"',
             "transpose other layouts: a strided view costs no copy",
         )
+    check_skip(data.get("precision", _PRECISION), {"backend": backend})
     return Variant(
         score_mod=None if score_mod is None else as_score(score_mod),
         mask=None if mask is None else as_mask(mask),

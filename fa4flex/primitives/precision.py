@@ -1,8 +1,10 @@
-"""Precision: the dtype of scores, softmax and sums, and the dtype of the output."""
+"""Precision: the dtypes of scores, softmax, sums and output, and the probability that may be left out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -35,15 +37,21 @@ _NOT_BUILT = {
 class Precision:
     """compute  "auto": float32, and float64 for float64 inputs; or "float32" / "float64" for all inputs
     output   dtype of the output; None means that of q
+    skip     probability that each query may leave out, 0 <= skip < 1: tiles of keys that are proved to hold
+             less than their share of it take neither exponentials nor values. None and 0 leave out nothing
 
-    The LSE has the dtype of the computation. Raises UnsupportedError for meaningful but unsupported
-    dtypes (fp8, half-precision sums), InputError for anything else.
+    Each element of an output is off by at most skip * (max v - min v), over the values of its channel at the
+    allowed keys, and 0 where there are sinks; the LSE is lower by at most -log(1 - skip). docs/primitives.md
+    has the proof. The LSE has the dtype of the computation. Raises UnsupportedError for meaningful but
+    unsupported dtypes (fp8, half-precision sums), InputError for anything else.
     """
 
     compute: str = "auto"
     output: torch.dtype | None = None
+    skip: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", _share(self.skip))
         name = str(self.compute).removeprefix("torch.")
         if name in _NOT_BUILT:
             reason, instead = _NOT_BUILT[name]
@@ -70,3 +78,35 @@ class Precision:
     def output_dtype(self, inputs: torch.dtype) -> torch.dtype:
         """The dtype of the output for inputs of dtype `inputs`."""
         return inputs if self.output is None else self.output
+
+
+def _share(skip: object) -> float:
+    if skip is None:
+        return 0.0
+    if isinstance(skip, bool) or not isinstance(skip, Real) or not 0 <= float(skip) < 1:
+        raise InputError(
+            f"skip={skip!r}",
+            "the probability that a query may leave out, at least 0 and below 1",
+            "use 1e-3, or 0 to leave out nothing",
+        )
+    return float(skip)
+
+
+BY_FLEX = 'backend "flex"', "torch's kernels leave out no tile for its scores"
+"""What torch's flex_attention is refused with, and why."""
+
+
+def check_skip(precision: Precision, composed: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what Precision(skip=...) cannot be combined with in a variant."""
+    if composed["backend"] == "flex":
+        refuse_skip(precision.skip, *BY_FLEX)
+
+
+def refuse_skip(skip: float, beside: str, reason: str) -> None:
+    """Raise UnsupportedError if something may be left out beside what allows no such bound."""
+    if skip:
+        raise UnsupportedError(
+            f"Precision(skip={skip:g}) with {beside}: {reason}",
+            "skip=0, which leaves out nothing",
+            f"leave skip out, or leave out {beside}",
+        )

@@ -38,6 +38,14 @@ def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     return result.out, result.lse, result.max_scores, result.total
 
 
+def skipped(program: Published, call: Call) -> Tensor:
+    """Share of the keys of each query's tiles that the forward pass leaves out, laid out as the lse."""
+    inputs, sequences = inputs_of_call(program, call), sequences_of_call(call)
+    if sequences is None:
+        return cpu.skipped(program.facts, inputs)
+    return cpu.skipped_sequences(program.facts, inputs, sequences)
+
+
 def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of single queries, which capture no tensors: see cpu.single_queries."""
     return cpu.single_queries(program.facts, inputs_of_call(program, call))
@@ -114,6 +122,7 @@ def inputs_of_call(program: Published, call: Call) -> cpu.Inputs:
         output=precision.output_dtype(q.dtype),
         tile=program.schedule.tile,
         contents=program.schedule.contents,
+        skip=precision.skip,
     )
 
 

@@ -125,8 +125,8 @@ class Call(NamedTuple):
         kind = Shape if self.lengths is NO_LENGTHS and kv.seqused_k is None else Ragged
         return kind(q[0], q[heads], q[rows], kv.longest(rows))
 
-    def inputs(self, out_dtype: torch.dtype) -> Inputs:
-        """Inputs of all calls that look like this one, from tensors alone."""
+    def inputs(self, out_dtype: torch.dtype, skip: float = 0.0) -> Inputs:
+        """Inputs of all calls that look like this one, from tensors alone, and of their precision."""
         dense, kv = self.lengths is NO_LENGTHS, self.kv
         paged = kv.seqused_k is not None
         return Inputs(
@@ -142,6 +142,7 @@ class Call(NamedTuple):
             sinks=self.sinks is not None,
             statistics=self.statistics,
             positive_scale=self.scale > 0,
+            skip=skip,
             captured=tuple((name_of(x.dtype), tuple(x.shape)) for x in self.operands),
             shares=self.shares,
         )

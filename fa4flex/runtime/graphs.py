@@ -248,6 +248,8 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     def plain(x: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return tuple(map(plain, x))
+        if isinstance(x, torch.SymFloat):
+            return float(x)
         return int(x) if isinstance(x, torch.SymInt) else x
 
     return {name: plain(x) for name, x in options.items()}

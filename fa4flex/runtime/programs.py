@@ -79,6 +79,7 @@ class Published:
             "compute": self.precision.compute,
             "output": None if output is None else str(output).removeprefix("torch."),
             "backend": self.backend,
+            "skip": self.precision.skip,
         }
         return json.dumps(fields, separators=(",", ":"))
 
@@ -146,7 +147,8 @@ def read(text: str) -> Published:
         fields = json.loads(text)
         version, output = fields["format"], fields["output"]
         roots = parse(fields["program"])
-        precision = Precision(fields["compute"], None if output is None else getattr(torch, output))
+        output = None if output is None else getattr(torch, output)
+        precision = Precision(fields["compute"], output, fields.get("skip", 0.0))
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error

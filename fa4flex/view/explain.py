@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -111,8 +112,22 @@ def _composition(program: Program) -> list[str]:
         lines.append(
             f"sinks       {variant.sinks.now().shape[0]} logits, one per query head, in the denominator"
         )
+    if variant.precision.skip:
+        lines += _skip(variant.precision.skip, variant.sinks is not None)
     lines.append(f"layout      {variant.layout}")
     return [*lines, *_alignment(program)]
+
+
+def _skip(skip: float, sinks: bool) -> list[str]:
+    """What may be left out, and what that can do to results."""
+    zero = ", and 0" * sinks
+    return [
+        f"skip        key tiles are left out that hold at most {skip:g} of a query's probability together",
+        f"  output: off by at most {skip:g} * (max v - min v) of a channel's allowed values{zero}",
+        f"  log-sum-exp: lower by at most {-math.log1p(-skip):.3g}",
+        "  backward: leaves out nothing; probabilities are exp(score - lse), at most"
+        f" 1 / (1 - {skip:g}) of the exact ones",
+    ]
 
 
 _LENGTHS = apply("sub", sym("kv_len"), sym("q_len"))
@@ -204,7 +219,7 @@ def _cpu_tiles(program: Program, chosen: Setting) -> TileMap:
 def _gathered(program: Program, chosen: Setting) -> TileMap | None:
     from fa4flex.runtime.cpu.scattered import scattered_tiles
 
-    if program.variant.schedule.tile is not None:
+    if program.variant.schedule.tile is not None or program.variant.precision.skip:
         return None
     return scattered_tiles(
         program.facts, chosen.shape, program.captured(), torch.float32, program.variant.schedule.contents
@@ -333,6 +348,8 @@ def _place(program: Program, chosen: Setting) -> list[str]:
     return [
         f"forward and backward, {tiles}",
         *_fused(program),
+        *["a tile is left out for a head where its scores tell; the last keys come first"]
+        * bool(precision.skip),
         f"scores, softmax and sums in {compute}",
         "empty tiles are not loaded, full tiles do not evaluate the mask; the same bits at every run",
     ]
@@ -345,6 +362,7 @@ def _fused(program: Program) -> list[str]:
 
     variant = program.variant
     exact = variant.precision.compute == "float64" or variant.schedule.tile is not None
+    exact = exact or bool(variant.precision.skip)
     if fused_kernel is None or exact or program.facts.score is not SCORE:
         return []
     power = LEAST_PRODUCTS.bit_length() - 1

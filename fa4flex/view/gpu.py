@@ -220,6 +220,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         "out_dtype": dtype if output is None else dtype_name(output),
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
+        "skip": variant.precision.skip,
     }
     of_keys = changes.pop("kv_heads", shape.heads)
     shares = Shares.of(of_keys, changes.pop("v_heads", of_keys))

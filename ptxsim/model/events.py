@@ -230,9 +230,11 @@ def _sent(instruction: Instruction) -> Observer:
 
 
 def _barrier(instruction: Instruction) -> Observer:
-    number = read(instruction.operands[0], "u32")
-    count = read(instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
-    stays = instruction.has("sync")
+    reduces = instruction.has("red")  # between its result and the predicate that it reduces
+    place, *threads = instruction.operands[1:-1] if reduces else instruction.operands
+    number = read(place, "u32")
+    count = read(threads[0], "u32") if threads else None
+    stays = instruction.has("sync") or reduces
 
     def before(warp: Warp, mask: Mask) -> Any:
         lane = lanes_of(mask)[0]

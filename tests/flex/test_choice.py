@@ -159,6 +159,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         Schedule(deterministic=True), False, True
     ),
     "Precision(compute=": lambda: called(precision=Precision(compute="float64")),
+    "Precision(skip=": lambda: called(precision=Precision(skip=1e-3)),
     "Precision(output=": lambda: called(dtype=torch.bfloat16, precision=Precision(output=torch.float32)),
     "float64 tensors on a GPU": lambda: refusals.refuse_precision(Precision(), torch.float64, False),
     "torch.searchsorted": lambda: called(score_mod=searching),

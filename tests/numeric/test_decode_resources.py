@@ -44,6 +44,14 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         ROWS_OF_PAGES,
     ),
     "causal 64, rows of pages": ({"mask": causal}, 64, ROWS_OF_PAGES),
+    "alibi 128, skipping": ({"score_mod": alibi, "mask": causal}, 128, {"skip": 1e-3}),
+    "soft cap, window 192, skipping": (
+        {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
+        192,
+        {"skip": 1e-3},
+    ),
+    "causal 64, skipping, used lengths": ({"mask": causal}, 64, {**USED, "skip": 1e-3}),
+    "alibi 256, skipping": ({"score_mod": alibi, "mask": causal}, 256, {"skip": 1e-3}),
     "causal 128, float32 output": ({"mask": causal}, 128, {"out_dtype": "float32"}),
 }
 """Composition, width of heads, and fields of Inputs."""

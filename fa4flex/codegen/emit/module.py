@@ -375,9 +375,16 @@ def _rate_of(hook: str, root: Expr) -> Rate:
     return "element" if wanted else "pair"
 
 
+DEFAULT = "default"
+"""Metadata of fields of a config that a module does not name where they have this value: modules stay as they
+are for all who do not ask for them."""
+_TOLD = object()
+
+
 def _config(config: Any) -> list[str]:
     """All fields, so that a default that changes later changes no module that exists."""
-    return call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in fields(config)])
+    told = [f for f in fields(config) if getattr(config, f.name) != f.metadata.get(DEFAULT, _TOLD)]
+    return call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in told])
 
 
 def _dataclasses_of(config: Any) -> list[tuple[str, list[str]]]:

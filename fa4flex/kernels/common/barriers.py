@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any
 
-from cutlass import Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow
 
@@ -49,6 +51,29 @@ def initialise(table: BarrierTable, storage: Any) -> None:
 def sync(named: NamedRow, unit: Any = 0, stage: Any = 0) -> None:
     """Arrive at a named barrier, and wait for all others."""
     cute.arch.barrier(barrier_id=named.at(unit, stage), number_of_threads=named.threads)
+
+
+def any_of(named: NamedRow, predicate: Boolean, unit: Any = 0) -> Boolean:
+    """Arrive at a named barrier and wait for all others, to learn whether the predicate is true of some
+    thread."""
+    found = _any_of(Int32(named.at(unit)), Int32(named.threads), Int32(predicate))
+    return cute.arch.make_warp_uniform(found) != 0
+
+
+@dsl_user_op
+def _any_of(number: Int32, threads: Int32, given: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [x.ir_value(loc=loc, ip=ip) for x in (number, threads, given)],
+            "{ .reg .pred mine, some; setp.ne.b32 mine, $3, 0;"
+            " barrier.cta.red.or.pred some, $1, $2, mine; selp.b32 $0, 1, 0, some; }",
+            "=r,r,r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
 
 
 def arrive(named: NamedRow, unit: Any = 0, stage: Any = 0) -> None:

@@ -51,6 +51,11 @@ class DecodePlan(decode.DecodePlan):
     purpose: ClassVar[str] = "few query rows over an 8-bit cache"
 
     @property
+    def skip(self) -> float:
+        """0: the kernel leaves out nothing."""
+        return 0.0
+
+    @property
     def tile(self) -> tuple[int, int]:
         return self.row_warps * ROWS, self.tile_n
 

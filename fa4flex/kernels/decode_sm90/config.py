@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fa4flex.kernels.plan.lengths import Lengths
@@ -25,6 +25,7 @@ class Config(Gathering):
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
+    skip                     probability that each row may leave out, by tiles of keys
     """
 
     head_dim: int
@@ -43,6 +44,7 @@ class Config(Gathering):
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+    skip: float = field(default=0.0, metadata={"default": 0.0})
 
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True

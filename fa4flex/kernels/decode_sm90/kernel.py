@@ -12,14 +12,14 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, room
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
@@ -31,15 +31,16 @@ from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
 from fa4flex.kernels.decode_sm90.resources import Shared
 from fa4flex.kernels.decode_sm90.roles import barrier_table
+from fa4flex.kernels.decode_sm90.skipping import Asked, AskedProducer, AskingConsumer, asked_of
 
 
 class Forward(SplitForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.barriers = barrier_table(config.kv_stages, config.gather_warps)
-        self.producer = Producer(config, hooks)
-        self.consumer = Consumer(config, hooks)
+        self.barriers = barrier_table(config.kv_stages, config.gather_warps, asks=bool(config.skip))
+        self.producer: Any = (AskedProducer if config.skip else Producer)(config, hooks)
+        self.consumer: Any = (AskingConsumer if config.skip else Consumer)(config, hooks)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
@@ -56,8 +57,10 @@ class Forward(SplitForward):
         return q, *stage_layouts(self.config, kind)
 
     def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
-        members = {
-            "barriers": room(self.barriers),
+        members = {"barriers": room(self.barriers)}
+        if self.config.skip:
+            members["asked"] = cute.struct.MemRange[Int32, self.config.kv_stages]
+        members |= {
             "queries": tile_room(kind, cute.cosize(layouts[0])),
             "keys": tile_room(kind, cute.cosize(layouts[1])),
             "values": tile_room(kind, cute.cosize(layouts[2])),
@@ -81,6 +84,11 @@ class Forward(SplitForward):
         storage = SmemAllocator().allocate(self.storage(layouts, kind))
         shared = self.shared(storage, layouts)
         pipes = self.pipes(storage, shared)
+        asked = None
+        if const_expr(self.config.skip):
+            asked = asked_of(storage, self.config.kv_stages, pipes.asked_full)
+            if warp == 0:
+                initialise(self.barriers, storage)
         part = part_of(cute.arch.block_idx()[0], arguments)
         # The same in all lanes, which the compiler does not see: it would move numbers of stages, which
         # follow from a block's part, from each lane's registers before every product.
@@ -90,7 +98,7 @@ class Forward(SplitForward):
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, transfers, shared, pipes, mma)
+            self.work(arguments, part, transfers, shared, (pipes, asked), mma)
 
     @cute.jit
     def work(
@@ -99,18 +107,26 @@ class Forward(SplitForward):
         part: Part,
         transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
-        pipes: cutlass.Constexpr[Pipes],
+        handed: cutlass.Constexpr[tuple[Pipes, Asked | None]],
         mma: tuple[cute.TiledMma, cute.TiledMma],
     ) -> None:
         """A part of the keys, by two roles."""
+        pipes, asked = handed
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if self.config.brings(warp):
-                self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
+                stages = Stages(shared.k, shared.v, pipes.k, pipes.v)
+                if const_expr(asked is None):
+                    self.producer.run(arguments, part, transfers, stages)
+                else:
+                    self.producer.run_asked(arguments, part, transfers, stages, asked)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consumer.run(arguments, part, shared, pipes, mma)
+            if const_expr(asked is None):
+                self.consumer.run(arguments, part, shared, pipes, mma)
+            else:
+                self.consumer.run_asking(arguments, part, shared, pipes, mma, asked)
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
         q, k, v = layouts

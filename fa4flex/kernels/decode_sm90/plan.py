@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.kernels.decode_sm90.config import Config
-from fa4flex.kernels.decode_sm90.topology import decode_topology
+from fa4flex.kernels.decode_sm90.topology import decode_topology, skipping_topology
 from fa4flex.kernels.fwd_sm90.plan import plan_hopper
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need
 from fa4flex.kernels.fwd_sm90.tiles import pad
@@ -22,7 +22,7 @@ from fa4flex.kernels.plan.few_rows import (
     share_of,
     takes,
 )
-from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
@@ -58,10 +58,18 @@ class DecodePlan(FewRowsPlan):
         """The shared-memory map of a block."""
         return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
 
+    @property
+    def skip(self) -> float:
+        """Probability that each row may leave out. Values of keys in pages are never left out: what finds
+        them runs ahead of what is known of scores."""
+        return _skip(self.problem)
+
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         clears = self.config().clears
+        if self.skip:
+            return skipping_topology(*self.widths, self.tile_n, self.kv_stages, clears, self.tile_copies)
         return decode_topology(*self.widths, self.tile_n, self.kv_stages, clears, self.tile_copies)
 
     @property
@@ -88,6 +96,7 @@ class DecodePlan(FewRowsPlan):
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
+            skip=self.skip,
         )
 
     def check_threads(self) -> None:
@@ -114,7 +123,12 @@ class DecodePlan(FewRowsPlan):
         return [
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
+            *["  values are brought when a tile's scores are known to count"] * bool(self.skip),
         ]
+
+
+def _skip(problem: Problem) -> float:
+    return 0.0 if problem.keys.loaded else problem.skip
 
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
@@ -124,6 +138,8 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
+    if _skip(problem):
+        return lay_out({"asked": NUMBER * kv_stages, **sizes}, {}, 5 * kv_stages, target)
     return lay_out(sizes, {}, 4 * kv_stages, target)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fa4flex.kernels.fwd_sm100.roles import Handed
@@ -85,6 +85,7 @@ class Config:
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
+    skip                     probability that each row may leave out, by tiles of keys
     """
 
     head_dim: int
@@ -113,6 +114,7 @@ class Config:
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+    skip: float = field(default=0.0, metadata={"default": 0.0})
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""

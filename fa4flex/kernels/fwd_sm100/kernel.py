@@ -47,6 +47,7 @@ from fa4flex.kernels.fwd_sm100.roles import (
     barrier_table,
 )
 from fa4flex.kernels.fwd_sm100.schedule import Scheduler
+from fa4flex.kernels.fwd_sm100.skipping import SkippingSoftmax
 from fa4flex.kernels.fwd_sm100.softmax import Softmax
 from fa4flex.kernels.plan.paging import Boxes
 
@@ -68,7 +69,7 @@ class Forward:
         self.schedule = Scheduler(tiles)
         self.load = Load(config, tiles, cluster)
         self.mma = Mma(config, tiles, cluster)
-        self.softmax = Softmax(config, hooks, tiles, cluster)
+        self.softmax = (SkippingSoftmax if config.skip else Softmax)(config, hooks, tiles, cluster)
         self.correction = Correction(config, hooks, tiles, cluster)
         self.epilogue = Epilogue(config, tiles, cluster)
 

@@ -31,6 +31,7 @@ from fa4flex.kernels.plan.request import (
 )
 from fa4flex.kernels.plan.sharing import sharing
 from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.skipping import explain_skip
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.tensor_memory import Columns
@@ -139,6 +140,7 @@ class BlackwellPlan(Checked):
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
+            skip=self.problem.skip,
         )
 
     def check_resources(self) -> None:
@@ -167,6 +169,7 @@ class BlackwellPlan(Checked):
             f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
             f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
             f"  {rescaling(self.rescale_threshold)}",
+            *explain_skip(self.problem.skip, "a warp's 32 rows", "exponentials; values are multiplied by 0"),
             f"order: {ORDERS[self.order]}; {self._blocks}",
             *explain_pages(self.problem, self.tiles.tile_n),
             "shared memory:",

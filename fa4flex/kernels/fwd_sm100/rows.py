@@ -67,7 +67,28 @@ def maximum(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = No
     )
 
 
-def largest_of(row: list[Float32], before: Float32 | None = None) -> Float32:
+@dsl_user_op
+def maximum_or_nan(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """NaN where one of them is."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)],
+            "max.NaN.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def largest_or_nan(row: list[Float32], before: Float32 | None = None) -> Float32:
+    """`largest_of`, and NaN where one of the numbers is."""
+    return largest_of(row, before, maximum_or_nan)
+
+
+def largest_of(row: list[Float32], before: Float32 | None = None, maximum: Any = maximum) -> Float32:
     """The largest of a multiple of 8 numbers, and of what was the largest before them."""
     chains = row[:CHAINS]
     for i in range(CHAINS, len(row) - CHAINS, 2 * CHAINS):
@@ -75,7 +96,10 @@ def largest_of(row: list[Float32], before: Float32 | None = None) -> Float32:
             chains[c] = maximum(chains[c], row[i + 2 * c], row[i + 2 * c + 1])
     chains = [*chains, *row[-CHAINS:]]
     *six, last, other = chains
-    end = cute.arch.fmax(last, other) if before is None else maximum(last, other, before)
+    if before is None:
+        end = cute.arch.fmax(last, other) if maximum is not maximum_or_nan else maximum(last, other, other)
+    else:
+        end = maximum(last, other, before)
     return maximum(maximum(*six[:3]), maximum(*six[3:]), end)
 
 

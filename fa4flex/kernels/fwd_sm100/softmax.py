@@ -66,6 +66,8 @@ class Place:
 
 
 class Softmax:
+    largest_of: Any = staticmethod(largest_of)
+
     def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
         self.hooks = hooks
@@ -90,7 +92,7 @@ class Softmax:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
-            tile = self.tile(at, q, state)
+            tile = self.tile(at, q, state, keys)
             state.clear()
             passes = self.passes(keys)
             for p in cutlass.range_constexpr(len(passes)):
@@ -136,7 +138,7 @@ class Softmax:
             products.kind,
         )
 
-    def tile(self, at: At, row: Int32, state: Running) -> Tile:
+    def tile(self, at: At, row: Int32, state: Running, keys: KeyTiles) -> Tile:
         softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
         return Tile(self.fragment(at, row), softmax)
 
@@ -253,7 +255,7 @@ class Softmax:
             if not rows:
                 self.load(place, taken, range(half, self.fragments))
             mine = [looked_at(taken[None, f], f) for f in some]
-            largest = largest_of([x for row in mine for x in row], largest)
+            largest = self.largest_of([x for row in mine for x in row], largest)
             rows += mine
             if some.stop == half:
                 compute_before(largest)
@@ -305,12 +307,16 @@ class Softmax:
             found = exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
             place.probabilities.put(f, narrowed(found, place.kind))
             pairs += found
-            there = (f + 1) * FRAGMENT
-            if there in (self.config.early_keys, self.config.tile_n):
-                cute.arch.fence_view_async_tmem_store()
-                barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
-                self.cluster.arrive(barrier + place.tile)
+            self.told(pipes, place, f)
         return pairs
+
+    def told(self, pipes: Pipes, place: Place, f: int) -> None:
+        """Tell that probabilities are there, after those of a fragment with which a part of them ends."""
+        there = (f + 1) * FRAGMENT
+        if there in (self.config.early_keys, self.config.tile_n):
+            cute.arch.fence_view_async_tmem_store()
+            barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
+            self.cluster.arrive(barrier + place.tile)
 
     @cute.jit
     def finish(

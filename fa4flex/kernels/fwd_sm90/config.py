@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fa4flex.kernels.plan.lengths import Lengths
@@ -45,6 +45,7 @@ class Config:
     group                    heads of queries whose rows share tiles; 1: each head has tiles of its own
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
+    skip                     probability that each row may leave out, by tiles of keys
     """
 
     head_dim: int
@@ -74,6 +75,7 @@ class Config:
     short_tiles: int = 0
     q_stages: int = 1
     group: int = 1
+    skip: float = field(default=0.0, metadata={"default": 0.0})
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""

@@ -35,6 +35,7 @@ from fa4flex.kernels.fwd_sm90.producer import Follower, PartProducer, Producer
 from fa4flex.kernels.fwd_sm90.resources import Shared
 from fa4flex.kernels.fwd_sm90.roles import barrier_table
 from fa4flex.kernels.fwd_sm90.rows import rows_of
+from fa4flex.kernels.fwd_sm90.skipping import SkippingConsumer
 
 
 class Forward:
@@ -59,7 +60,7 @@ class Forward:
             )
         elif config.producing == "gathering":
             self.producers += (Follower(config, scheduler),)
-        self.consumer = Consumer(config, hooks, scheduler)
+        self.consumer = (SkippingConsumer if config.skip else Consumer)(config, hooks, scheduler)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:

@@ -26,6 +26,7 @@ from fa4flex.kernels.plan.pipeline import Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.skipping import explain_skip, skipping
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Staging, Topology
@@ -97,9 +98,10 @@ class HopperPlan(Checked):
         staging: Staging = "none"
         if staged(self.problem):
             staging = "queries" if self._shares else "own"
-        return forward_topology(
+        topology = forward_topology(
             self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.boxes, self.producing
         )
+        return skipping(topology, self.config().passes) if self.problem.skip else topology
 
     @property
     def producing(self) -> Producing:
@@ -160,6 +162,7 @@ class HopperPlan(Checked):
             divisors=self.tiles.narrow and not self.problem.keys.loaded,
             short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
             group=self.packed_heads,
+            skip=self.problem.skip,
         )
 
     def check_resources(self) -> None:
@@ -188,6 +191,7 @@ class HopperPlan(Checked):
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
+            *explain_skip(self.problem.skip, "a warpgroup's 64 rows"),
             f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
             *self._explain_pages(),
             "shared memory:",

@@ -120,7 +120,8 @@ def plan_mixed(request: ForwardRequest) -> ForwardPlan:
 
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
-    """True for packed queries over pages, where outputs fit over their queries in float32."""
+    """True for packed queries over pages, where outputs fit over their queries in float32, and nothing is to
+    be left out."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     return (
         forward.accepts(problem, target, sizes)
@@ -128,6 +129,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
         and problem.lengths == "packed"
         and "max_scores" not in problem.statistics
         and problem.shares == ALIKE
+        and not problem.skip
         and widths[1] <= widths[0] <= WIDEST
     )
 

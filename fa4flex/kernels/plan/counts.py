@@ -63,7 +63,8 @@ def _warps(role: Role, per_warp: bool) -> int:
 
 
 _CLOSED_BY: dict[str, tuple[str, ...]] = {
-    "allocate": ("free",), "acquire": ("load", "fill"), "wait": ("release", "commit"), "issue": ("finish",),
+    "allocate": ("free",), "acquire": ("load", "fill", "forgo"), "wait": ("release", "commit"),
+    "issue": ("finish",),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fa4flex.kernels.plan.pipeline import Checked
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.skipping import explain_exact, explain_skip
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import WARPGROUP, Topology
@@ -84,6 +85,11 @@ class FewRowsPlan(Checked):
         raise NotImplementedError
 
     @property
+    def skip(self) -> float:
+        """Probability that each row may leave out; 0: the kernel leaves out nothing."""
+        return 0.0
+
+    @property
     def tile(self) -> tuple[int, int]:
         return self.rows, self.tile_n
 
@@ -150,6 +156,7 @@ class FewRowsPlan(Checked):
             self._explain_splits(),
             *self.explain_threads(),
             f"softmax: {rescaling(self.rescale_threshold)}",
+            *(explain_skip(self.skip, "all rows") if self.skip else explain_exact(self.problem.skip)),
             *explain_pages(self.problem, self.tile_n, None, self.tile_copies.gather_warps),
             "shared memory:",
             self.memory.explain(),

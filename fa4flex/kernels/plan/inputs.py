@@ -23,6 +23,7 @@ class Inputs:
     sinks           a learnable logit per head joins the denominator
     statistics      which of Problem's STATISTICS are written
     positive_scale  the softmax scale is positive
+    skip            probability that each query may leave out
     captured        (dtype name, shape) of each captured tensor
     """
 
@@ -40,6 +41,7 @@ class Inputs:
     positive_scale: bool = True
     captured: tuple[tuple[str, tuple[int, ...]], ...] = ()
     shares: Shares = ALIKE
+    skip: float = 0.0
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:

@@ -43,6 +43,8 @@ class Problem:
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
     output                 a function of the output is applied before it is written
+    skip                   probability that each query may leave out: kernels may leave out tiles of keys that
+                           hold less than their share of it, of forward passes
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -92,6 +94,7 @@ class Problem:
     row_ends: int = 0
     output: bool = False
     shares: Shares = ALIKE
+    skip: float = 0.0
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -168,6 +171,7 @@ class Problem:
         extras += self._of_loader()
         extras += self._of_heads()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
+        extras += [f"skipping up to {self.skip:g}"] * bool(self.skip)
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)

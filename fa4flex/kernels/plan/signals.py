@@ -151,8 +151,10 @@ def _of_ring(topology: Topology, ring: Ring, warp: int, event: Event) -> Iterato
     elif event.action == "load":
         if not ring.full_of and not any(role.uses("announce", ring.name) for role in topology.roles):
             others = sum(r.transaction_bytes for r in topology.rings if r.full_of == ring.name)
-            yield Signal("expect", full, amount=ring.transaction_bytes + others)
-        yield from (Signal("copy", full, amount=size) for size in ring.copies)
+            yield Signal("expect", full, amount=ring.transaction_bytes + others, maybe=event.maybe)
+        yield from (Signal("copy", full, amount=size, maybe=event.maybe) for size in ring.copies)
+        if event.maybe:  # it hands the stage over without a copy instead
+            yield Signal("arrive", full, amount=1, maybe=True)
     elif event.action == "announce":
         yield Signal("expect", full, amount=ring.transaction_bytes)
     elif event.action == "fill":
@@ -170,6 +172,13 @@ def rows_of(topology: Topology, results: Sequence[Signal]) -> list[int]:
     """Numbers of key tiles of the tiles that a block took, from what the first role did. Where that is not
     the graph's, those of which it is longest."""
     role = topology.roles[0]
+    if any(event.ahead for event in role.first):  # a block has one tile, of which the end has other events
+        fitting = (
+            n
+            for n in range(len(results))
+            if difference("", 0, expected(topology, role, 0, [n]), results) is None
+        )
+        return [next(fitting, 0)]
     letters: dict[tuple[str, str, int], str] = {}
 
     def word(signals: Sequence[Signal]) -> str:

@@ -35,6 +35,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
         shares=inputs.shares,
+        skip=inputs.skip,
     )
 
 
@@ -49,6 +50,7 @@ def backward_problem(problem: Problem, facts: Facts, deterministic: bool) -> Pro
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
         row_ends=0,
+        skip=0.0,  # it leaves out nothing
     )
 
 

@@ -32,6 +32,7 @@ Per = Literal["key", "work", "later", "block"]
 block."""
 Action = Literal[
     "acquire", "load", "fill", "wait", "release",  # stages of rings, which copies load or their role fills
+    "forgo",  # a stage is handed over without the copy that would fill it
     "arrive", "await",  # other mbarriers
     "announce",  # bytes that a role of the other CTA has copied here, which counts as its own arrival
     "issue", "finish", "commit", "softmax",  # products; `commit` arrives, once those issued are done
@@ -41,7 +42,7 @@ Action = Literal[
 ]  # fmt: skip
 WORDS: dict[str, str] = {
     "acquire": "wait for a free stage of {}", "load": "start the copy of {}",
-    "fill": "fill {}", "wait": "wait for {}", "release": "free {}",
+    "fill": "fill {}", "forgo": "leave {} out", "wait": "wait for {}", "release": "free {}",
     "arrive": "arrive at {}", "await": "wait for {}", "announce": "announce {}",
     "issue": "start {}", "finish": "wait for {}", "commit": "signal {} when all this is done",
     "softmax": "softmax",
@@ -77,6 +78,7 @@ class Event:
     ending             it is left out unless the key tile so far from the one at hand ends its row
     staged             of named barriers with stages, it takes the one of its use
     maybe              what the data says may leave it out, for all who would come
+    instead            it happens only where what may be left out is
     again              kernels may ask again for what was there: it is waited for where it is needed first
     leads              of a role that runs apart, the first warp alone does it
     """
@@ -92,6 +94,7 @@ class Event:
     maybe: bool = False
     again: bool = False
     leads: bool = False
+    instead: bool = False
 
     def explain(self) -> str:
         if self.target == "next":
@@ -100,7 +103,10 @@ class Event:
         indexed = self.per == "key" and not self.is_timeless
         index = "_j" + (f"{offset:+d}" if offset else "") if indexed else ""
         words = WORDS[self.action].format(self.target + index)
-        words += " where a sequence ends" * self.maybe
+        if self.action in ("load", "issue", "finish"):
+            words += " unless its tile is left out" * self.maybe
+        else:
+            words += " where a sequence ends" * self.maybe
         return words if self.ending is None else f"{words} if it ends a row"
 
     @property
@@ -135,6 +141,8 @@ class Rows:
 
     def place(self, event: Event, work: int, key_tile: int) -> Event | None:
         """The event at these tiles, with the number of the use as its `tile`; None where it is left out."""
+        if event.instead:
+            return None
         if event.is_timeless:
             return event
         base = {"key": key_tile, "work": work, "later": key_tile - work - 1, "block": 0}[event.per]
@@ -226,8 +234,11 @@ class Role:
 
     @property
     def least(self) -> Role:
-        """The role where nothing happens that may be left out."""
-        parts = {name: tuple(e for e in part if not e.maybe) for name, part in self.parts.items()}
+        """The role where nothing happens that may be left out, and all that does instead."""
+        parts = {
+            name: tuple(replace(e, instead=False) for e in part if not e.maybe)
+            for name, part in self.parts.items()
+        }
         return replace(self, **parts)  # type: ignore[arg-type]
 
     @property
@@ -499,7 +510,7 @@ def _explain_role(role: Role) -> list[str]:
     lines = [f"  {role.name}:"]
     for when, part in role.parts.items():
         if part:
-            words = f"{WHEN[when]}: " + ", ".join(event.explain() for event in part)
+            words = f"{WHEN[when]}: " + ", ".join(event.explain() for event in part if not event.instead)
             lines += wrap(words, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 6)
     return lines
 

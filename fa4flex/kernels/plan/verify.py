@@ -176,7 +176,8 @@ class _Actor:
 
 _WAITS = ("acquire", "wait", "await")
 _VERBS: dict[str, tuple[Kind, str]] = {
-    "fill": ("write", "write"), "write": ("write", "write"), "update": ("update", "rescale"),
+    "fill": ("write", "write"), "forgo": ("write", "leave out"),
+    "write": ("write", "write"), "update": ("update", "rescale"),
     "read": ("read", "read"), "softmax": ("read", "read"), "clear": ("touch", "clear"),
     "allocate": ("write", "allocate"), "free": ("write", "free"),
 }  # fmt: skip
@@ -460,6 +461,10 @@ class _Machine:
         end = self._end(actor, event.target, event.tile, "full")
         expected = self.rings[event.target].transaction_bytes
         self._arrive(actor.name, end, actor.arrivals, actor.known, expected)
+
+    def on_forgo(self, actor: _Actor, event: Event) -> None:
+        end = self._end(actor, event.target, event.tile, "full")
+        self._arrive(actor.name, end, actor.arrivals, actor.known)
 
     def _land(self, copy: _Copy) -> None:
         """A box of a copy into a stage lands, or a store has read its stage."""

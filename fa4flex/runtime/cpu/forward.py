@@ -14,6 +14,7 @@ from fa4flex.runtime.cpu.few import few_queries, single_queries
 from fa4flex.runtime.cpu.fused import attend as attend_fused
 from fa4flex.runtime.cpu.scattered import attend as attend_scattered
 from fa4flex.runtime.cpu.scattered import scattered
+from fa4flex.runtime.cpu.skipping import Skipping
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward, finite, with_sinks
 from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
 
@@ -43,7 +44,7 @@ def attend(facts: Facts, inputs: Inputs) -> Forward:
     result = Forward.of_no_keys(inputs, inputs.q.shape[:3])
     if result.out.numel() == 0 and result.lse.numel() == 0:
         return result
-    call = scattered(facts, inputs)
+    call = None if inputs.skip else scattered(facts, inputs)
     outcome = None if call is None else attend_scattered(call)
     if call is not None and outcome is not None:
         for parts, into in zip(
@@ -54,9 +55,24 @@ def attend(facts: Facts, inputs: Inputs) -> Forward:
     space = Workspace(inputs.precision)
     for block in Walk(facts, inputs):
         rows = _Rows(block, space)
-        for span in block.spans:
-            rows.attend(span)
+        rows.run()
         rows.write(result)
+    return result
+
+
+@torch.no_grad()
+def skipped(facts: Facts, inputs: Inputs) -> Tensor:
+    """Share of the keys of each query's tiles that `forward` leaves out, float32 [B, H, Sq]. Raises as it
+    does."""
+    facts, inputs = fitted_call(facts, inputs)
+    result, space = torch.zeros(inputs.q.shape[:3]), Workspace(inputs.precision)
+    if not inputs.skip or result.numel() == 0 or inputs.k.numel() == 0:
+        return result
+    for block in Walk(facts, inputs):
+        rows = _Rows(block, space)
+        rows.run()
+        if rows.skipping is not None:
+            block.heads.queries(result, block.rows).copy_(rows.skipping.share)
     return result
 
 
@@ -94,6 +110,13 @@ class _Rows:
         self.maximum: Tensor | None = None  # [groups, ratio, rows, 1]
         self.total = torch.zeros(())
         self.output = torch.zeros(())
+        self.skipping = Skipping.of(block)
+
+    def run(self) -> None:
+        """Take in all keys. Where some may be left out the last ones come first: scores that grow towards
+        near keys then leave out most."""
+        for span in self.block.spans if self.skipping is None else reversed(self.block.spans):
+            self.attend(span)
 
     def attend(self, span: Span) -> None:
         """Take in the keys of one span."""
@@ -105,6 +128,8 @@ class _Rows:
         block.hide(scores, span, -INFINITY)
         maximum = scores.amax(-1, keepdim=True)
         if self.maximum is not None:
+            if self.skipping is not None and self.skipping.leaves_out(scores, maximum, self.maximum):
+                return
             maximum = torch.maximum(maximum, self.maximum)
         shift = finite(maximum)
         total = block.exponentials(scores.sub_(shift), span).sum(-1, keepdim=True)

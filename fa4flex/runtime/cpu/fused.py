@@ -49,7 +49,7 @@ def attend(facts: Facts, inputs: Inputs) -> Results | None:
 
     None also where scores or results are no numbers: what NaN and infinities reach depends on tiles.
     """
-    fits = inputs.tile is None and inputs.precision is torch.float32
+    fits = inputs.tile is None and inputs.precision is torch.float32 and not inputs.skip
     if not (fits and takes(facts, inputs.q.shape, inputs.v.shape, inputs.q.dtype)):
         return None
     out = empty_output(inputs.q, inputs.v.shape[3], inputs.output or inputs.q.dtype)

@@ -17,7 +17,7 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
-from fa4flex.runtime.cpu.forward import attend
+from fa4flex.runtime.cpu.forward import attend, skipped
 from fa4flex.runtime.cpu.fused import attend as attend_fused
 from fa4flex.runtime.cpu.softmax import Forward
 from fa4flex.runtime.cpu.tiles import Inputs, fitted_call
@@ -124,6 +124,16 @@ def forward_sequences(
         sequences.of_queries(result.out, n).copy_(part.out)
         for whole, own in zip(_statistics(result), _statistics(part), strict=True):
             sequences.of_statistics(whole, n).copy_(own)
+    return result
+
+
+def skipped_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> Tensor:
+    """`skipped` of every sequence, laid out as the lse."""
+    check_within(inputs, sequences)
+    shape = inputs.q.shape
+    result = torch.zeros((shape[1], shape[0]) if sequences.packed else shape[:3])
+    for n, one in inputs_of(inputs, sequences):
+        sequences.of_statistics(result, n).copy_(skipped(facts, one))
     return result
 
 

@@ -35,7 +35,7 @@ class Inputs:
     multiplies q.k before the score mod. `sequence` fixes the index `b` when the call is one sequence of
     a ragged batch. `compute` is the dtype of scores and sums, None for `precision`'s default; `output`
     that of the result, None for q's; `tile` (queries, keys) of the walk, None for one that suits the caches;
-    `contents` as a schedule has it.
+    `contents` as a schedule has it; `skip` is the probability that a query may leave out.
     """
 
     q: Tensor
@@ -49,6 +49,7 @@ class Inputs:
     output: torch.dtype | None = None
     tile: tuple[int, int] | None = None
     contents: Contents = "compared"
+    skip: float = 0.0
 
     @property
     def shape(self) -> Shape:
@@ -268,7 +269,8 @@ class Walk:
                 runs = self.tiles.runs(b, h, row)
                 block_rows = slice(row * self.rows, min((row + 1) * self.rows, q_len))
                 masks: dict[tuple[int, int], Value] = {}
-                limit = _key_limit(groups, block_rows)
+                # Tiles are left out one by one.
+                limit = self.keys if self.inputs.skip else _key_limit(groups, block_rows)
                 result = spans(runs, self.keys, kv_len, limit)
                 for heads in groups:
                     yield Block(self, heads, block_rows, result, masks)

@@ -266,7 +266,7 @@ def lowered_for(
     engine.look_at(call)
     captured = Captured(call.operands, numbers_of(engine.kinds, call), engine.bits)
     target = chip_of(call)
-    inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
+    inputs = call.inputs(engine.precision.output_dtype(call.q.dtype), engine.precision.skip)
     proofs = Proofs(engine, call, captured)
     value = Given(engine.facts, schedule, inputs, captured, target, proofs.prove, answers=answers)
     passes: dict[Shape, Lowered] = {}

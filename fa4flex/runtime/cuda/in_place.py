@@ -44,7 +44,7 @@ def _readable(engine: Engine, call: Call) -> bool:
     facts, target = engine.facts, target_of(call.q.device)
     form: MaskForm = "none" if facts.mask is TRUE else "tables" if facts.keys is None else "spans"
     try:
-        inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
+        inputs = call.inputs(engine.precision.output_dtype(call.q.dtype), engine.precision.skip)
         problem, sizes = forward_problem(facts, inputs, Proved(form, False, True)), Sizes(inputs)
         problem = dispatch.by_pairs(facts, problem, target, engine.schedule, sizes)
         dispatch.choose("forward", problem, target, sizes)

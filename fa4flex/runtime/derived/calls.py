@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.primitives.precision import refuse_skip
 from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.derived.parts import Attention, Pull, Recipe, applied
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.kv_heads import of_kv_heads, repeated, summed
 from fa4flex.runtime.programs import Published
 from fa4flex.torch_internals import is_functional
+
+_EXACT = (
+    "forward mode, second derivatives or transforms of torch.func",
+    "they are derivatives of the exact function, whose values the forward pass does not have",
+)
 
 
 def attend(program: Published, call: Call) -> Results:
@@ -26,6 +32,7 @@ def attend(program: Published, call: Call) -> Results:
             "out and lse",
             "leave it out, or ask for it in a call of its own, outside",
         )
+    refuse_skip(program.precision.skip, *_EXACT)
     recipe, tensors = _split(program, _of_kv_heads(call))
     if any(map(is_functional, tensors)):
         raise UnsupportedError(
@@ -49,6 +56,7 @@ def second_derivatives(
 
     tangents   one for each gradient: of q, k, v, sinks, and the operands in slots `needs`
     """
+    refuse_skip(program.precision.skip, *_EXACT)
     turned, shares = call.turned(), (1, *call.shares)
     recipe, tensors = _split(program, _of_kv_heads(turned))
     fixed = 3 + recipe.sinks

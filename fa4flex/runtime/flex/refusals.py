@@ -8,7 +8,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.expr import loads
 from fa4flex.errors import UnsupportedError
-from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.precision import BY_FLEX, Precision, refuse_skip
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.flex.mods import unrolled
 
@@ -43,7 +43,9 @@ def refuse_schedule(schedule: Schedule, on_cpu: bool, captured_gradients: bool) 
 
 
 def refuse_precision(precision: Precision, dtype: torch.dtype, on_cpu: bool) -> None:
-    """Raise UnsupportedError for dtypes that torch's kernels do not compute with or write."""
+    """Raise UnsupportedError for dtypes that torch's kernels do not compute with or write, and for what they
+    cannot leave out."""
+    refuse_skip(precision.skip, *BY_FLEX)
     own = torch.float64 if dtype == torch.float64 else torch.float32
     if precision.compute_dtype(dtype) != own:
         raise UnsupportedError(
