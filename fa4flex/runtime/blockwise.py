@@ -42,8 +42,9 @@ def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | No
     return cpu.single_queries(program.facts, inputs_of_call(program, call))
 
 
-def without_keys_on_gpu(program: Published, call: Call) -> Forward:
-    """No kernel has anything to do: rows, if there are any, have no keys."""
+def on_gpu(program: Published, call: Call) -> Forward:
+    """The same in PyTorch operations on the GPU: where no kernel is for a call, or none has anything to do as
+    rows, if there are any, have no keys."""
     with torch.device("cpu"):
         inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):
