@@ -78,9 +78,10 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
-    "Precision", "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError",
-    "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention",
+    "Attention", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod",
+    "Paging", "Precision", "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
+    "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile",
+    "flex_attention",
     "merge", "nn", "parallel", "patch_sdpa", "reference", "register_op", "synchronize", "trees", "variants",
 ]  # fmt: skip
 

@@ -228,8 +228,8 @@ def compile(
     output_mod  output_mod(out, b, h, q_idx, d_idx): a function of each element of the normalised output,
                applied once, in float32; such functions chain with `>>`. A query without allowed keys gives
                output_mod(0, ...)
-    dropout    a fa4flex.Dropout of the normalised weights, or its p: applied by every call, in evaluation too.
-               Compile without it for that, or call with dropout=0.0; fa4flex.nn.Attention knows its mode
+    dropout    a fa4flex.Dropout of the normalised weights, or its p: applied by every call, in evaluation
+               too. Compile without it for that, or call with dropout=0.0; fa4flex.nn.Attention knows its mode
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
                operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why

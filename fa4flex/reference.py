@@ -24,7 +24,15 @@ from torch.overrides import TorchFunctionMode
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
 
-__all__ = ["allowed_pairs", "attention", "kept_pairs", "modified_scores", "sequence_ranges", "unpage", "varlen"]
+__all__ = [
+    "allowed_pairs",
+    "attention",
+    "kept_pairs",
+    "modified_scores",
+    "sequence_ranges",
+    "unpage",
+    "varlen",
+]
 
 Mod = Callable[..., Any]
 Ranges = list[tuple[int, int]]

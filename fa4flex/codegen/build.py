@@ -178,7 +178,7 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
     """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first.
 
     Raises UnsupportedError for a variant with an output function, which has a trace of its own: whoever calls
-    with such a variant here would leave its function out. Likewise for dropout whose seed is still to be drawn.
+    with such a variant here would leave its function out. Likewise for dropout whose seed was not drawn.
     """
     if variant.output_mod is not None:
         raise UnsupportedError(
@@ -272,7 +272,7 @@ def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bou
 
 
 def _traced_dropout(dropout: Any, kind: ModKind, captures: Captures) -> Traced:
-    """Dropout, whose seed is a captured tensor and whose threshold is a captured number, as its expression."""
+    """Dropout as its expression: its seed is a captured tensor, and its threshold a captured number."""
     place = root(kind)
     seed, path = dropout.seed, place.attribute("seed")
     slot = captures.slot(seed, "dropout seed", seed)

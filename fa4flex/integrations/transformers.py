@@ -171,9 +171,10 @@ def attention_forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns (out [B, Sq, Hq, Dv], None)."""
-    _refuse(dropout, options)
+    _refuse(options)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if in_batch(cache, options):
+        _refuse_dropout(dropout)
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
     qk, positions = (query, key), options.get("position_ids")
@@ -189,7 +190,9 @@ def attention_forward(
         mask = within_sequences(mask, (starts, options.get("cu_seq_lens_k", starts)), (query, key))
     for each in (bias, position_bias):
         score = score if each is None else with_bias(score, each)
-    out = attention(query, key, value, score_mod=score, mask=mask, scale=scaling, sinks=s_aux)
+    out = attention(
+        query, key, value, score_mod=score, mask=mask, scale=scaling, sinks=s_aux, dropout=dropout
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -197,13 +200,16 @@ _UNREAD = ("indices", "block_indices", "sinks", "head_mask")
 """Arguments that change the result and are not read here: chosen keys, sinks per query, weights per head."""
 
 
-def _refuse(dropout: float, options: dict[str, Any]) -> None:
+def _refuse_dropout(dropout: float) -> None:
     if dropout:
         raise UnsupportedError(
-            f"attention dropout {dropout}",
-            "no dropout inside attention",
-            "set attention_dropout=0 in the model's config, or call model.eval()",
+            f"attention dropout {dropout} in continuous batching, which only infers",
+            "a model in evaluation mode",
+            "call model.eval()",
         )
+
+
+def _refuse(options: dict[str, Any]) -> None:
     if options.get("output_attentions"):
         raise UnsupportedError(
             "output_attentions=True",

@@ -2,8 +2,8 @@
 
     w[q, kv] = p[q, kv] keep(seed, b, h, q, kv) / (1 - rate)
 
-The factor comes after normalising: log-sum-exp, maxima and sinks are of the probabilities before it (Srivastava
-et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a function of a seed and of the pair's
+The factor comes after normalising: log-sum-exp, maxima and sinks are of the probabilities before it
+(Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a function of a seed and of the pair's
 logical indices alone: every backend drops the same pairs, in both passes.
 
 `keep` compares 16 bits with a threshold. With mix(x) = the finaliser of MurmurHash3, all numbers of 32 bits:
@@ -44,8 +44,8 @@ class Dropout:
     """Dropout of attention weights with probability `p`, to the nearest 1 / 65536.
 
     p      in [0, 1]; 0 drops nothing, 1 everything
-    seed   an int: the same pairs at each call. A tensor int64 of one element, on the device of q: its value is
-           read by each call as it runs, and by each replay of a CUDA graph. None: drawn for each call from
+    seed   an int: the same pairs at each call. A tensor int64 of one element, on the device of q: its value
+           is read by each call as it runs, and by each replay of a CUDA graph. None: drawn for each call from
            torch's generator of q's device, without waiting for it, so that torch.manual_seed governs it
 
     A backward pass drops the pairs of its forward pass. Raises InputError for other values.

@@ -75,7 +75,9 @@ class Published:
         output = self.precision.output
         fields = {
             "format": FORMAT,
-            "program": dump(self.facts.score, self.facts.mask, *(() if self.facts.kept is None else (self.facts.kept,))),
+            "program": dump(
+                self.facts.score, self.facts.mask, *(() if self.facts.kept is None else (self.facts.kept,))
+            ),
             "schedule": asdict(self.schedule),
             "compute": self.precision.compute,
             "output": None if output is None else str(output).removeprefix("torch."),

@@ -7,9 +7,9 @@ With P = exp(score' - max) / total, dP = dO V^T and D = rowsum(dO * O) - dLSE,
 
 (FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse).
 
-Dropout multiplies P by Z, which is 0 or 1 / (1 - rate), after normalising: O = (P * Z) V, dV = (P * Z)^T dO and
-dP = Z * (dO V^T). D stays rowsum(dO * O), since sum_k P dP = sum_k P Z (dO V^T) = dO (P * Z) V = dO O. So dscore'
-is P * (Z * (dO V^T) - D): of pairs that are dropped too, whose scores still count in the denominator.
+Dropout multiplies P by Z, which is 0 or 1 / (1 - rate), after normalising: O = (P * Z) V, dV = (P * Z)^T dO
+and dP = Z * (dO V^T). D stays rowsum(dO * O), since sum_k P dP = sum_k P Z (dO V^T) = dO (P * Z) V = dO O. So
+dscore' = P * (Z * (dO V^T) - D), of pairs that are dropped too: their scores count in the denominator.
 
 Tiles are taken in one fixed order, so the results are the same to the last bit on every run.
 """
