@@ -3,8 +3,8 @@
     w[q, kv] = p[q, kv] keep(seed, b, h, q, kv) / (1 - rate)
 
 The factor comes after normalising: log-sum-exp, maxima and sinks are of the probabilities before it
-(Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a function of a seed and of the pair's
-logical indices alone: every backend drops the same pairs, in both passes.
+(Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a function of a seed and of the
+pair's logical indices alone: every backend drops the same pairs, in both passes.
 
 `keep` compares 16 bits with a threshold. With mix(x) = the finaliser of MurmurHash3, all numbers of 32 bits:
 
