@@ -42,6 +42,7 @@ class Problem:
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
     output                 a function of the output is applied before it is written
+    dropout                normalised weights are dropped
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -89,6 +90,7 @@ class Problem:
     deterministic: bool = False
     row_ends: int = 0
     output: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -155,7 +157,7 @@ class Problem:
         extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
             "sinks"
         ] * self.sinks
-        extras += ["float32 output"] * self.wide_output
+        extras += ["float32 output"] * self.wide_output + ["dropout"] * self.dropout
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic

@@ -7,7 +7,8 @@ from dataclasses import replace
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
-from fa4flex.codegen.expr import READS, const, nodes
+from fa4flex.codegen.expr import READS, const, keep, nodes
+from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
 
@@ -34,7 +35,22 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         keys=inputs.keys,
         many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
+        dropout=_dropout(facts),
     )
+
+
+def _dropout(facts: Facts) -> bool:
+    """True if weights are dropped. Raises UnsupportedError for pairs that are counted from elsewhere, as in a
+    part of a whole: threads of kernels hold keys whose hashes are the same if they count from 0."""
+    if facts.kept is None:
+        return False
+    if facts.kept is not keep(*facts.kept.args[:2]):
+        raise UnsupportedError(
+            "a kernel for dropout in a part of the pairs",
+            "dropout of whole sequences",
+            "nothing: it is computed in PyTorch operations instead",
+        )
+    return True
 
 
 def backward_problem(problem: Problem, facts: Facts, deterministic: bool) -> Problem:

@@ -1,0 +1,157 @@
+"""Dropout in registers: which pairs are kept, by the hash that fa4flex/primitives/dropout.py defines.
+
+A hash is of a row, a number of 32 bits of a query, and a group, one of the keys kv and kv ^ 8. A thread's
+accumulators hold both: next to each other along the keys of a forward pass, and as two rows of transposed
+scores. Per hash that is one wide product of both, two exclusive ors, one more product, and an exclusive or;
+per pair a comparison and a selection; and a shift for the half that lies below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, cute, select_
+
+from fa4flex.kernels.common.hooks import At, Dropped
+from fa4flex.kernels.common.math import load_wide
+
+ROW_START, KEY_START = 0x243F6A88, 0x85A308D3
+ROW_STEP, KEY_STEP = 0x9E3779B1, 0x85EBCA77
+ROW_BITS = 0x80000001
+LOW_SALT, HIGH_SALT = 0x53C5CA59, 0x74743C1B
+MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+ONE = 1 << 16
+KEYS = 16
+"""Keys that 8 hashes are for."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Dropout of one head of one sequence.
+
+    rows, groups   what steps of queries, and of groups of keys, are added to
+    bound          the threshold, in the upper half
+    remaining      1 / (1 - rate), 0 where nothing is kept
+    """
+
+    rows: Uint32
+    groups: Uint32
+    bound: Uint32
+    remaining: Float32
+
+    @staticmethod
+    def of(dropped: Dropped, at: At) -> Stream:
+        seed = load_wide(at.operands[dropped.seed], (), False)
+        words = Uint32(seed), Uint32(seed >> Int64(32)), Uint32(at.b), Uint32(at.h)
+        threshold = Int32(at.scalars[dropped.threshold])
+        return Stream(
+            _chain(ROW_START, words),
+            _chain(KEY_START, words),
+            Uint32(threshold) << Uint32(16),
+            remaining(threshold),
+        )
+
+    def row(self, q: Int32) -> Uint32:
+        """The number of a query."""
+        return (self.rows + Uint32(q) * Uint32(ROW_STEP)) | Uint32(ROW_BITS)
+
+    def group(self, first: Int32, lane: Int32) -> Uint32:
+        """The number of key first + lane; `first` is a multiple of KEYS, and lane less than half of it."""
+        return self.groups + Uint32((first >> 1) + lane) * Uint32(KEY_STEP)
+
+    def keeps(self, row: Uint32, group: Uint32) -> tuple[Boolean, Boolean]:
+        """True for keys that are kept, of a group's first and second."""
+        low, high = _halves(row, group)
+        low, high = _halves(low ^ Uint32(LOW_SALT), high ^ Uint32(HIGH_SALT))
+        bits = low ^ high
+        return (bits << Uint32(16)) >= self.bound, bits >= self.bound
+
+
+def remaining(threshold: Int32) -> Float32:
+    """Factor of what is kept."""
+    left = (ONE - threshold).to(Float32)
+    return select_(threshold < ONE, Float32(float(ONE)) / left, Float32(0.0))
+
+
+@dataclass(frozen=True)
+class RowDropout:
+    """Dropout of a thread's rows of a tile of scores, whose columns lie as in Hopper's accumulators: of each 8
+    keys the two from `lane` on."""
+
+    stream: Stream
+    rows: tuple[Uint32, ...]
+    lane: Int32
+
+    @staticmethod
+    def of(dropped: Dropped | None, at: At, queries: tuple[Int32, ...], lane: Int32) -> RowDropout | None:
+        if dropped is None:
+            return None
+        stream = Stream.of(dropped, at)
+        return RowDropout(stream, tuple([stream.row(q) for q in queries]), lane)
+
+    def apply(self, weights: cute.Tensor, kv_first: Int32) -> None:
+        """weights (row, column) of a tile from key `kv_first` on: those that are dropped become 0."""
+        base = self.stream.group(kv_first, self.lane)
+        for c in range(0, cute.size(weights, mode=[1]), 4):
+            for even in range(2):
+                group = base + Uint32((2 * c + even) * KEY_STEP & 0xFFFFFFFF)
+                for r, row in enumerate(self.rows):
+                    kept = self.stream.keeps(row, group)
+                    for column, stays in zip((c + even, c + 2 + even), kept, strict=True):
+                        weights[r, column] = select_(stays, weights[r, column], Float32(0.0))
+
+
+@dataclass(frozen=True)
+class ColumnDropout:
+    """Dropout of transposed scores: a thread's two rows are keys kv and kv + 8, which share hashes.
+
+    In a backward pass P' is what weights were before dropout, and Z the factor that dropout gives each:
+    dV = (P Z)' dO, and dS = P (Z dP - delta), as delta, the sum of dO O, is that of P Z dP.
+    """
+
+    stream: Stream
+    group: Uint32
+
+    @staticmethod
+    def of(dropped: Dropped | None, at: At, first_key: Int32) -> ColumnDropout | None:
+        """first_key: the first of a thread's two."""
+        if dropped is None:
+            return None
+        stream, lane = Stream.of(dropped, at), first_key & (KEYS // 2 - 1)
+        return ColumnDropout(stream, stream.group(first_key - lane, lane))
+
+    def apply(self, p: cute.Tensor, ds: cute.Tensor, deltas: cute.Tensor, columns: Columns) -> None:
+        """p and ds (row, column) hold P' and dP', and become P' Z and dS'. deltas: less delta, of these
+        columns."""
+        base = self.stream.rows + Uint32(columns.q_first) * Uint32(ROW_STEP)
+        for c, query in enumerate(columns.queries):
+            row = (base + Uint32(query * ROW_STEP & 0xFFFFFFFF)) | Uint32(ROW_BITS)
+            for r, stays in enumerate(self.stream.keeps(row, self.group)):
+                at = r, columns.first + c
+                factor = select_(stays, self.stream.remaining, Float32(0.0))
+                ds[at] = p[at] * (ds[at] * factor + deltas[c])
+                p[at] = p[at] * factor
+
+
+class Columns(NamedTuple):
+    """Columns of a thread from number `first` on: queries q_first + queries[c]."""
+
+    first: int
+    q_first: Int32
+    queries: tuple[int, ...]
+
+
+def _halves(a: Uint32, b: Uint32) -> tuple[Uint32, Uint32]:
+    product = Uint64(a) * Uint64(b)
+    return Uint32(product), Uint32(product >> Uint64(32))
+
+
+def _chain(start: int, words: tuple[Any, ...]) -> Uint32:
+    x = Uint32(start)
+    for word in words:
+        x = x ^ word
+        for shift, factor in MIX:
+            x = (x ^ (x >> Uint32(shift))) * Uint32(factor)
+        x = x ^ (x >> Uint32(16))
+    return x
