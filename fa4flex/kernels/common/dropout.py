@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, cute, select_
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, select_
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4flex.kernels.common.hooks import At, Dropped
 from fa4flex.kernels.common.math import load_wide
@@ -62,9 +64,7 @@ class Stream:
 
     def keeps(self, row: Uint32, group: Uint32) -> tuple[Boolean, Boolean]:
         """True for keys that are kept, of a group's first and second."""
-        low, high = _halves(row, group)
-        low, high = _halves(low ^ Uint32(LOW_SALT), high ^ Uint32(HIGH_SALT))
-        bits = low ^ high
+        bits = _hash(row, group)
         return (bits << Uint32(16)) >= self.bound, bits >= self.bound
 
 
@@ -76,8 +76,8 @@ def remaining(threshold: Int32) -> Float32:
 
 @dataclass(frozen=True)
 class RowDropout:
-    """Dropout of a thread's rows of a tile of scores, whose columns lie as in Hopper's accumulators: of each 8
-    keys the two from `lane` on."""
+    """Dropout of a thread's rows of a tile of scores, whose columns lie as in Hopper's accumulators: of each
+    8 keys the two from `lane` on."""
 
     stream: Stream
     rows: tuple[Uint32, ...]
@@ -142,9 +142,25 @@ class Columns(NamedTuple):
     queries: tuple[int, ...]
 
 
-def _halves(a: Uint32, b: Uint32) -> tuple[Uint32, Uint32]:
-    product = Uint64(a) * Uint64(b)
-    return Uint32(product), Uint32(product >> Uint64(32))
+@dsl_user_op
+def _hash(row: Uint32, group: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The 32 bits of a row and a group. Written out: the compiler would do what is between both products in 64
+    bits, and the second product, of three multiplications, with it."""
+    return Uint32(
+        llvm.inline_asm(
+            T.i32(),
+            [x.ir_value(loc=loc, ip=ip) for x in (row, group)],
+            "{ .reg .b64 product; .reg .b32 low, high;"
+            " mul.wide.u32 product, $1, $2; mov.b64 {low, high}, product;"
+            f" xor.b32 low, low, {LOW_SALT:#x}; xor.b32 high, high, {HIGH_SALT:#x};"
+            " mul.wide.u32 product, low, high; mov.b64 {low, high}, product;"
+            " xor.b32 $0, low, high; }",
+            "=r,r,r",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
 
 
 def _chain(start: int, words: tuple[Any, ...]) -> Uint32:
