@@ -103,6 +103,33 @@ class RowDropout:
 
 
 @dataclass(frozen=True)
+class LaneDropout:
+    """Dropout of one row, all columns of which a lane has, as tensor memory hands them out."""
+
+    stream: Stream
+    row: Uint32
+
+    @staticmethod
+    def of(dropped: Dropped | None, at: At, q: Int32) -> LaneDropout | None:
+        if dropped is None:
+            return None
+        stream = Stream.of(dropped, at)
+        return LaneDropout(stream, stream.row(q))
+
+    def kept(self, weights: list[Float32], first: Int32) -> list[Float32]:
+        """Weights of keys from `first` on, a multiple of KEYS, of which there is a whole number of so many:
+        those that are dropped are 0."""
+        base, kept = self.stream.group(first, Int32(0)), list(weights)
+        for c in range(0, len(weights), KEYS):
+            for lane in range(KEYS // 2):
+                group = base + Uint32((c // 2 + lane) * KEY_STEP & 0xFFFFFFFF)
+                places = c + lane, c + lane + KEYS // 2
+                for at, stays in zip(places, self.stream.keeps(self.row, group), strict=True):
+                    kept[at] = select_(stays, kept[at], Float32(0.0))
+        return kept
+
+
+@dataclass(frozen=True)
 class ColumnDropout:
     """Dropout of transposed scores: a thread's two rows are keys kv and kv + 8, which share hashes.
 
@@ -134,6 +161,45 @@ class ColumnDropout:
                 p[at] = p[at] * factor
 
 
+@dataclass(frozen=True)
+class KeyDropout:
+    """Dropout of transposed scores of one key, as tensor memory hands them out. Another lane has the key that
+    shares its hashes. up: how far its half of a hash is to be shifted."""
+
+    stream: Stream
+    group: Uint32
+    up: Uint32
+
+    @staticmethod
+    def of(dropped: Dropped | None, at: At, key: Int32) -> KeyDropout | None:
+        if dropped is None:
+            return None
+        stream, lane = Stream.of(dropped, at), key & (KEYS // 2 - 1)
+        group = stream.group(key & -KEYS, lane)
+        return KeyDropout(stream, group, Uint32(16 - 2 * (key & (KEYS // 2))))
+
+    def apply(self, p: cute.Tensor, q_first: Int32) -> tuple[cute.Tensor, Uint32]:
+        """P' of up to 32 queries, with zeros for those that are dropped; and the bits of those that stay."""
+        count = cute.size(p)
+        used, word = cute.make_rmem_tensor((count,), Float32), Uint32(0)
+        base = self.stream.rows + Uint32(q_first) * Uint32(ROW_STEP)
+        for c in range(count):
+            row = (base + Uint32(c * ROW_STEP & 0xFFFFFFFF)) | Uint32(ROW_BITS)
+            stays = (_hash(row, self.group) << self.up) >= self.stream.bound
+            used[c] = select_(stays, p[c], Float32(0.0))
+            word = select_(stays, word | Uint32(1 << c), word)
+        return used, word
+
+    def factor(self, word: Uint32, c: int) -> Float32:
+        """Factor of dP' of a query, of the bits of those that stay."""
+        return select_((word & Uint32(1 << c)) != Uint32(0), self.stream.remaining, Float32(0.0))
+
+
+def remaining_of(dropped: Dropped | None, scalars: Any) -> Float32 | None:
+    """Factor of what is kept; None without dropout."""
+    return None if dropped is None else remaining(Int32(scalars[dropped.threshold]))
+
+
 class Columns(NamedTuple):
     """Columns of a thread from number `first` on: queries q_first + queries[c]."""
 
@@ -144,8 +210,8 @@ class Columns(NamedTuple):
 
 @dsl_user_op
 def _hash(row: Uint32, group: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """The 32 bits of a row and a group. Written out: the compiler would do what is between both products in 64
-    bits, and the second product, of three multiplications, with it."""
+    """The 32 bits of a row and a group. Written out: the compiler would do what is between both products in
+    64 bits, and the second product, of three multiplications, with it."""
     return Uint32(
         llvm.inline_asm(
             T.i32(),

@@ -57,7 +57,7 @@ class Work:
         )
 
 
-DROPOUT = 5.5
+DROPOUT = 12
 """Slots of a score's share of its hash, its comparison and its selection: docs/notes/dropout.md."""
 
 
