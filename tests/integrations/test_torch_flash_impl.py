@@ -157,8 +157,7 @@ def test_dropout_keeps_its_seed_in_the_random_state() -> None:
     q, k, v = heads_first(24, 40, 40)
     out, lse, *_, state, _, _ = OPS._scaled_dot_product_flash_attention(q, k, v, 0.3, True)
     dropout = Dropout(0.3, int(state.view(torch.int64)[0]))
-    mask = lambda b, h, i, j: i >= j  # noqa: E731
-    want, want_lse = reference.attention(q, k, v, mask=mask, dropout=dropout)
+    want, want_lse = reference.attention(q, k, v, mask=bottom_right, dropout=dropout)
     judge((out, lse), (want, want_lse))
     dout = torch.randn_like(out)
     judge(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double()))
