@@ -193,7 +193,7 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
             "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
             "leave dropout out, or give its seed as a tensor on q's device",
         )
-    return _bind(PAIRS, (variant.score_mod, variant.allowed, dropout), likely)
+    return _bind(PAIRS, (variant.score_mod, variant.allowed, dropout), likely)  # type: ignore[arg-type]
 
 
 def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:

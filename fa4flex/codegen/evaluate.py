@@ -258,7 +258,7 @@ def _value(
             narrow = getattr(torch, node.value)
             return _tensor(memo[node.args[0]], dtype).to(narrow).to(dtype)
         case "keep":
-            return keep(*(memo[a] for a in node.args))
+            return keep(*(_tensor(memo[a], torch.int64) for a in node.args))
         case "reduce":
             return _reduce(node, memo, symbols, captured, dtype)
         case _:

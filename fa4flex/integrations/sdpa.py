@@ -255,8 +255,9 @@ def _attend(qkv: _Qkv, mask: _Mask, is_causal: bool, options: dict[str, Any]) ->
     def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + at(b, h, q_idx, kv_idx)
 
-    composed = {"mask": at} if table.dtype == torch.bool else {"score_mod": biased}
-    out = attention(*qkv, **options, **composed)
+    composed: dict[str, Any] = {"mask": at} if table.dtype == torch.bool else {"score_mod": biased}
+    q, k, v = qkv
+    out = attention(q, k, v, **options, **composed)
     return out
 
 

@@ -229,7 +229,8 @@ class Compute:
         tile, phase = which
         origin, kind = place.origin(tile), shared.q.element_type
         scores = cute.make_rmem_tensor((FRAGMENT, HALF // FRAGMENT), Float32)
-        weights, handed_on, kept = [], [], []
+        weights, handed_on = [], []
+        kept: list[Any] = []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         for f in cutlass.range_constexpr(HALF // FRAGMENT):

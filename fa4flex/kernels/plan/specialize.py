@@ -44,7 +44,8 @@ def _dropout(facts: Facts) -> bool:
     part of a whole: threads of kernels hold keys whose hashes are the same if they count from 0."""
     if facts.kept is None:
         return False
-    if facts.kept is not keep(*facts.kept.args[:2]):
+    seed, threshold, *_ = facts.kept.args
+    if facts.kept is not keep(seed, threshold):
         raise UnsupportedError(
             "a kernel for dropout in a part of the pairs",
             "dropout of whole sequences",
