@@ -61,6 +61,7 @@ _HOME = {
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
+    "Dropout": "fa4flex.primitives.dropout",
     "KVScales": "fa4flex.primitives.kv_scales",
     **dict.fromkeys(("OutputMod", "as_output"), "fa4flex.primitives.output"),
     "Paging": "fa4flex.primitives.paging",
@@ -83,8 +84,8 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
-    "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
+    "Attention", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod",
+    "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
     "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile",
     "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities", "quantize",
     "reference", "register_op", "synchronize", "trees", "variants",

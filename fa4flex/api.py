@@ -17,6 +17,7 @@ from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -75,7 +76,7 @@ class Attention:
 
     @on_the_host
     def _calling(self) -> launch.Calling:
-        return launch.calling(self.variant.core, self._caller)
+        return launch.calling(self.variant.shown, self._caller)
 
     def __call__(
         self,
@@ -89,6 +90,7 @@ class Attention:
         blocks: BlockMap | BlockMask | None = None,
         scale: float | None = None,
         sinks: Tensor | Sinks | None = None,
+        dropout: Dropout | float | None = None,
         return_lse: bool = False,
     ) -> Any:
         """output_mod(softmax(score_mod(scale * q k^T)) v) over the allowed keys.
@@ -101,15 +103,18 @@ class Attention:
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
         In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for.
 
-        blocks, scale and sinks [Hq] override those of `compile` for this call.
+        blocks, scale, sinks [Hq] and dropout override those of `compile` for this call: dropout=0.0 drops
+        nothing.
 
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0 (before an output function), lse -inf and zero gradients. Both carry
-        gradients.
+        gradients. lse is of the weights before dropout.
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
+        if dropout is not None:
+            variant = at_call(variant, dropout=dropout)
         statistics = _LSE if return_lse else ()
         if isinstance(q, Quantized):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
@@ -268,6 +273,7 @@ def compile(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     output_mod: Callable[..., Any] | None = None,
+    dropout: Dropout | float | None = None,
     layout: Layout = "bhsd",
     backend: Backend = "auto",
     **data: Precision | Schedule,
@@ -283,6 +289,8 @@ def compile(
     output_mod  output_mod(out, b, h, q_idx, d_idx): a function of each element of the normalised output,
                applied once, in float32; such functions chain with `>>`. A query without allowed keys gives
                output_mod(0, ...)
+    dropout    a fa4flex.Dropout of the normalised weights, or its p: applied by every call, in evaluation
+               too. Compile without it for that, or call with dropout=0.0; fa4flex.nn.Attention knows its mode
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
                operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why
@@ -294,6 +302,7 @@ def compile(
     """
     options: dict[str, Any] = {"backend": backend, **data}
     options |= {"sinks": sinks, "scale": scale, "layout": layout, "output_mod": output_mod}
+    options["dropout"] = dropout
     variant = compose(score_mod, mask, blocks=blocks, **options)
     if torch.compiler.is_dynamo_compiling():
         return Attention(variant)

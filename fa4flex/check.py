@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa4flex import reference
+from fa4flex.primitives.dropout import Dropout
 from fa4flex.view.sizes import implied, setting
 
 if TYPE_CHECKING:
@@ -73,10 +74,14 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
     arguments = {**bases, "sinks": sinks}
     learned = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
 
+    dropout = variant.dropout
+    if dropout is not None and dropout.seed is None:
+        dropout = Dropout(dropout.p, seed)
+
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if variant.layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = attn(q, k, v, return_lse=True)
+        out, lse = attn(q, k, v, return_lse=True, dropout=dropout)
         return (out.transpose(1, 2) if variant.layout == "bshd" else out), lse
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +90,7 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
             "scale": variant.scale,
             "sinks": sinks,
             "output_mod": variant.output_mod,
+            "dropout": dropout,
         }
         return reference.attention(q, k, v, *mods, **rest)
 

@@ -26,6 +26,7 @@ from fa4flex import api
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import CONTEXT, FunctionMod, Mod, bound_keywords, kind_of
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.output import ModOutput, OutputMod
 from fa4flex.primitives.paging import Paging
@@ -50,6 +51,7 @@ class Attention(nn.Module):
     parameters  by name, a tensor, which becomes a Parameter, or the shape of one that starts as zeros
     buffers     by name, a tensor that does not learn
     sinks       the number of query heads, for a Parameter of zeros, or a floating tensor [Hq]
+    dropout     a fa4flex.Dropout of the normalised weights, or its p: in training mode alone, as nn.Dropout
     composition `blocks`, `scale`, `layout`, `precision` and `schedule` of fa4flex.compile; a block map
                 stays on its device, so pass one that has to follow the model with each call
 
@@ -72,6 +74,7 @@ class Attention(nn.Module):
         buffers: Mapping[str, Tensor] | None = None,
         sinks: Tensor | int | None = None,
         output_mod: Any = None,
+        dropout: Dropout | float | None = None,
         **composition: Any,
     ) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class Attention(nn.Module):
             name for name, x in {**parameters, "sinks": sinks}.items() if isinstance(x, (int, tuple))
         )
         output_mod = _either("output_mod", output_mod, self.output_mod)
-        variant = compose(score_mod, mask, output_mod=output_mod, **composition)
+        variant = compose(score_mod, mask, output_mod=output_mod, dropout=dropout, **composition)
         owned = frozenset((*parameters, *buffers))
         self._variant = _with_mods(variant, lambda mod: _open(mod, owned))
         _check_all_taken(owned, [getattr(self._variant, name) for name in _MODS])
@@ -137,6 +140,8 @@ class Attention(nn.Module):
     def _now(self) -> Variant:
         """The variant whose functions receive the parameters and buffers of this moment."""
         variant: Variant = self._variant
+        if variant.dropout is not None and not self.training:
+            variant = changed(variant, dropout=None)
         if not self._open:
             return variant
         return _with_mods(variant, lambda mod: _closed(mod, self))

@@ -4,7 +4,8 @@ Nothing here shares code with the tracer, the analyses or the executors. It is s
 score matrix; use it to check results, at sizes where that fits.
 
     score = mod(scale * q.k, b, h, q_idx, kv_idx)   where the mask allows, else -inf
-    out   = output_mod(softmax(score) v, b, h, q_idx, d_idx)    of a row without allowed keys: of 0
+    p     = softmax(score), times kept(b, h, q_idx, kv_idx) / (1 - rate) with dropout
+    out   = output_mod(p v, b, h, q_idx, d_idx)    of a row without allowed keys: of 0
     lse   = log(sum(exp(score)))                    natural logarithm; such a row gives -inf
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -23,8 +25,8 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
 
 __all__ = [
-    "allowed_pairs", "attention", "modified_scores", "probabilities", "sequence_ranges", "skip_bound", "unpage",
-    "varlen",
+    "allowed_pairs", "attention", "kept_pairs", "modified_scores", "probabilities", "sequence_ranges",
+    "skip_bound", "unpage", "varlen",
 ]  # fmt: skip
 
 Mod = Callable[..., Any]
@@ -126,6 +128,51 @@ def modified_output(out: Tensor, output_mod: Mod | None) -> Tensor:
         return torch.vmap(mod)(out.flatten(), *(p.flatten() for p in points)).view(out.shape)
 
 
+def kept_pairs(dropout: Any, shape: tuple[int, int, int, int], first: int = 0) -> Tensor:
+    """Pairs that a fa4flex.Dropout with a seed keeps: bool of `shape` [B, H, Sq, Skv], the first entry of the
+    batch being number `first`. See fa4flex/primitives/dropout.py for the definition.
+
+    Raises InputError for dropout whose seed is drawn at each call.
+    """
+    if dropout.seed is None:
+        raise InputError(
+            "dropout without a seed", "dropout whose pairs can be told", "fa4flex.Dropout(p, seed=0)"
+        )
+    b, h, q, k = np.ix_(*(np.arange(n, dtype=np.uint32) for n in shape))
+    seed = int(dropout.seed) % 2**64
+    entry = b + np.uint32(first)
+
+    def chain(start: int) -> Any:
+        state = np.full((1, 1, 1, 1), start, dtype=np.uint32)
+        for word in (np.uint32(seed % 2**32), np.uint32(seed // 2**32), entry, h):
+            state = state ^ word
+            state = (state ^ (state // np.uint32(2**16))) * np.uint32(0x85EBCA6B)
+            state = (state ^ (state // np.uint32(2**13))) * np.uint32(0xC2B2AE35)
+            state = state ^ (state // np.uint32(2**16))
+        return state
+
+    row = (chain(0x243F6A88) + q * np.uint32(0x9E3779B1)) | np.uint32(0x80000001)
+    pair = k // np.uint32(16) * np.uint32(8) + k % np.uint32(8)
+    group = chain(0x85A308D3) + pair * np.uint32(0x85EBCA77)
+
+    def halves(x: Any, y: Any) -> tuple[Any, Any]:
+        product = x.astype(np.uint64) * y.astype(np.uint64)
+        return (product % np.uint64(2**32)).astype(np.uint32), (product // np.uint64(2**32)).astype(np.uint32)
+
+    low, high = halves(row, group)
+    low, high = halves(low ^ np.uint32(0x53C5CA59), high ^ np.uint32(0x74743C1B))
+    bits = low ^ high
+    drawn = np.where(k // np.uint32(8) % np.uint32(2) == 1, bits // np.uint32(2**16), bits % np.uint32(2**16))
+    return torch.from_numpy(drawn >= math.floor(dropout.p * 2**16 + 0.5))
+
+
+def _factors(dropout: Any, shape: tuple[int, int, int, int], first: int) -> Tensor:
+    """Factors of normalised weights."""
+    rate = math.floor(dropout.p * 2**16 + 0.5) / 2**16
+    kept = kept_pairs(dropout, shape, first)
+    return kept.double() / (1 - rate) if rate < 1 else torch.zeros(shape, dtype=torch.float64)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -136,12 +183,15 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     output_mod: Mod | None = None,
+    dropout: Any = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
 
     q [B, H, Sq, D], k [B, Hk, Skv, D], v [B, Hv, Skv, Dv], H a multiple of Hk and of Hv; sinks [H] is one
     more logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask`
-    is a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors that the mods
+    is a mask_mod or a torch BlockMask. `dropout` is a fa4flex.Dropout with a seed, for which the first entry
+    of the batch is number `first`. Gradients reach q, k, v, sinks and the floating tensors that the mods
     captured. Raises InputError where H is not a multiple of Hk and of Hv.
     """
     batch, heads, q_len, dim = q.shape
@@ -159,7 +209,8 @@ def attention(
     scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
     sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
-    out, lse = _softmax(logits, v)
+    factors = None if dropout is None else _factors(dropout, (batch, heads, q_len, kv_len), first)
+    out, lse = _softmax(logits, v, factors)
     return modified_output(out, output_mod), lse
 
 
@@ -202,15 +253,17 @@ def skip_bound(skip: float, v: Tensor, allowed: Tensor, sinks: bool = False) -> 
     return torch.where(allowed.any(-1, keepdim=True), skip * (most - least), 0)
 
 
-def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse from logits whose last column is the sink. No inf - inf and no log(0), in either pass."""
+def _softmax(logits: Tensor, v: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse from logits whose last column is the sink. No inf - inf and no log(0), in either pass.
+    `factors` multiply normalised weights."""
     largest = logits.detach().amax(-1, keepdim=True)
     largest = torch.where(largest == -math.inf, 0, largest)
     weights = torch.exp(logits - largest)
     total = weights.sum(-1, keepdim=True)
     safe = torch.where(total == 0, 1, total)
     lse = torch.where(total == 0, -math.inf, largest + safe.log())
-    return (weights[..., :-1] / safe) @ v, lse.squeeze(-1)
+    weights = weights[..., :-1] / safe
+    return (weights if factors is None else weights * factors) @ v, lse.squeeze(-1)
 
 
 def sequence_ranges(cu_seqlens: Tensor, seqused: Tensor | None = None) -> Ranges:
@@ -242,6 +295,7 @@ def varlen(
     scale: float | None = None,
     sinks: Tensor | None = None,
     output_mod: Mod | None = None,
+    dropout: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
 
@@ -256,7 +310,8 @@ def varlen(
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
         mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
         after = of_sequence(output_mod, n, 1)
-        o, s = attention(one[0], one[1], one[2], *mods, scale=scale, sinks=sinks, output_mod=after)
+        rest: dict[str, Any] = {"scale": scale, "sinks": sinks, "output_mod": after}
+        o, s = attention(one[0], one[1], one[2], *mods, **rest, dropout=dropout, first=n)
         out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
         lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])
     return out, lse.transpose(0, 1)

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.dropout import Dropout, as_dropout, check_beside, drawn, stand_in
 from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.output import OutputMod, as_output
 from fa4flex.primitives.precision import Precision, check_skip
@@ -37,6 +38,7 @@ class Variant:
     blocks     a BlockMap: full blocks do not evaluate `mask`; in empty blocks nothing is allowed
     sinks      learnable logits, one per query head, in the softmax's denominator
     output_mod a function of the normalised output, or None for the output itself
+    dropout    a Dropout of the normalised weights, or None
     scale      multiplies q.k; None means 1 / sqrt(head_dim)
     layout     of q, k, v and the output: "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto", or "flex": torch's flex_attention, wherever the tensors are
@@ -53,6 +55,7 @@ class Variant:
     schedule: Schedule = None  # type: ignore[assignment]
     backend: Backend = "auto"
     output_mod: OutputMod | None = None
+    dropout: Dropout | None = None
 
     allowed: Mask | None = field(init=False)
     """Block map and mask as one: allowed = block map AND (full block OR mask)."""
@@ -70,6 +73,19 @@ class Variant:
         """The variant without its output function."""
         return self if self.output_mod is None else changed(self, output_mod=None)
 
+    @property
+    def shown(self) -> Variant:
+        """The variant without its output function, for whoever traces without calling: dropout has a seed."""
+        core = self.core
+        return core if core.dropout is None else changed(core, dropout=stand_in(core.dropout))
+
+    def seeded(self, device: torch.device) -> Variant:
+        """The variant of one call, whose dropout has its seed on the device."""
+        dropout = self.dropout
+        if dropout is None or isinstance(dropout.seed, Tensor):
+            return self
+        return changed(self, dropout=drawn(dropout, device))
+
     def __repr__(self) -> str:
         defaults = {"precision": _PRECISION, "schedule": _SCHEDULE}
         arguments = [
@@ -80,7 +96,7 @@ class Variant:
         return f"Variant({', '.join(arguments)})"
 
 
-READ_ANEW = frozenset(("score_mod", "mask", "blocks", "allowed", "sinks", "scale"))
+READ_ANEW = frozenset(("score_mod", "mask", "blocks", "allowed", "sinks", "scale", "dropout"))
 """Fields that may change from call to call: caches read them again at each call. An output function is none:
 what keeps results of a variant never has to do with one (see `Variant.core`)."""
 
@@ -99,6 +115,7 @@ def compose(
     scale: float | None = None,
     layout: Layout = "bhsd",
     output_mod: Callable[..., Any] | None = None,
+    dropout: Dropout | float | None = None,
     **data: Any,
 ) -> Variant:
     """User arguments -> Variant: bare variants become their defaults, a BlockMask its map and mask_mod.
@@ -140,7 +157,7 @@ def compose(
             "transpose other layouts: a strided view costs no copy",
         )
     check_skip(data.get("precision", _PRECISION), {"backend": backend})
-    return Variant(
+    result = Variant(
         score_mod=None if score_mod is None else as_score(score_mod),
         mask=None if mask is None else as_mask(mask),
         blocks=blocks,
@@ -151,7 +168,10 @@ def compose(
         schedule=data.get("schedule", _SCHEDULE),
         backend=backend,
         output_mod=None if output_mod is None else as_output(output_mod),
+        dropout=as_dropout(dropout),
     )
+    check_beside(result)
+    return result
 
 
 _PRECISION, _SCHEDULE = Precision(), Schedule()
@@ -163,6 +183,7 @@ def at_call(
     blocks: BlockMap | BlockMask | None = None,
     scale: float | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
+    dropout: Dropout | float | None = None,
 ) -> Variant:
     """The variant with the overrides of one call."""
     arguments: dict[str, Any] = {}
@@ -180,7 +201,12 @@ def at_call(
         arguments["scale"] = scale
     if sinks is not None:
         arguments["sinks"] = _sinks_of_call(sinks)
-    return changed(variant, **arguments)
+    if dropout is not None:
+        arguments["dropout"] = as_dropout(dropout)
+    result = changed(variant, **arguments)
+    if dropout is not None:
+        check_beside(result)
+    return result
 
 
 def changed(variant: Variant, **fields: Any) -> Variant:

@@ -127,7 +127,9 @@ def of_dense(
         score, output = reference.of_sequence(score, n, 1), reference.of_sequence(output, n, 1)
         mask = None if mask is None else reference.of_sequence(mask, n, 0)
     q, k, v = qkv
-    result = by(q, k, v, score, mask, sinks=composition.get("sinks"), output_mod=output)
+    more = {name: composition[name] for name in ("dropout",) if name in composition}
+    more |= {"first": n or 0} if more else {}
+    result = by(q, k, v, score, mask, sinks=composition.get("sinks"), output_mod=output, **more)
     return result
 
 

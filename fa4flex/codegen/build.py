@@ -13,14 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import TRUE
+from fa4flex.codegen.expr import TRUE, keep, load, scalar
 from fa4flex.codegen.trace import Captures, Operand, Traced, trace
 from fa4flex.codegen.trace.dispatch import no_more_registered, registrations
 from fa4flex.codegen.trace.dtypes import same_default_dtype
@@ -95,6 +95,14 @@ def joined(core: Trace, output: Trace) -> Trace:
     return Trace(core.score, core.mask, output.output, facts, operands, bases, names, None)
 
 
+def dropped(
+    facts: Facts, operands: tuple[Tensor, ...], scalars: tuple[Any, ...], seed: Tensor, threshold: int
+) -> tuple[Facts, tuple[Tensor, ...], tuple[Any, ...]]:
+    """The same facts and captures with dropout, whose seed and threshold come after all others."""
+    kept = keep(load(len(operands), (), "int"), scalar(len(scalars), "int"))
+    return analyze(facts.score, facts.mask, kept), (*operands, seed), (*scalars, threshold)
+
+
 @dataclass(frozen=True)
 class Program:
     """A variant, traced and analysed, with what it captured as it is now.
@@ -156,7 +164,7 @@ class Program:
 def build(variant: Variant) -> Program:
     """Variant -> Program. Raises TraceError where a mod cannot be turned into an expression."""
     output = None if variant.output_mod is None else bind_output(variant.output_mod)
-    return Program(variant, bind(variant.core), output)
+    return Program(variant, bind(variant.shown), output)
 
 
 # --- kept traces --------------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
     """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first.
 
     Raises UnsupportedError for a variant with an output function, which has a trace of its own: whoever calls
-    with such a variant here would leave its function out.
+    with such a variant here would leave its function out. Likewise for dropout whose seed was not drawn.
     """
     if variant.output_mod is not None:
         raise UnsupportedError(
@@ -178,7 +186,14 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
             "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
             "compile without output_mod, and apply the function to the output in PyTorch",
         )
-    return _bind(PAIRS, (variant.score_mod, variant.allowed), likely)
+    dropout = variant.dropout
+    if dropout is not None and not isinstance(dropout.seed, Tensor):
+        raise UnsupportedError(
+            f"{dropout!r} in a call that draws no seed",
+            "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
+            "leave dropout out, or give its seed as a tensor on q's device",
+        )
+    return _bind(PAIRS, (variant.score_mod, variant.allowed, dropout), likely)  # type: ignore[arg-type]
 
 
 def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:
@@ -215,7 +230,7 @@ def _put_first(key: Hashable, trace: Trace) -> None:
             _kept.popitem(last=False)
 
 
-PAIRS: tuple[ModKind, ...] = "score", "mask"
+PAIRS: tuple[ModKind, ...] = "score", "mask", "dropout"
 """Kinds of functions of pairs, in the order in which readers take them."""
 
 
@@ -239,11 +254,13 @@ def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bou
     """The stages: trace the functions, analyse the expressions, write down how to read what they captured."""
     captures = Captures()
     mods = dict(zip(kinds, of_kinds, strict=True))
-    traced = [trace(mod, kind, captures) for kind, mod in mods.items() if mod is not None]
+    traced = [_TRACED.get(kind, trace)(mod, kind, captures) for kind, mod in mods.items() if mod is not None]
     traces = {t.kind: t for t in captures.finish(*traced)}
     score, mask, output = traces.get("score"), traces.get("mask"), traces.get("output")
     value = score or output
-    facts = analyze(SCORE if value is None else value.root, TRUE if mask is None else mask.root)
+    kept = traces.get("dropout")
+    roots = SCORE if value is None else value.root, TRUE if mask is None else mask.root
+    facts = analyze(*roots, None if kept is None else kept.root)
     bases = captures.bases()
     operands = tuple(operand.at(bases) for operand in captures.operands)
     # A function that there is has guards of its own. One that there is none of has nothing to be read.
@@ -252,6 +269,21 @@ def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bou
     reader = _reader(kinds, captures, bases, absent)
     made = Trace(score, mask, output, facts, operands, len(bases), names, reader)
     return Bound(made, bases, captures.scalars)
+
+
+def _traced_dropout(dropout: Any, kind: ModKind, captures: Captures) -> Traced:
+    """Dropout as its expression: its seed is a captured tensor, and its threshold a captured number."""
+    place = root(kind)
+    seed, path = dropout.seed, place.attribute("seed")
+    slot = captures.slot(seed, "dropout seed", seed)
+    number = captures.scalar_slot("dropout threshold", dropout.threshold, place.attribute("threshold"))
+    guards = [Guard("type", place, type(dropout))]
+    captures.depend(guards, {id(seed): (seed, "dropout seed", path)}, {id(seed): {"element"}}, None)
+    return Traced("dropout", kind, keep(load(slot, (), "int"), scalar(number, "int")), MappingProxyType({}))
+
+
+_TRACED: dict[ModKind, Callable[..., Traced]] = {"dropout": _traced_dropout}
+"""What stands in for running a function on proxies, by kind."""
 
 
 def _reader(

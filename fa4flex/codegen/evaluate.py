@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import Expr, loops, slot_of, walk
+from fa4flex.codegen.keep import keep
 from fa4flex.codegen.ops import DIVISIONS, FOLDS, OPS
 from fa4flex.errors import InputError, UnsupportedError
 
@@ -256,6 +257,8 @@ def _value(
         case "round_to":
             narrow = getattr(torch, node.value)
             return _tensor(memo[node.args[0]], dtype).to(narrow).to(dtype)
+        case "keep":
+            return keep(*(_tensor(memo[a], torch.int64) for a in node.args))
         case "reduce":
             return _reduce(node, memo, symbols, captured, dtype)
         case _:

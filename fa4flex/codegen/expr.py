@@ -8,6 +8,7 @@
          | Reduce(how, axis, extent, x)  x folded over a small static axis
          | <elementwise>(x...)           add, lt, where, tanh, ... : the rows of ops.py
          | RoundTo(dtype, x)             x rounded to a named float precision
+         | Keep(seed, threshold, b, h, q, kv)    whether dropout keeps a pair: primitives/dropout.py
 
 Every node has a kind: "bool", "int" (a mathematical integer) or "float" (a number at the
 computation's precision). Nodes are interned: equal expressions are the same object, so a
@@ -151,6 +152,14 @@ def round_to(dtype: str, x: Expr) -> Expr:
     return _node("round_to", (to_float(x),), dtype, "float")
 
 
+def keep(seed: Expr, threshold: Expr, pair: tuple[Expr, Expr, Expr, Expr] | None = None) -> Expr:
+    """True for pairs (b, h, q, kv) that dropout keeps; absent: those of the symbols."""
+    at = tuple(map(sym, INDICES)) if pair is None else pair
+    if any(x.kind != "int" for x in (seed, threshold, *at)) or len(at) != 4:
+        raise TypeError("dropout has a seed, a threshold and four indices, which are ints")
+    return _node("keep", (seed, threshold, *at), None, "bool")
+
+
 def to_float(x: Expr) -> Expr:
     if x.kind == "float":
         return x
@@ -200,6 +209,8 @@ def make(op: str, args: tuple[Expr, ...], value: Any, kind: Kind) -> Expr:
             return reduce(how, axis, extent, args[0])
         case "round_to":
             return round_to(value, args[0])
+        case "keep":
+            return keep(args[0], args[1], args[2:])  # type: ignore[arg-type]
     return apply(op, *args)
 
 
@@ -481,6 +492,9 @@ def _print_constructor(root: Expr) -> str:
             text[node] = "reduce({!r}, {!r}, {}, {})".format(*node.value, args)
         elif node.op == "round_to":
             text[node] = f"round_to({node.value!r}, {args})"
+        elif node.op == "keep":
+            seed, threshold, *pair = (text[a] for a in node.args)
+            text[node] = f"keep({seed}, {threshold}, ({', '.join(pair)}))"
         else:
             text[node] = f"apply({node.op!r}, {args})"
     return text[root]

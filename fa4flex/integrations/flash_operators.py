@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fa4flex.api import Attention
 from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.sdpa import WIDEST_DROPPED
 from fa4flex.integrations.varlen import described, windowed
+from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, launch
 from fa4flex.runtime.key_sources import Contiguous
@@ -37,8 +39,9 @@ def sdpa_forward(
     """aten::_scaled_dot_product_flash_attention of [B, H, S, D]."""
     attend = windowed(-1, 0 if is_causal else -1, layout="bhsd")
     _check(attend, (query, key, value), dropout_p, return_debug_mask)
-    out, lse = _forward(attend, (query, key, value), scale)
-    return out, lse, None, None, query.shape[2], key.shape[2], *_random_state(query)
+    state = _random_state(query, dropout_p)
+    out, lse = _forward(attend, (query, key, value), scale, dropout=_dropout(dropout_p, state[0]))
+    return out, lse, None, None, query.shape[2], key.shape[2], *state
 
 
 def sdpa_backward(
@@ -50,7 +53,8 @@ def sdpa_backward(
     dropout_p, is_causal = rest[4:6]
     attend = windowed(-1, 0 if is_causal else -1, layout="bhsd")
     _check(attend, (query, key, value), dropout_p)
-    return _backward(attend, (query, key, value), (grad_out, out, logsumexp), scale)
+    dropout = _dropout(dropout_p, rest[6])
+    return _backward(attend, (query, key, value), (grad_out, out, logsumexp), scale, dropout)
 
 
 def forward(
@@ -65,8 +69,10 @@ def forward(
     _check(attend, (query, key, value), dropout_p, return_debug_mask)
     used, table = options.get("seqused_k"), options.get("block_table")
     varlen, paging = described(cum_seq_q, cum_seq_k, max_q, max_k, used, table)
-    out, lse = _forward(attend, (query, key, value), options.get("scale"), varlen=varlen, paging=paging)
-    return out, lse, *_random_state(query)
+    state = _random_state(query, dropout_p)
+    more = {"varlen": varlen, "paging": paging, "dropout": _dropout(dropout_p, state[0])}
+    out, lse = _forward(attend, (query, key, value), options.get("scale"), **more)
+    return out, lse, *state
 
 
 def forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -82,13 +88,12 @@ def backward(
     **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """aten::_flash_attention_backward; rest as of `sdpa_backward`, options: scale and the window."""
-    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *_ = rest
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, state, *_ = rest
     attend = _windowed(is_causal, options)
     _check(attend, (query, key, value), dropout_p)
     varlen, _ = described(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
-    return _backward(
-        attend, (query, key, value), (grad_out, out, logsumexp), options.get("scale"), varlen=varlen
-    )
+    results, dropout = (grad_out, out, logsumexp), _dropout(dropout_p, state)
+    return _backward(attend, (query, key, value), results, options.get("scale"), dropout, varlen)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -113,8 +118,10 @@ def _windowed(is_causal: bool, options: dict[str, Any]) -> Attention:
 def _check(attend: Attention, qkv: Qkv, dropout_p: float, return_debug_mask: bool = False) -> None:
     """Raise UnsupportedError for what no kernel is for."""
     q, k, v = qkv
-    if dropout_p != 0 or return_debug_mask:
-        raise _unsupported("dropout, or its mask", "dropout_p=0.0")
+    if return_debug_mask:
+        raise _unsupported("dropout's mask", "return_debug_mask=False")
+    if dropout_p and max(q.shape[-1], v.shape[-1]) > WIDEST_DROPPED:
+        raise _unsupported("dropout in wide heads", f"heads of at most {WIDEST_DROPPED}")
     if not launch.by_kernels(attend.variant, q):
         raise _unsupported(f"tensors on {q.device}", "a GPU that kernels are generated for")
     if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
@@ -143,11 +150,12 @@ def _backward(
     qkv: Qkv,
     results: tuple[Tensor, Tensor, Tensor],
     scale: float | None,
+    dropout: Dropout | None,
     varlen: Varlen | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v. results: gradient of the output, the output, the log-sum-exp."""
     (q, k, v), (dout, out, lse) = qkv, results
-    variant = attend.variant if scale is None else at_call(attend.variant, scale=scale)
+    variant = at_call(attend.variant, scale=scale, dropout=dropout)
     with torch.no_grad(), autocast.off(q):
         now = launch.calling(variant, None)
         call = launch.call_of(now, q, Contiguous(k, v), varlen, ("lse",))
@@ -161,7 +169,14 @@ def _ordered_like(like: Tensor, x: Tensor) -> Tensor:
     return x if x.stride() == wanted else torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
-def _random_state(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """State and offset of no dropout, and no mask of it."""
+def _random_state(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """State and offset of dropout, whose seed is the state's first number; and no mask of it."""
     state, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+    if dropout_p:
+        state.view(torch.int64).random_(-(1 << 63), (1 << 63) - 1)
     return state, offset, q.new_empty(0)
+
+
+def _dropout(p: float, state: Tensor) -> Dropout | None:
+    """The dropout of a call with this random state."""
+    return Dropout(p, state.view(torch.int64)[0]) if p else None

@@ -50,9 +50,10 @@ def patch_sdpa(*, cpu: bool = False) -> Patch:
     cpu  serve float calls on a CPU as well; without it torch's own function does
 
     Served are q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev] of one dtype, with `is_causal` (aligned
-    top-left, as torch has it), boolean masks, float masks with their gradients, `scale` and `enable_gqa`. All
-    else goes to torch's function: dropout, other shapes and devices, what torch.compile and torch.export
-    trace, transforms, subclasses of tensors, and calls where `sdpa_kernel` rules out flash attention.
+    top-left, as torch has it), boolean masks, float masks with their gradients, `dropout_p` (other pairs than
+    torch's, drawn from the same generator), `scale` and `enable_gqa`. All
+    else goes to torch's function: other shapes and devices, what torch.compile and torch.export trace,
+    transforms, subclasses of tensors, and calls where `sdpa_kernel` rules out flash attention.
     `Patch.calls` counts both, with reasons.
 
     Code that imported the function by its name before, and torch's C++ modules, keep torch's.
@@ -118,7 +119,8 @@ def scaled_dot_product_attention(
         reason = _reason((query, key, value), mask, patch.cpu, dropout_p, is_causal, options)
         if reason is None:
             try:
-                out = _attend((query, key, value), mask, is_causal, options.get("scale"))
+                more = {"scale": options.get("scale"), "dropout": dropout_p or None}
+                out = _attend((query, key, value), mask, is_causal, more)
             except UnsupportedError as error:
                 reason = error.given
             else:
@@ -177,8 +179,6 @@ def _reason(
 ) -> str | None:
     """The reason for which a call is torch's own; None for one that means the same here."""
     q = qkv[0]
-    if dropout_p != 0:
-        return "dropout"
     if not options.keys() <= {"scale", "enable_gqa"}:
         return "an unknown option"
     if not _is_finite(options.get("scale")):
@@ -187,6 +187,8 @@ def _reason(
         return "no plain tensors, or something that traces, transforms or intercepts"
     if function_modes() and _other_modes():
         return "a mode of torch's functions"
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p <= 1:
+        return "dropout that is no probability"
     if not _by_kernels(q) and not (cpu and q.device.type == "cpu"):
         return f"no kernels for tensors on {q.device.type}"
     if not torch.backends.cuda.flash_sdp_enabled():
@@ -194,9 +196,15 @@ def _reason(
     reason = _shapes(qkv, bool(options.get("enable_gqa", False)))
     if reason is not None:
         return reason
+    if dropout_p and q.device.type != "cpu" and max(q.shape[3], qkv[2].shape[3]) > WIDEST_DROPPED:
+        return "dropout in wide heads"
     if is_causal and mask.given is not None:
         return "a mask and is_causal"
     return mask.reason(q, (*q.shape[:3], qkv[1].shape[2]))
+
+
+WIDEST_DROPPED = 128
+"""Widest heads in which kernels of all chips drop weights in both passes."""
 
 
 def _is_finite(scale: Any) -> bool:
@@ -235,10 +243,10 @@ def _shapes(qkv: _Qkv, enable_gqa: bool) -> str | None:
 # --- calls that are served ----------------------------------------------------------------------------------
 
 
-def _attend(qkv: _Qkv, mask: _Mask, is_causal: bool, scale: float | None) -> Tensor:
+def _attend(qkv: _Qkv, mask: _Mask, is_causal: bool, options: dict[str, Any]) -> Tensor:
     table, (batch, head, row, key) = mask.table, mask.varies
     if table is None:
-        out: Tensor = _attention(bool(is_causal))(*qkv, scale=scale)
+        out: Tensor = _attention(bool(is_causal))(*qkv, **options)
         return out
 
     def at(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -247,8 +255,9 @@ def _attend(qkv: _Qkv, mask: _Mask, is_causal: bool, scale: float | None) -> Ten
     def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + at(b, h, q_idx, kv_idx)
 
-    composed = {"mask": at} if table.dtype == torch.bool else {"score_mod": biased}
-    out = attention(*qkv, scale=scale, **composed)
+    composed: dict[str, Any] = {"mask": at} if table.dtype == torch.bool else {"score_mod": biased}
+    q, k, v = qkv
+    out = attention(q, k, v, **options, **composed)
     return out
 
 

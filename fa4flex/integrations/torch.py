@@ -4,7 +4,7 @@
     torch.nn.attention.activate_flash_attention_impl("fa4flex")
 
 From then on torch's scaled_dot_product_attention and varlen_attn run fa4flex's kernels wherever torch chooses
-flash attention, eager and compiled, both passes. Calls that these are not for, with dropout or on other GPUs,
+flash attention, eager and compiled, both passes. Calls that these are not for, such as those on other GPUs,
 run on the kernels that torch had. torch.nn.attention.restore_flash_attention_impl() undoes it.
 """
 

@@ -173,10 +173,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns out [B, Sq, Hq, Dv], and with
     output_attentions=True the weights [B, Hq, Sq, Skv] in the dtype of the queries, else None."""
-    _refuse(dropout, options)
+    _refuse(options)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     shown = bool(options.get("output_attentions"))
     if in_batch(cache, options):
+        _refuse_dropout(dropout)
         if shown:
             raise UnsupportedError(
                 "output_attentions=True in continuous batching",
@@ -199,9 +200,15 @@ def attention_forward(
     for each in (bias, position_bias):
         score = score if each is None else with_bias(score, each)
     composition = {"score_mod": score, "mask": mask, "scale": scaling}
-    made = attention(query, key, value, **composition, sinks=s_aux, return_lse=shown)
+    made = attention(query, key, value, **composition, sinks=s_aux, dropout=dropout, return_lse=shown)
     if not shown:
         return made.transpose(1, 2).contiguous(), None
+    if dropout:
+        raise UnsupportedError(
+            f"output_attentions=True with attention dropout {dropout}: eager's weights are dropped ones",
+            "weights in evaluation mode, or without dropout",
+            "call model.eval(), or set attention_dropout=0 in the model's config",
+        )
     out, lse = made
     weights = probabilities(query, key, lse, **composition)
     return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
@@ -211,13 +218,16 @@ _UNREAD = ("indices", "block_indices", "sinks", "head_mask")
 """Arguments that change the result and are not read here: chosen keys, sinks per query, weights per head."""
 
 
-def _refuse(dropout: float, options: dict[str, Any]) -> None:
+def _refuse_dropout(dropout: float) -> None:
     if dropout:
         raise UnsupportedError(
-            f"attention dropout {dropout}",
-            "no dropout inside attention",
-            "set attention_dropout=0 in the model's config, or call model.eval()",
+            f"attention dropout {dropout} in continuous batching, which only infers",
+            "a model in evaluation mode",
+            "call model.eval()",
         )
+
+
+def _refuse(options: dict[str, Any]) -> None:
     for name in _UNREAD:
         if options.get(name) is not None:
             raise UnsupportedError(

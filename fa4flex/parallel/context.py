@@ -36,6 +36,7 @@ from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
 from fa4flex.parallel.plan import SM_MARGIN, TILE, Guests, Layout, Moves, Plan, bases_read, plan_of
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.traffic import Model, heads_move
+from fa4flex.primitives.dropout import drawn
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
     check_dense,
@@ -148,9 +149,16 @@ class ContextParallel:
         """The place in the whole of each of this rank's tokens: position ids."""
         return self.placement(length, **sizes).positions(self.rank)
 
-    def _calling(self) -> launch.Calling:
-        """The variant with what it captured, as it is now: all ranks gather what is spread over them."""
-        now = launch.calling(self.variant.core, self._caller)
+    def _calling(self, q: Tensor) -> launch.Calling:
+        """The variant with what it captured, as it is now: all ranks gather what is spread over them, and
+        have the seed of the first."""
+        variant = self.variant.core
+        if variant.dropout is not None and isinstance(q, Tensor):
+            dropout = drawn(variant.dropout, q.device)
+            for links in (*([] if self.across is None else [self.across]), self.links):
+                dropout = replace(dropout, seed=_of_first(links, dropout.seed))
+            variant = replace(variant, dropout=dropout)
+        now = launch.calling(variant, self._caller)
         if is_dtensor(now.sinks):
             raise UnsupportedError(
                 "sinks that are a DTensor", "a tensor of all heads on every rank", "use sinks.full_tensor()"
@@ -159,7 +167,7 @@ class ContextParallel:
 
     def _planning(self) -> launch.Calling:
         """The same for a plan: only what the mask reads. FSDP has parameters in parts between calls."""
-        now = launch.calling(self.variant.core, self._caller)
+        now = launch.calling(self.variant.shown, self._caller)
         return self._with_whole(now, bases_read(now.bound))
 
     def _output(self) -> Bound | None:
@@ -248,7 +256,7 @@ class ContextParallel:
         swap = self.variant.layout == "bshd"
         if swap:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-        now, output = self._calling(), self._output()
+        now, output = self._calling(q), self._output()
         try:
             out, lse = self._attend(_Call(now, (q, k, v), lengths, in_order, share, output))
         except Fa4flexError as error:
@@ -300,7 +308,7 @@ class ContextParallel:
         whole = {"q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads}
         first = None if share.parts == 1 else share.part * q.shape[1]
         rectangles = Rectangles(
-            facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole, first
+            facts.score, facts.mask, facts.kept, variant, now.bound.scalars, seen, now.scale(q), whole, first
         )
         compute = variant.precision.compute_dtype(q.dtype)
         dtypes = variant.precision.output_dtype(q.dtype), compute
@@ -452,6 +460,12 @@ def _gathered(links: Links, rows: Tensor, held: tuple[Ranges, ...]) -> Tensor:
     """The rows of all ranks, one after another."""
     every = rows.repeat(links.size, *[1] * (rows.ndim - 1))
     return links.all_to_all(every, [len(rows)] * links.size, list(map(tokens, held)))()
+
+
+def _of_first(links: Links, x: Any) -> Tensor:
+    """The number of the first rank, on every rank."""
+    once = [1] * links.size
+    return links.all_to_all(x.reshape(1).repeat(links.size), once, once)()[0]
 
 
 def _check_parts(held: Sequence[Ranges], qkv: tuple[Tensor, Tensor, Tensor], rank: int) -> None:

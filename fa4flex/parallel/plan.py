@@ -106,7 +106,7 @@ def plan(
     variant = getattr(variant, "variant", variant)
     layout = Layout(placement, tile, stages, guests=guests)
     shape = Shape(batch, heads, *pair)
-    return plan_of(bind(variant), shape, ranks, layout, None, variant.schedule.contents)
+    return plan_of(bind(variant.shown), shape, ranks, layout, None, variant.schedule.contents)
 
 
 _plans: Followed[Plan] = Followed(64, 4)

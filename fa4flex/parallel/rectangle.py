@@ -46,16 +46,17 @@ class Shifted:
 
 
 @lru_cache(maxsize=1024)
-def shifted(score: Expr, mask: Expr, heads: bool = False) -> Shifted:
+def shifted(score: Expr, mask: Expr, kept: Expr | None = None, heads: bool = False) -> Shifted:
     """Expressions over the whole -> facts over a rectangle of it. heads: if it may have some heads only."""
-    own = [node.value for node in nodes(score, mask) if node.op == "scalar"]
+    given = (score, mask) if kept is None else (score, mask, kept)
+    own = [node.value for node in nodes(*given) if node.op == "scalar"]
     names = [*(name for name in _PLACES.values() if heads or name != "h_start"), *_WHOLE]
     slots = {name: max(own, default=-1) + 1 + i for i, name in enumerate(names)}
     replaced = {sym(name): scalar(slots[name], "int") for name in _WHOLE}
     for name, place in _PLACES.items():
         if place in slots:
             replaced[sym(name)] = apply("add", sym(name), scalar(slots[place], "int"))
-    roots = [substitute(root, replaced) for root in (score, mask)]
+    roots = [substitute(root, replaced) for root in given]
     meaning: dict[int, int | str] = {slot: slot for slot in own} | {at: name for name, at in slots.items()}
     # Programs number what they read from 0, without gaps.
     read = sorted({node.value for node in nodes(*roots) if node.op == "scalar"})
@@ -80,6 +81,7 @@ class Rectangles:
 
     score: Expr
     mask: Expr
+    kept: Expr | None
     variant: Variant
     scalars: tuple[int | float, ...]
     operands: tuple[Tensor, ...]
@@ -124,8 +126,12 @@ class Rectangles:
         gradients = [x for x in upstream if x is not None], saved
         return compute.backward(program, self._call(qkv, start), gradients, needs)
 
+    @property
+    def _shifted(self) -> Shifted:
+        return shifted(self.score, self.mask, self.kept, self.h_start is not None)
+
     def _program(self, output: torch.dtype | None = None) -> Published:
-        facts = shifted(self.score, self.mask, self.h_start is not None).facts
+        facts = self._shifted.facts
         precision = self.variant.precision
         if output is not None:
             precision = replace(precision, output=output)
@@ -134,5 +140,5 @@ class Rectangles:
     def _call(self, qkv: tuple[Tensor, Tensor, Tensor], start: tuple[int, int]) -> Call:
         q, k, v = qkv
         places = {**self.whole, "q_start": start[0], "kv_start": start[1], "h_start": self.h_start or 0}
-        result = shifted(self.score, self.mask, self.h_start is not None).scalars(self.scalars, places)
+        result = self._shifted.scalars(self.scalars, places)
         return Call(q, Contiguous(k, v), self.operands, None, NO_LENGTHS, result, self.scale, True, ("lse",))

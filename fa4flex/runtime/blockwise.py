@@ -56,8 +56,9 @@ def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor:
     return cpu.key_mass(program.facts, inputs_of_call(program, call), sequences_of_call(call), lse)
 
 
-def without_keys_on_gpu(program: Published, call: Call) -> Forward:
-    """No kernel has anything to do: rows, if there are any, have no keys."""
+def on_gpu(program: Published, call: Call) -> Forward:
+    """The same in PyTorch operations on the GPU: where no kernel is for a call, or none has anything to do as
+    rows, if there are any, have no keys."""
     with torch.device("cpu"):
         inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):

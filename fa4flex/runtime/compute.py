@@ -37,14 +37,14 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
         call = call._replace(statistics=("lse", *call.statistics))
     if by_flex(program.backend, call.q) and not call.empty:
         return _by_flex(program, call)
-    if there and not call.empty:
+    if there and not call.empty and (program.facts.kept is None or program.engine.serves(call)):
         out, lse, largest = program.engine.run(call)
         assert lse is not None
         return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
     from fa4flex.runtime import blockwise
 
     if there:
-        return blockwise.without_keys_on_gpu(program, call)
+        return blockwise.on_gpu(program, call)
     return blockwise.forward(program, call, differentiable)
 
 

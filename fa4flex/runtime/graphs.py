@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
+from fa4flex.codegen.build import dropped
 from fa4flex.codegen.trace import Captures, Operand, trace
 from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
@@ -119,7 +120,11 @@ class _Attention(HigherOrderOperator):
             scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         schedule = Schedule(**_plain(options["schedule"]))
         precision = Precision(**_plain(options["precision"]))
-        program = publish(result.facts, schedule, precision, options["backend"])
+        facts = result.facts
+        if options["dropout"] is not None:
+            seed, threshold = options["dropout"]
+            facts, operands, scalars = dropped(facts, operands, scalars, seed, threshold)
+        program = publish(facts, schedule, precision, options["backend"])
         statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
         call = Call(q, kv, operands, options["sinks"], lengths, scalars, scale, heads_first, statistics)  # type: ignore[arg-type]
         out, lse, largest, *_ = results_by_operator(program, call)
@@ -228,6 +233,7 @@ def run(variant: Variant, q: Tensor, kv: KeySource, varlen: Varlen | None, stati
 
 
 def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: Statistics) -> dict[str, Any]:
+    dropout = variant.dropout
     return {
         "sinks": None if variant.sinks is None else variant.sinks.now(),
         "lengths": lengths,
@@ -236,6 +242,7 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
         "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
         "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
         "backend": variant.backend,
+        "dropout": None if dropout is None else (dropout.seed, dropout.threshold),
     }
 
 

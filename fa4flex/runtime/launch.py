@@ -282,9 +282,9 @@ def _by_kernels(
         try:
             ready = engine.made(call) if contiguous else in_place.made(engine, call)
         except UnsupportedError:
-            if engine.facts.output is None:
+            if engine.facts.output is None and engine.facts.kept is None:
                 raise
-            ready = None  # its function is applied after it
+            ready = None  # its function is applied after it, or all is computed blockwise
             engine.keep(call, None)
     elif blocks is not None:
         shape = call.extents()

@@ -18,6 +18,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
+from fa4flex.primitives.dropout import refuse_flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.call import Call
@@ -65,7 +66,7 @@ class Published:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kind of each captured number, by slot: "int" or "float"."""
-        results = {n.value: n.kind for n in nodes(*self.facts.roots) if n.op == "scalar"}
+        results = {n.value: n.kind for n in nodes(*self.facts.everything) if n.op == "scalar"}
         return tuple(results[slot] for slot in range(len(results)))
 
     @cached_property
@@ -74,7 +75,9 @@ class Published:
         output = self.precision.output
         fields = {
             "format": FORMAT,
-            "program": dump(self.facts.score, self.facts.mask),
+            "program": dump(
+                self.facts.score, self.facts.mask, *(() if self.facts.kept is None else (self.facts.kept,))
+            ),
             "schedule": asdict(self.schedule),
             "compute": self.precision.compute,
             "output": None if output is None else str(output).removeprefix("torch."),
@@ -129,6 +132,8 @@ def _engine(program: Published) -> Engine:
 def _flex_engine(program: Published) -> FlexEngine:
     from fa4flex.runtime.flex.engine import Engine as FlexEngine  # calls of kernels do not wait for it
 
+    if program.facts.kept is not None:
+        raise refuse_flex()
     return FlexEngine(program.facts, program.schedule, program.precision)
 
 
@@ -152,7 +157,7 @@ def read(text: str) -> Published:
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error
-    if version != FORMAT or len(roots) != 2:
+    if version != FORMAT or len(roots) not in (2, 3):
         raise _unreadable("it was written by another version")
     return publish(analyze(*roots), schedule, precision, backend)
 

@@ -105,7 +105,7 @@ class Recent(Generic[Prepared]):
             return None
         if faults.pending.value or later.awaited:
             faults.check()
-        reading = reader(variant.score_mod, variant.allowed)
+        reading = reader(variant.score_mod, variant.allowed, variant.dropout)
         if reading is None or forward_ad._current_level >= 0:
             return None
         (operands, numbers), (q, k, v), scale, sinks = reading, qkv, variant.scale, None

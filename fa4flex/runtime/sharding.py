@@ -63,7 +63,7 @@ def indexed_by(program: str, index: str) -> dict[int, int] | None:
     None where the program depends on the index in another way.
     """
     facts = read(program).facts
-    roots = (facts.score, facts.mask)
+    roots = facts.everything
     if index == "h" and any("num_heads" in root.free for root in roots):
         return None
     results: dict[int, set[tuple[int, ...]]] = {}

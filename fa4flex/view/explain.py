@@ -104,6 +104,11 @@ def _composition(program: Program) -> list[str]:
     if variant.output_mod is not None:
         lines[0] = f"output_mod(softmax(score) v), score = score_mod({scale} * q.k)"
         lines.append(f"output_mod  {name_of(variant.output_mod)}: once, of the output that all keys gave")
+    if variant.dropout is not None:
+        lines.append(
+            f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 65536 pairs, after the "
+            "softmax; log-sum-exps are of what was before"
+        )
     if variant.blocks is not None:
         lines.append(
             f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"

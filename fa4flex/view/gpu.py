@@ -135,7 +135,7 @@ class KernelView:
         from fa4flex.compiler.signature import Signature
 
         program, result = self.shown, self.lowered
-        nodes = walk(*program.facts.roots)
+        nodes = walk(*program.facts.everything)
         kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
         scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
         return inspect(self.source, result.problem, Signature(scalars=scalars), result.plan.target.name).ptx

@@ -59,6 +59,7 @@ def torch_mask(mod: Callable[..., Any] = striped) -> BlockMask:
 
 
 SINKS = torch.tensor([0.5, 2.0])
+DROPOUT = fa4flex.Dropout(0.4, torch.tensor(7))
 FIELDS: dict[str, Any] = {
     "score_mod": louder,
     "mask": near,
@@ -70,6 +71,7 @@ FIELDS: dict[str, Any] = {
     "schedule": Schedule(tile=(32, 16)),
     "backend": "flex",
     "output_mod": fa4flex.as_output(gained),
+    "dropout": DROPOUT,
 }
 """A value other than the default, for each field of a variant that is given."""
 
@@ -137,6 +139,7 @@ CALLS: dict[str, Callable[[], list[Step]]] = {
     ],
     "scale": lambda: [Step(QKV, {"scale": 0.75})],
     "sinks": lambda: [Step(QKV, {"sinks": SINKS})],
+    "dropout": lambda: [Step(QKV, {"dropout": x}) for x in (DROPOUT, fa4flex.Dropout(0.7, -1), 0.0)],
     "return_lse": lambda: [Step(QKV, {"return_lse": True})],
 }
 """For each parameter of a call, calls that bring it."""
@@ -144,7 +147,7 @@ CALLS: dict[str, Callable[[], list[Step]]] = {
 
 def exact(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
     """out and lse of the formula, [B, H, S, D]."""
-    given = {name: x for name, x in step.options.items() if name in ("blocks", "scale", "sinks")}
+    given = {name: x for name, x in step.options.items() if name in ("blocks", "scale", "sinks", "dropout")}
     if isinstance(given.get("blocks"), BlockMask):
         own, mod = BlockMap.from_torch(given["blocks"])
         given, variant = given | {"blocks": own}, changed(variant, mask=fa4flex.as_mask(mod))
@@ -152,6 +155,7 @@ def exact(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
     q, k, v = step.qkv if step.dense is None else step.dense
     sinks = None if variant.sinks is None else variant.sinks.now()
     given = {"scale": variant.scale, "sinks": sinks, "output_mod": variant.output_mod}
+    given["dropout"] = variant.dropout
     return reference.attention(q, k, v, variant.score_mod, variant.allowed, **given)
 
 
@@ -209,6 +213,8 @@ def other_fields(name: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("backend", ("auto", "flex"))
 def test_fields_of_one_attention_change(name: str, backend: Any) -> None:
+    if (name, backend) == ("dropout", "flex"):
+        pytest.skip("torch's flex_attention has no dropout, which test_dropout_doors.py sees refused")
     for others in other_fields(name) if (name, backend) != ("backend", "flex") else ():
         base = compose(**others, **({} if name == "backend" else {"backend": backend}))
         value = getattr(compose(**{name: FIELDS[name]}), name)
@@ -250,7 +256,7 @@ DOORS: dict[str, Door] = {
 @pytest.mark.parametrize("door", DOORS)
 def test_what_a_call_brings_changes(door: str, backend: Any, name: str) -> None:
     taken = inspect.signature(fa4flex.nn.Attention.forward).parameters
-    if (door == "nn" and name not in taken) or (name == "kv_scales" and backend == "flex"):
+    if (door == "nn" and name not in taken) or (name in ("kv_scales", "dropout") and backend == "flex"):
         pytest.skip("this door has no such parameter")
     for others in other_fields(name):
         variant = compose(**others, backend=backend)

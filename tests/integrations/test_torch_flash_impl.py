@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fa4flex.integrations.torch as doors
 import ptxsim
-from fa4flex import UnsupportedError, reference
+from fa4flex import Dropout, UnsupportedError, reference
 from fa4flex.integrations import flash_operators
 from fa4flex.runtime import compute
 
@@ -140,14 +140,29 @@ def test_dense_operators_of_queries_before_heads() -> None:
 @pytest.mark.usefixtures("registered", "on_cpu")
 def test_what_no_kernel_is_for_is_refused_where_torch_has_none() -> None:
     q, k, v = heads_first(8, 8, 8)
-    for options in ((0.5,), (0.0, False, True)):
+    wide = [x.repeat(1, 1, 1, 3) for x in (q, k, v)]
+    for given, options in (((q, k, v), (0.0, False, True)), (wide, (0.5,))):
         with pytest.raises(UnsupportedError, match="dropout"):
-            OPS._scaled_dot_product_flash_attention(q, k, v, *options)
+            OPS._scaled_dot_product_flash_attention(*given, *options)
     with pytest.raises(UnsupportedError, match="float32"):
         OPS._scaled_dot_product_flash_attention(q.float(), k.float(), v.float())
     slopes = torch.ones(2)
     with pytest.raises(UnsupportedError, match="alibi_slopes"):
         OPS._flash_attention_forward(q, k, v, None, None, 8, 8, 0.0, False, False, alibi_slopes=slopes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("registered", "on_cpu")
+def test_dropout_keeps_its_seed_in_the_random_state() -> None:
+    q, k, v = heads_first(24, 40, 40)
+    out, lse, *_, state, _, _ = OPS._scaled_dot_product_flash_attention(q, k, v, 0.3, True)
+    dropout = Dropout(0.3, int(state.view(torch.int64)[0]))
+    want, want_lse = reference.attention(q, k, v, mask=bottom_right, dropout=dropout)
+    judge((out, lse), (want, want_lse))
+    dout = torch.randn_like(out)
+    judge(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double()))
+    again = OPS._scaled_dot_product_flash_attention(q, k, v, 0.3, True)[0]
+    assert not torch.equal(out, again)
 
 
 def test_what_is_refused_runs_on_torchs_kernel() -> None:
@@ -160,8 +175,8 @@ def test_what_is_refused_runs_on_torchs_kernel() -> None:
 
     q, k, v = heads_first(8, 8, 8)
     call = doors._or_torchs(flash_operators.sdpa_forward, Kernel())
-    assert call("keys", q, k, v, 0.5, scale=2.0) == "torch's"  # dropout
-    assert call("keys", q, k, v) == "torch's"  # tensors on a CPU
+    assert call("keys", q, k, v, 0.5, scale=2.0) == "torch's"  # tensors on a CPU
+    assert call("keys", q, k, v) == "torch's"
     assert calls[0][0] == "keys" and calls[0][1][3] == 0.5 and calls[0][2] == {"scale": 2.0}
 
 

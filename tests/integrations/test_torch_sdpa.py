@@ -135,10 +135,28 @@ def _falls_back(*qkv: Any, **options: Any) -> str:
     return reason
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_dropout_drops_weights(mask: bool) -> None:
+    """Its pairs follow torch's generator; gradients are those of the same pairs."""
+    q, k, v = leaves()
+    table = torch.rand(Q_LEN, KV_LEN) < 0.7 if mask else None
+    state = torch.get_rng_state()
+    with fa4flex.patch_sdpa(cpu=True) as patch:
+        out = F.scaled_dot_product_attention(q, k, v, table, dropout_p=0.4)
+    assert patch.calls == {"fa4flex": 1}
+    torch.set_rng_state(state)
+    attn = fa4flex.compile(mask=None if table is None else lambda b, h, i, j: table[i, j], dropout=0.4)
+    expected = attn(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for mine, true in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(mine, true)
+
+
 def test_all_else_is_torchs_own() -> None:
     q, k, v = leaves(requires_grad=False)
     square = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool)
-    assert _falls_back(q, k, v, dropout_p=0.5) == "dropout"
     assert _falls_back(q, k, v, attn_mask=square, is_causal=True) == "a mask and is_causal"
     assert "rank" in _falls_back(q[0], k[0], v[0])
     assert "rank" in _falls_back(q[None], k[None], v[None])

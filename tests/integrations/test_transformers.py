@@ -10,6 +10,8 @@ from helpers import DRAWS, no_worse, worst
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import fa4flex  # noqa: E402
+from fa4flex import reference  # noqa: E402
 from fa4flex.errors import UnsupportedError  # noqa: E402
 from fa4flex.integrations.transformers import register  # noqa: E402
 
@@ -143,14 +145,35 @@ def test_gradients_of_weights_agree_with_eager() -> None:
         torch.testing.assert_close(found["fa4flex"][name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_is_refused() -> None:
-    model, ids = build("Llama"), torch.randint(0, 97, (1, 5))
-    model.set_attn_implementation("fa4flex")
-    model.config.attention_dropout = 0.1
+def test_attention_dropout_in_training(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients are those of eager attention that drops the same pairs; none in evaluation."""
+    model, ids = build("Llama").double(), torch.randint(0, 97, (2, 30))
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(UnsupportedError, match=r"attention dropout 0\.1"):
-        model.train()(ids)
+        layer.self_attn.attention_dropout = 0.3
+
+    def dropped(weights: Any, p: float, training: bool) -> Any:
+        if not training or p == 0:
+            return weights
+        drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)
+        dropout = fa4flex.Dropout(p, drawn)
+        return weights * reference.kept_pairs(dropout, weights.shape) / (1 - dropout.rate)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropped)
+    found: dict[str, Any] = {}
+    for implementation in ("eager", "fa4flex"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        torch.manual_seed(11)
+        loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            found[implementation] = loss, model.eval()(ids).logits, gradients
+    (loss, logits, gradients), (wanted, of_eager, true) = found["fa4flex"], found["eager"]
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(logits, of_eager, rtol=1e-5, atol=1e-6)
+    for name, gradient in true.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["5.4.0", "4.57.0"])

@@ -269,3 +269,36 @@ def parts(attn: fa4flex.Attention, qkv: list[Tensor], guests: Any) -> list[tuple
         starts = [start for of_rank in on_ranks(4, run) for start in of_rank]
     assert sorted(starts) == sorted(start for start, _ in asked)
     return [(dtype, starts.count(start)) for start, dtype in asked]
+
+
+DROPOUT = {
+    "moving keys": Layout(tile=4),
+    "guests": Layout(tile=4, guests="always"),
+    "moving heads": Layout(tile=4, moves="heads"),
+}
+
+
+@pytest.mark.parametrize("layout", DROPOUT)
+@pytest.mark.parametrize("across", [1, 2])
+def test_dropout_counts_in_the_whole(layout: str, across: int, seed: int) -> None:
+    """Ranks drop the pairs that one process drops, in both passes."""
+    dropout = fa4flex.Dropout(0.3, seed)
+    case = Case(Sizes(2, 4, 4, 29, 37), lambda: {"mask": v.causal, "dropout": dropout}, ())
+    compare(case, 2 * across, DROPOUT[layout], across)
+
+
+def test_ranks_have_the_seed_that_the_first_has_drawn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    attn, first, mine = fa4flex.compile(dropout=0.5), torch.randint(1 << 60, ()), threading.local()
+    q, k, values = Sizes(1, 2, 2, 24, 24).qkv()
+
+    def run(links: Threads) -> Any:
+        mine.rank = links.rank
+        cp = ContextParallel(attn.variant, links, Layout(tile=4))
+        at = cp.placement(24, 1, 2)
+        return at, cp(*[at.shard(x, links.rank, 2) for x in (q, k, values)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(context, "drawn", lambda dropout, _: fa4flex.Dropout(dropout.p, first + mine.rank))
+        found = on_ranks(2, run)
+    whole = found[0][0].unshard([x[1] for x in found])
+    assert close(whole, attn(q, k, values, dropout=fa4flex.Dropout(0.5, first)))

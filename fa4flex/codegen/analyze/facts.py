@@ -33,18 +33,25 @@ class Facts:
 
     `intervals` stand in for those found from the mask: the same keys, computed in another way. `output`: the
     output function that kernels apply, in terms of the same symbols as a score mod; its slots are those after
-    all others.
+    all others. `kept`: whether dropout keeps a pair, an expression of the operation "keep"; None without
+    dropout.
     """
 
     score: Expr = SCORE
     mask: Expr = TRUE
     intervals: KeyIntervals | None = None
     output: Expr | None = None
+    kept: Expr | None = None
 
     @property
     def roots(self) -> tuple[Expr, ...]:
-        """All expressions."""
+        """All expressions that analyses look at: nothing is proved of `kept`."""
         return (self.score, self.mask) if self.output is None else (self.score, self.mask, self.output)
+
+    @property
+    def everything(self) -> tuple[Expr, ...]:
+        """All expressions."""
+        return self.roots if self.kept is None else (*self.roots, self.kept)
 
     @property
     def of_output(self) -> Facts | None:
@@ -53,8 +60,9 @@ class Facts:
 
     @property
     def plain(self) -> bool:
-        """Every pair takes part, with the score that it has: there is neither score mod nor mask."""
-        return self.score is SCORE and self.mask is TRUE
+        """Every pair takes part, with the score that it has: there is neither score mod nor mask, nor
+        dropout."""
+        return self.score is SCORE and self.mask is TRUE and self.kept is None
 
     @cached_property
     def keys(self) -> KeyIntervals | None:
@@ -84,11 +92,11 @@ class Facts:
     @cached_property
     def key(self) -> str:
         """Identity of the program: equal text, equal program. Captured values are not part of it."""
-        text = "\n".join(map(repr, self.roots))
+        text = "\n".join(map(repr, self.everything))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=1024)
-def analyze(score: Expr, mask: Expr) -> Facts:
+def analyze(score: Expr, mask: Expr, kept: Expr | None = None) -> Facts:
     """Expressions -> Facts. The facts are derived lazily and kept with the expressions."""
-    return Facts(score, mask)
+    return Facts(score, mask, kept=kept)

@@ -141,6 +141,8 @@ class Module:
         self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
         self._printer.names.reserve(*facts.roots)
         self._factor: Expr | None = None
+        self._dropout: tuple[int, int] | None = None
+        """Slots of the seed and of the threshold of dropout."""
         self._roots: dict[str, Expr] = {}
         self._spans: tuple[Span, ...] = ()
         self._shares: dict[str, LoweredShare] = {}
@@ -164,6 +166,9 @@ class Module:
         self._roots = {name: x for name, x in scores.items() if x is not None}
         if which.slope and facts.gradient.by_score is not const(1.0):
             self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
+        if facts.kept is not None:
+            seed, threshold, *_ = facts.kept.args
+            self._dropout = seed.value, threshold.value
         if facts.output is not None and which is FORWARD:
             self._roots["output"] = self._lowering.unscaled().value(facts.output)
         if problem.mask_form in ASKED:
@@ -323,6 +328,7 @@ class Module:
         helpers = sorted(used - set(_DEVICE_TYPES))
         lines = [f"from cutlass import {', '.join(types)}", ""] if types else []
         hooks = "Hooks, Pointwise" if self._roots or self._shares else "Hooks"
+        hooks = "Dropped, " * (self._dropout is not None) + hooks
         hooks = "Fold, " * any(self._folds.values()) + hooks + ", Share" * bool(self._shares)
         lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
@@ -338,6 +344,8 @@ class Module:
         weights = [f"{name}_weight" for name in self._shares]
         items += [f"{name}={self.pointwise(name)}" for name in self._roots if name not in weights]
         items += ["factor=factor"] * (self._factor is not None)
+        if self._dropout is not None:
+            items.append("dropout=Dropped(seed={}, threshold={})".format(*self._dropout))
         items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():

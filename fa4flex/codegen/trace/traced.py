@@ -10,7 +10,7 @@ from typing import Literal
 from fa4flex.codegen.expr import Expr, make, rewritten
 from fa4flex.errors import Origin
 
-ModKind = Literal["score", "mask", "output"]
+ModKind = Literal["score", "mask", "output", "dropout"]
 
 SIGNATURES: dict[ModKind, tuple[str, ...]] = {
     "score": ("score", "b", "h", "q_idx", "kv_idx"),

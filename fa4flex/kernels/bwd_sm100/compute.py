@@ -30,6 +30,7 @@ from fa4flex.kernels.common.backward import (
 )
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.dropout import KeyDropout, remaining_of
 from fa4flex.kernels.common.fragment import compute_before, computed_once, narrow, widened
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.operand_gradients import sums_of, targets
@@ -55,6 +56,7 @@ class Head:
     slab: Slab
     factor: Float32
     collector: LaneCollector
+    dropout: KeyDropout | None
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ class Compute:
             first = self.first_key(work) + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
-            head = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
+            dropout = KeyDropout.of(self.hooks.dropout, at, first)
+            head = Head(slab, computed_once(factor), self.collector(arguments, slab, sums), dropout)
             head.collector.begin()
             queries = self.scheduler.queries(work, h, arguments)
             for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
@@ -173,8 +176,9 @@ class Compute:
         memory = config.memory
         dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
         dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)
+        left = remaining_of(self.hooks.dropout, arguments.scalars)
         to_dk, to_dv = written(arguments)
-        self.store(to_dv, work, place, dv, some, Float32(1.0))
+        self.store(to_dv, work, place, dv, some, Float32(1.0) if left is None else left)
         self.store(to_dk, work, place, dk, some, arguments.scale)
 
     def collector(
@@ -228,6 +232,7 @@ class Compute:
         origin, kind = place.origin(tile), shared.q.element_type
         scores = cute.make_rmem_tensor((FRAGMENT, HALF // FRAGMENT), Float32)
         weights, handed_on = [], []
+        kept: list[Any] = []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         for f in cutlass.range_constexpr(HALF // FRAGMENT):
@@ -235,7 +240,11 @@ class Compute:
             p = self.to_change(scores[None, f])
             slopes = self.probabilities(head, p, rows, place.first_query(origin, f), masked)
             packed = self.narrowed(p, kind)
-            place.probabilities.put(f, packed)
+            if const_expr(head.dropout is not None):
+                used = self.dropped(head, p, place.first_query(origin, f), kept, kind)
+                place.probabilities.put(f, used)
+            else:
+                place.probabilities.put(f, packed)
             weights.append(self.weights(p, packed, slopes, kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full, first=self.config.ctas > 1)
@@ -247,6 +256,8 @@ class Compute:
             ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
+            if const_expr(head.dropout is not None):
+                self.scale(ds, head.dropout, kept[f])
             self.gradients(ds, rows, weights[f], kind)
             self.take_captured(head, ds, scores[None, f], place.first_query(origin, f), masked)
             handed_on.append(self.narrowed(ds, kind))
@@ -325,6 +336,19 @@ class Compute:
         if not self.again:
             return p
         return packed if self.late or not slopes else self.narrowed(p, kind)
+
+    def dropped(self, head: Head, p: cute.Tensor, q_first: Int32, kept: list[Any], kind: Any) -> cute.Tensor:
+        """Probabilities of a fragment in 16 bits as dV has them: those of pairs that dropout keeps, whose
+        bits `kept` gets. What they are divided by comes when dV is complete."""
+        assert head.dropout is not None
+        used, word = head.dropout.apply(p, q_first)
+        kept.append(word)
+        return self.narrowed(used, kind)
+
+    def scale(self, ds: cute.Tensor, dropout: KeyDropout, word: Any) -> None:
+        """A fragment's dP' times what dropout does to weights; see ColumnDropout for dS."""
+        for c in range(FRAGMENT):
+            ds[c] = ds[c] * dropout.factor(word, c)
 
     def gradients(self, ds: cute.Tensor, deltas: cute.Tensor, weights: cute.Tensor, kind: Any) -> None:
         """A fragment's dP becomes its dS."""

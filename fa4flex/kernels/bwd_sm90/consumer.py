@@ -33,6 +33,7 @@ from fa4flex.kernels.common.backward import (
     written,
 )
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
+from fa4flex.kernels.common.dropout import ColumnDropout, Columns
 from fa4flex.kernels.common.fragment import (
     as_operand,
     computed_once,
@@ -240,7 +241,9 @@ class Consumer:
         two from 2 (l % 4) on."""
         at = self.scheduler.place(work, h, heads, arguments)
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
-        return Slab(at, self.first_key(work, mine.number, mine.lane), (0, 8), columns)
+        first_key = self.first_key(work, mine.number, mine.lane)
+        dropout = ColumnDropout.of(self.hooks.dropout, at, first_key)
+        return Slab(at, first_key, (0, 8), columns, dropout=dropout)
 
     def first_key(self, work: KeyWork, w: Int32, lane: Int32) -> Int32:
         """The first of a thread's two."""
@@ -305,10 +308,14 @@ class Consumer:
         q_stage, do_stage = q_state.index, do_state.index
         self.await_step(mine.pipes, states)
         log_sums = self.log_sums(self.my_rows(shared.lse2[None, q_stage], w), lane)
-        self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
-        depth, depth_v = config.depths
+        deltas = self.my_rows(shared.delta[None, do_stage], w)
+        if collector.slab.dropout is None:
+            self.begin_dprob(dprob, deltas, lane)
+        else:
+            log_sums = log_sums._replace(deltas=deltas)
+        (depth, depth_v), begun = config.depths, collector.slab.dropout is None
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True, depth_v)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], begun, depth_v)
         warpgroup.wait_group(1)
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
@@ -396,9 +403,13 @@ class Consumer:
             here = lse2
             if first + together < columns:
                 lse2 = self.statistics(log_sums.rows, lane, first + together, together)
-            slopes = self.exponentials(grid, slab.part(first, together), here, factor, q_first, masked)
+            part = slab.part(first, together)
+            slopes = self.exponentials(grid, part, here, factor, q_first, masked)
+            if slab.dropout is not None:
+                deltas = self.statistics(log_sums.deltas, lane, first, together)
+                slab.dropout.apply(grid, ds, deltas, Columns(first, q_first, part.queries))
             self.narrow_columns(products.p, p, first, together)
-            if not self.config.rounds_first:
+            if slab.dropout is None and not self.config.rounds_first:
                 for c in range(first, first + together):
                     for r in range(2):
                         ds[r, c] = grid[r, c] * ds[r, c]

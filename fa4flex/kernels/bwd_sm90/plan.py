@@ -383,6 +383,8 @@ def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int],
         return (LONG_LATENT_TILE if roomy else LATENT_TILE,)
     if max(width, width_v) > KEYS_APART:
         return (WIDE_TILE,)
+    if problem.dropout:
+        return (TILE,)
     if _few_tiles(request):
         return (HALF_TILE,)
     if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
@@ -426,11 +428,19 @@ def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
     return not long and wide and sizes.q.at_most(FEW_CLEARED, right="any")
 
 
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
+    """True for all problems on Hopper but dropout in wide heads, whose warpgroups share out something else
+    than keys."""
+    apart = max(pad(problem.head_dim), pad(problem.head_dim_v)) <= KEYS_APART
+    return target.family == "sm90" and (apart or not problem.dropout)
+
+
 BWD_SM90 = Pipeline(
     "Hopper backward",
     "backward",
-    lambda problem, target, sizes: target.family == "sm90",
+    accepts,
     plan_hopper_backward,
     zero_fills=True,
     splits_groups=True,
+    drops=True,
 )

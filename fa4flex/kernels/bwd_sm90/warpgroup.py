@@ -49,7 +49,8 @@ class Made(NamedTuple):
 
 class LogSums(NamedTuple):
     """Log-sum-exps of a step's queries: all of them in shared memory, and in registers those of the columns
-    that come first."""
+    that come first. deltas: numbers of all that dropout needs late."""
 
     rows: cute.Tensor
     first: cute.Tensor
+    deltas: cute.Tensor | None = None

@@ -129,6 +129,15 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """Dropout of normalised weights: the slots of the captured tensor that is its seed, and of the captured
+    number that is its threshold."""
+
+    seed: int
+    threshold: int
+
+
+@dataclass(frozen=True)
 class Hooks:
     """A variant's behaviour.
 
@@ -139,6 +148,7 @@ class Hooks:
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
     output    the function of the normalised output, a Float32 that is at at.score, with the channel at at.kv;
               absent: it is written as it is
+    dropout   of probabilities, after what they are divided by is known; absent: all are kept
     mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
     spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
     queries   of backward passes: the queries of key at.kv likewise, None for hi = q_len; instead of `spans`
@@ -163,3 +173,4 @@ class Hooks:
     ranges: tuple[Pointwise, ...] = ()
     searched: tuple[Pointwise, ...] = ()
     output: Pointwise | None = None
+    dropout: Dropped | None = None

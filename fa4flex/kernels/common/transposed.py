@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Float32, Int32, cute, select_
 
+from fa4flex.kernels.common.dropout import ColumnDropout
 from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import column_spans, row_spans
@@ -38,6 +39,7 @@ class Slab:
     keys: tuple[int, ...]
     queries: tuple[int, ...]
     first: int = 0
+    dropout: ColumnDropout | None = None
 
     def part(self, first: int, count: int) -> Slab:
         """Columns `first` to `first` + `count` of a whole tile."""

@@ -226,5 +226,11 @@ def _in_place(problem: Problem) -> bool:
 
 
 FWD_SM100 = Pipeline(
-    "Blackwell forward", "forward", accepts, plan_blackwell, writes_float32=True, applies_output=True
+    "Blackwell forward",
+    "forward",
+    accepts,
+    plan_blackwell,
+    writes_float32=True,
+    applies_output=True,
+    drops=True,
 )

@@ -19,6 +19,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.bits import consecutive, shifted
 from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.dropout import LaneDropout
 from fa4flex.kernels.common.fragment import compute_before, computed_once, numbers
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
@@ -33,8 +34,10 @@ from fa4flex.kernels.fwd_sm100.rows import (
     Pair,
     Row,
     exponentiate,
+    halves,
     largest_of,
     narrowed,
+    pair,
     put,
     total_of,
 )
@@ -46,6 +49,7 @@ class Tile:
 
     fragment: Fragment
     softmax: LaneSoftmax
+    dropout: LaneDropout | None
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Softmax:
 
     def tile(self, at: At, row: Int32, state: Running, keys: KeyTiles) -> Tile:
         softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
-        return Tile(self.fragment(at, row), softmax)
+        return Tile(self.fragment(at, row), softmax, LaneDropout.of(self.hooks.dropout, at, row))
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
         rows = prepare_rows(self.hooks, at, row, (0,))
@@ -164,7 +168,7 @@ class Softmax:
         rows, largest = self.taken(tile, place, kv_first, words)
         self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)
-        pairs = self.probabilities(tile, place, rows, pipes)
+        pairs = self.probabilities(tile, place, rows, pipes, kv_first)
         total = tile.softmax.state.total
         total[0] = total_of(pairs, total[0])
 
@@ -300,12 +304,18 @@ class Softmax:
         cute.arch.sync_warp()
         arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
 
-    def probabilities(self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes) -> list[Pair]:
-        """To tensor memory, by fragment."""
+    def probabilities(
+        self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes, kv_first: Int32
+    ) -> list[Pair]:
+        """To tensor memory, by fragment; returns those that dropout has not seen."""
         pairs, softmax = [], tile.softmax
         for f, row in enumerate(rows):
             found = exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
-            place.probabilities.put(f, narrowed(found, place.kind))
+            put = found
+            if tile.dropout is not None:
+                kept = tile.dropout.kept([x for two in found for x in halves(two)], kv_first + f * FRAGMENT)
+                put = [pair(*kept[i : i + 2]) for i in range(0, len(kept), 2)]
+            place.probabilities.put(f, narrowed(put, place.kind))
             pairs += found
             self.told(pipes, place, f)
         return pairs
@@ -334,7 +344,10 @@ class Softmax:
         (finished,) = softmax.finish(sink_of(arguments, work.h))
         barrier = 4 * place.tile + place.warp
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
-        shared.finals[place.row, place.tile] = finished.scale
+        scale = finished.scale
+        if const_expr(tile.dropout is not None):
+            scale = scale * tile.dropout.stream.remaining
+        shared.finals[place.row, place.tile] = scale
         arrive_once(pipes.final_full + barrier)
         if q < work.q_len:
             if const_expr(arguments.lse is not None):

@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
+from fa4flex.kernels.common.dropout import RowDropout
 from fa4flex.kernels.common.fragment import (
     as_operand,
     compute_before,
@@ -69,6 +70,7 @@ class Tile:
     group: Int32
     fragment: Fragment
     softmax: OnlineSoftmax
+    dropout: RowDropout | None
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Consumer:
             self.release_queries(pipes, mine.place)
         k_state, v_state = states
         self.last(tile, v_state)
-        self.epilogue.run(arguments, mine, tile.softmax, self.storing_lane(mine.lane, tile))
+        self.epilogue.run(arguments, mine, tile, self.storing_lane(mine.lane, tile))
         if const_expr(not self.config.frees_queries):
             self.release_queries(pipes, mine.place)
         return k_state, v_state
@@ -232,7 +234,9 @@ class Consumer:
         rows = prepare_rows(self.hooks, at, mine.query, offsets, ends)
         fragment = quad_fragment(at, rows, mine.query, self.config.tile_n, mine.lane, offsets)
         softmax = OnlineSoftmax.of(self.hooks, at, self.config.rescale_threshold, mine.state)
-        return Tile(mine.pipes, mine.products, mine.group, fragment, softmax)
+        queries = tuple([mine.query + offset for offset in offsets])
+        dropout = RowDropout.of(self.hooks.dropout, at, queries, mine.lane % 4 * 2)
+        return Tile(mine.pipes, mine.products, mine.group, fragment, softmax, dropout)
 
     @cute.jit
     def first(
@@ -250,6 +254,7 @@ class Consumer:
         grid = begun.grid
         tile.softmax.start(tile.softmax.maxima(grid))
         tile.softmax.exponentiate(grid)
+        self.drop(begun, tile)
         narrow(as_operand(begun.scores), products.p)
         v_state = k_state.clone()
         k_state.advance()
@@ -286,6 +291,7 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         tile.softmax.exponentiate(grid)
+        self.drop(begun, tile)
         narrow(as_operand(begun.scores), products.p)
         if raised:
             rescale(products.out, (tile.softmax,))
@@ -338,6 +344,11 @@ class Consumer:
         tile.fragment.modify(self.hooks, begun.grid, begun.early)
         if masked:
             tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
+
+    def drop(self, begun: Begun, tile: Tile) -> None:
+        """Probabilities that dropout drops become 0: they have been added to their rows' totals."""
+        if tile.dropout is not None:
+            tile.dropout.apply(begun.grid, begun.kv_first)
 
     def storing_lane(self, lane: Int32, tile: Tile) -> Int32:
         """The lane, for the epilogue, whose addresses depend on nothing else: the compiler computes them

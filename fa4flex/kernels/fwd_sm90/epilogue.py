@@ -35,16 +35,19 @@ class Epilogue:
         self,
         arguments: Arguments,
         mine: cutlass.Constexpr[Any],
-        softmax: cutlass.Constexpr[OnlineSoftmax],
+        tile: cutlass.Constexpr[Any],
         lane: Int32,
     ) -> None:
         """Part of a tile of queries that a warpgroup has; lane: the number of a thread in it."""
-        work, group = mine.work, mine.group
+        work, group, softmax = mine.work, mine.group, tile.softmax
         row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
         finished = softmax.finish(sink_of(arguments, self.rows.place(work, row)[0].h))
         self.statistics(arguments, work, row, lane, finished, softmax)
         out = rows_and_columns(mine.products.out)
-        multiply_rows(out, [mine.scale for mine in finished])
+        scales = [mine.scale for mine in finished]
+        if const_expr(tile.dropout is not None):
+            scales = [scale * tile.dropout.stream.remaining for scale in scales]
+        multiply_rows(out, scales)
         if const_expr(self.hooks.output is not None):
             width = arguments.out.shape[cute.rank(arguments.out) - 1]
             places = quad_channels(mine.at, mine.query, out, lane, self.rows.offsets)

@@ -332,5 +332,5 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
 
 
 FWD_SM90 = Pipeline(
-    "Hopper forward", "forward", accepts, plan_hopper, writes_float32=True, applies_output=True
+    "Hopper forward", "forward", accepts, plan_hopper, writes_float32=True, applies_output=True, drops=True
 )

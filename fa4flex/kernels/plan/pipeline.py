@@ -161,6 +161,7 @@ class Pipeline:
     mixes        whether a launch for packed queries has the heads of sequences with few queries packed
     writes_float32  whether its kernel writes an output that is not rounded to 16 bits
     applies_output  whether its kernel has the hook `output`
+    drops        whether its kernel has the hook `dropout`
     """
 
     name: str
@@ -174,3 +175,4 @@ class Pipeline:
     mixes: bool = False
     writes_float32: bool = False
     applies_output: bool = False
+    drops: bool = False

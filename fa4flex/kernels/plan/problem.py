@@ -45,6 +45,7 @@ class Problem:
     output                 a function of the output is applied before it is written
     skip                   probability that each query may leave out: kernels may leave out tiles of keys that
                            hold less than their share of it, of forward passes
+    dropout                normalised weights are dropped
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -95,6 +96,7 @@ class Problem:
     output: bool = False
     shares: Shares = ALIKE
     skip: float = 0.0
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -166,7 +168,7 @@ class Problem:
         extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
             "sinks"
         ] * self.sinks
-        extras += ["float32 output"] * self.wide_output
+        extras += ["float32 output"] * self.wide_output + ["dropout"] * self.dropout
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()
         extras += self._of_heads()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
-from fa4flex.codegen.expr import READS, const, nodes
+from fa4flex.codegen.expr import READS, const, keep, nodes
+from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
 
@@ -36,7 +37,23 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
         shares=inputs.shares,
         skip=inputs.skip,
+        dropout=_dropout(facts),
     )
+
+
+def _dropout(facts: Facts) -> bool:
+    """True if weights are dropped. Raises UnsupportedError for pairs that are counted from elsewhere, as in a
+    part of a whole: threads of kernels hold keys whose hashes are the same if they count from 0."""
+    if facts.kept is None:
+        return False
+    seed, threshold, *_ = facts.kept.args
+    if facts.kept is not keep(seed, threshold):
+        raise UnsupportedError(
+            "a kernel for dropout in a part of the pairs",
+            "dropout of whole sequences",
+            "nothing: it is computed in PyTorch operations instead",
+        )
+    return True
 
 
 def backward_problem(problem: Problem, facts: Facts, deterministic: bool) -> Problem:

@@ -57,18 +57,22 @@ class Work:
         )
 
 
+DROPOUT = 12
+"""Slots of a score's share of its hash, its comparison and its selection: docs/notes/dropout.md."""
+
+
 def count_work(facts: Facts, problem: Problem) -> Work:
     """Facts -> Work. Masks are left out of the cost: full tiles never evaluate them."""
     # Beside ends of rows, the mask's terms are computed where it is asked, and not kept.
     asked = problem.mask_form in ASKED and not problem.row_ends
     hooked = (facts.score, facts.mask) if asked else (facts.score,)
     terms = hoist(*hooked)
-    cost = SOFTMAX.plus(score_cost(facts.score))
+    cost = SOFTMAX.plus(score_cost(facts.score)).plus(Cost(0, DROPOUT if problem.dropout else 0))
     ends = len(_row_ends(facts)) if problem.mask_form == "spans" else 2 * problem.row_ends
     return Work(
         *cost,
-        uniform=len(terms.uniform),
-        row=len(terms.row),
+        uniform=len(terms.uniform) + 4 * problem.dropout,
+        row=len(terms.row) + problem.dropout,
         column=len(terms.column),
         element=terms.element_operations,
         row_ends=ends,

@@ -6,6 +6,11 @@ With P = exp(score' - max) / total, dP = dO V^T and D = rowsum(dO * O) - dLSE,
     dscore = dscore' * (d score' / d score)      dQ = scale dscore K      dK = scale dscore^T Q
 
 (FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse).
+
+Dropout multiplies P by Z, which is 0 or 1 / (1 - rate), after normalising: O = (P * Z) V, dV = (P * Z)^T dO
+and dP = Z * (dO V^T). D stays rowsum(dO * O), since sum_k P dP = sum_k P Z (dO V^T) = dO (P * Z) V = dO O. So
+dscore' = P * (Z * (dO V^T) - D), of pairs that are dropped too: their scores count in the denominator.
+
 Tiles are taken in one fixed order, so the results are the same to the last bit on every run.
 """
 
@@ -126,7 +131,11 @@ class _Rows:
     def _span(self, span: Span, dq: Tensor) -> None:
         block, state, heads = self.block, self.state, self.block.heads
         scores, weights, dscores, slope = self._recompute(span)
-        matmul(weights.flatten(1, 2).mT, self.dout, heads.keys(state.dv, span.keys), accumulate=True)
+        used = weights
+        if block.walk.facts.kept is not None:
+            used = block.keep(self.space.take("kept", *weights.shape).copy_(weights), span)
+            block.keep(dscores, span)
+        matmul(used.flatten(1, 2).mT, self.dout, heads.keys(state.dv, span.keys), accumulate=True)
         dscores.sub_(self.delta).mul_(weights)
         state.shared.add(block, span, scores, dscores)
         if slope is not None:

@@ -42,7 +42,7 @@ def few_queries(facts: Facts, inputs: Inputs) -> Forward | None:
 
     None also where a mod cannot be evaluated at some pair: the mask may hide it, and tiles know that.
     """
-    if not _are_few(inputs):
+    if facts.kept is not None or not _are_few(inputs):
         return None
     q, k, v = (
         x if x.dtype == inputs.precision else x.to(inputs.precision) for x in (inputs.q, inputs.k, inputs.v)
@@ -94,7 +94,7 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     it."""
     if fused_kernel is None or inputs.precision is not torch.float32:
         return None
-    if facts.score is not SCORE or inputs.sinks is not None:
+    if facts.score is not SCORE or facts.kept is not None or inputs.sinks is not None:
         return None
     q, k, v = arguments = inputs.q, inputs.k, inputs.v
     if q.shape[2] != 1 or not _are_few(inputs):

@@ -133,7 +133,7 @@ class _Rows:
             maximum = torch.maximum(maximum, self.maximum)
         shift = finite(maximum)
         total = block.exponentials(scores.sub_(shift), span).sum(-1, keepdim=True)
-        weights = scores.flatten(1, 2)
+        weights = block.keep(scores, span).flatten(1, 2)
         values = block.heads.keys(inputs.v, span.keys).to(inputs.precision)
         if self.maximum is None:
             self.output = self.space.take("output", *weights.shape[:2], values.shape[-1])

@@ -40,7 +40,7 @@ def takes(facts: Facts, q: tuple[int, ...], v: tuple[int, ...], dtype: torch.dty
     batch, heads, q_len, width = q
     kv_len, out_width = v[2:]
     products = batch * heads * q_len * kv_len * (width + out_width)
-    plain = fused_kernel is not None and facts.score is SCORE and dtype in DTYPES
+    plain = fused_kernel is not None and facts.score is SCORE and facts.kept is None and dtype in DTYPES
     return plain and width == out_width and products >= LEAST_PRODUCTS
 
 

@@ -20,6 +20,7 @@ from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr
+from fa4flex.primitives.dropout import ONE
 from fa4flex.primitives.schedule import Contents
 
 QUERY_TILE, KEY_TILE = 128, 128
@@ -123,7 +124,7 @@ def fitted_call(facts: Facts, inputs: Inputs, shape: Shape | None = None) -> tup
         inputs = replace(inputs, captured=captured)
     score, mask = fitted((facts.score, facts.mask), inputs.shape if shape is None else shape, captured)
     same = score is facts.score and mask is facts.mask
-    return facts if same else analyze(score, mask), inputs
+    return facts if same else analyze(score, mask, facts.kept), inputs
 
 
 def spans(runs: Sequence[tuple[int, int, bool]], tile: int, kv_len: int, limit: int) -> list[Span]:
@@ -219,6 +220,15 @@ class Block:
             elif not allowed:
                 part.fill_(value)
 
+    def keep(self, x: Tensor, span: Span) -> Tensor:
+        """Dropout's factor in place of a tile of weights, or of gradients of dropped ones: x / (1 - rate) for
+        pairs that are kept, else 0."""
+        kept = self.walk.facts.kept
+        if kept is not None:
+            (there,) = self.evaluate([kept], span)
+            x.mul_(self.walk.remaining).mul_(there)
+        return x
+
     def exponentials(self, x: Tensor, span: Span) -> Tensor:
         """exp in place of a tile of shifted scores, with care where results may underflow.
 
@@ -260,6 +270,7 @@ class Walk:
                 facts.mask, facts.keys, inputs.shape, inputs.captured, tile, inputs.precision, inputs.contents
             )
         self.plain = facts.score is SCORE
+        self.remaining = remaining(facts, inputs)
 
     def __iter__(self) -> Iterator[Block]:
         q_len, kv_len = self.inputs.q.shape[2], self.inputs.k.shape[2]
@@ -274,6 +285,14 @@ class Walk:
                 result = spans(runs, self.keys, kv_len, limit)
                 for heads in groups:
                     yield Block(self, heads, block_rows, result, masks)
+
+
+def remaining(facts: Facts, inputs: Inputs) -> float:
+    """Factor of weights that dropout keeps: 1 / (1 - rate), 0 where it keeps none."""
+    if facts.kept is None:
+        return 1.0
+    left = ONE - int(inputs.captured.scalars[facts.kept.args[1].value])
+    return ONE / left if left > 0 else 0.0
 
 
 def _power_of_two(x: int) -> int:

@@ -36,7 +36,7 @@ from fa4flex.codegen.analyze.reach import widest
 from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.contents import VALIDATE, VersionedCache
-from fa4flex.errors import Fa4flexError
+from fa4flex.errors import Fa4flexError, UnsupportedError
 from fa4flex.kernels.plan.arguments import forward_schema
 from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.kernels.plan.splitting import Splitting
@@ -127,6 +127,17 @@ class Engine:
             ready = self.made(call)
         results: Results = ready(call)
         return results
+
+    def serves(self, call: Call) -> bool:
+        """True if a kernel computes the call; whether, is kept for calls that look like it."""
+        ready = self.find(call)
+        if ready is MISSING:
+            try:
+                ready = self.made(call)
+            except UnsupportedError:
+                ready = None
+                self.keep(call, None)
+        return ready is not None
 
     def made(self, call: Call) -> Ready:
         """The launch of a call that looks like none before. Raises UnsupportedError for what no kernel does,

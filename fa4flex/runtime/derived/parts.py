@@ -323,7 +323,7 @@ def _folds(level: Level, recipe: Recipe, dims: Sequence[int | None]) -> bool:
     """True if a mapped dimension can be one with that of the batch: no function asks for the entry, and
     nothing that all entries share is mapped, or a result."""
     facts = recipe.program.facts
-    if recipe.lengths is not NO_LENGTHS or "b" in facts.score.free | facts.mask.free:
+    if recipe.lengths is not NO_LENGTHS or any("b" in root.free for root in facts.everything):
         return False
     shared = any(d is not None and kind not in _BATCHED for d, kind in zip(dims, level.kinds, strict=True))
     return not shared and all(kind in _BATCHED for kind in level.of_results)

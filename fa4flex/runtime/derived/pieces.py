@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
-from fa4flex.codegen.evaluate import Value, evaluate
+from fa4flex.codegen.evaluate import Captured, Value, evaluate
 from fa4flex.codegen.expr import TRUE
 from fa4flex.runtime.cpu.sequences import Sequences, check_within, extents_of, inputs_of
-from fa4flex.runtime.cpu.tiles import QUERY_TILE, Heads, Inputs, Span, Walk, fitted_call, spans
+from fa4flex.runtime.cpu.tiles import QUERY_TILE, Heads, Inputs, Span, Walk, fitted_call, remaining, spans
 from fa4flex.runtime.derived.modified import Place, value_of
 from fa4flex.torch_internals import dispatch_modes
 
@@ -155,6 +155,9 @@ def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Rows
         total = total + torch.exp(sinks - shift)
     none = total == 0
     divisor = torch.where(none, 1, total)
+    if facts.kept is not None:
+        (there,) = evaluate([facts.kept], place.symbols, Captured(operands, place.scalars), inputs.precision)
+        weights = weights * torch.as_tensor(there, device=q.device) * remaining(facts, inputs)
     out = (weights.flatten(2, 3) @ v).view(*piece.shape, v.shape[-1]) / divisor
     lse = torch.where(none, -torch.inf, torch.log(divisor) + shift).squeeze(-1)
     return Rows(out, lse)

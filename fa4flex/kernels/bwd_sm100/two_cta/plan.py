@@ -132,4 +132,5 @@ TWO_CTA = Pipeline(
     "backward",
     lambda problem, target, sizes: target.family == "sm100" and pays_in_pairs(problem, sizes),
     plan_two_cta,
+    drops=True,
 )

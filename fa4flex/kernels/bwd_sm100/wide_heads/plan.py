@@ -103,4 +103,4 @@ def _wide(problem: Problem, target: Target, sizes: Sizes) -> bool:
     return target.family == "sm100" and widest > one_cta.WIDTHS[-1]
 
 
-WIDE_HEADS = Pipeline("Blackwell backward of wide heads", "backward", _wide, plan_wide_heads)
+WIDE_HEADS = Pipeline("Blackwell backward of wide heads", "backward", _wide, plan_wide_heads, drops=True)
