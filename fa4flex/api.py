@@ -18,6 +18,7 @@ from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -103,7 +104,8 @@ class Attention:
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0 (before an output function), lse -inf and zero gradients. Both carry
-        gradients.
+        gradients. Of normalisers the softmax plus a constant has an lse, which includes the constant; with
+        others return_lse is refused.
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
@@ -207,6 +209,7 @@ def compile(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     output_mod: Callable[..., Any] | None = None,
+    normalizer: Normalizer | Callable[..., Normalizer] | None = None,
     layout: Layout = "bhsd",
     backend: Backend = "auto",
     **data: Precision | Schedule,
@@ -222,6 +225,8 @@ def compile(
     output_mod  output_mod(out, b, h, q_idx, d_idx): a function of each element of the normalised output,
                applied once, in float32; such functions chain with `>>`. A query without allowed keys gives
                output_mod(0, ...)
+    normalizer  a fa4flex.Normalizer in place of the softmax: softmax plus a constant, softpick, or any
+               elementwise function of the score
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
                operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why
@@ -233,6 +238,7 @@ def compile(
     """
     options: dict[str, Any] = {"backend": backend, **data}
     options |= {"sinks": sinks, "scale": scale, "layout": layout, "output_mod": output_mod}
+    options["normalizer"] = normalizer
     variant = compose(score_mod, mask, blocks=blocks, **options)
     if torch.compiler.is_dynamo_compiling():
         return Attention(variant)

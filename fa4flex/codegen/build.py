@@ -28,6 +28,7 @@ from fa4flex.codegen.trace.paths import Guard, Reader, reader_of, root
 from fa4flex.codegen.trace.traced import ModKind, renumber
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.base import Mod as AnyMod
+from fa4flex.primitives.normalizer import SOFTMAX, Weights
 from fa4flex.variant import Variant
 
 Mod = Callable[..., Any]
@@ -178,7 +179,7 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
             "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
             "compile without output_mod, and apply the function to the output in PyTorch",
         )
-    return _bind(PAIRS, (variant.score_mod, variant.allowed), likely)
+    return _bind(PAIRS, (variant.scored, variant.allowed), likely, variant.weights)
 
 
 def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:
@@ -186,13 +187,18 @@ def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:
     return _bind(("output",), (mod,), likely)
 
 
-def _bind(kinds: tuple[ModKind, ...], mods: tuple[Mod | None, ...], likely: Trace | None) -> Bound:
+def _bind(
+    kinds: tuple[ModKind, ...],
+    mods: tuple[Mod | None, ...],
+    likely: Trace | None,
+    weights: Weights = SOFTMAX,
+) -> Bound:
     """mods: functions by kind, None for those that there are none of."""
-    if likely is not None and likely.reader is not None:
+    if likely is not None and likely.reader is not None and likely.facts.weights == weights:
         reading = likely.reader(*mods)
         if reading is not None:
             return Bound(likely, *reading)
-    key = kinds, registrations(), *map(code_key, mods)
+    key = kinds, weights, registrations(), *map(code_key, mods)
     traces = _kept.get(key, ())
     for result in traces:
         reading = None if result is likely or result.reader is None else result.reader(*mods)
@@ -200,7 +206,7 @@ def _bind(kinds: tuple[ModKind, ...], mods: tuple[Mod | None, ...], likely: Trac
             if result is not traces[0]:
                 _put_first(key, result)
             return Bound(result, *reading)
-    bound = _traced(kinds, mods)
+    bound = _traced(kinds, mods, weights)
     if bound.trace.reader is not None:
         _put_first(key, bound.trace)
     return bound
@@ -235,7 +241,7 @@ def code_key(fn: Any) -> Hashable:
     return id(type(fn))
 
 
-def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bound:
+def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...], weights: Weights) -> Bound:
     """The stages: trace the functions, analyse the expressions, write down how to read what they captured."""
     captures = Captures()
     mods = dict(zip(kinds, of_kinds, strict=True))
@@ -243,7 +249,7 @@ def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bou
     traces = {t.kind: t for t in captures.finish(*traced)}
     score, mask, output = traces.get("score"), traces.get("mask"), traces.get("output")
     value = score or output
-    facts = analyze(SCORE if value is None else value.root, TRUE if mask is None else mask.root)
+    facts = analyze(SCORE if value is None else value.root, TRUE if mask is None else mask.root, weights)
     bases = captures.bases()
     operands = tuple(operand.at(bases) for operand in captures.operands)
     # A function that there is has guards of its own. One that there is none of has nothing to be read.

@@ -46,8 +46,9 @@ class Shifted:
 
 
 @lru_cache(maxsize=1024)
-def shifted(score: Expr, mask: Expr, heads: bool = False) -> Shifted:
-    """Expressions over the whole -> facts over a rectangle of it. heads: if it may have some heads only."""
+def shifted(facts: Facts, heads: bool = False) -> Shifted:
+    """Facts over the whole -> facts over a rectangle of it. heads: if it may have some heads only."""
+    score, mask = facts.score, facts.mask
     own = [node.value for node in nodes(score, mask) if node.op == "scalar"]
     names = [*(name for name in _PLACES.values() if heads or name != "h_start"), *_WHOLE]
     slots = {name: max(own, default=-1) + 1 + i for i, name in enumerate(names)}
@@ -67,7 +68,7 @@ def shifted(score: Expr, mask: Expr, heads: bool = False) -> Shifted:
     memo: dict[Expr, Expr] = {}
     order = {slot: at for at, slot in enumerate(read)}
     results = [renumber(root, tensors, order, memo) for root in roots]
-    return Shifted(analyze(*results), tuple(meaning[slot] for slot in read))
+    return Shifted(analyze(*results, facts.weights), tuple(meaning[slot] for slot in read))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +79,7 @@ class Rectangles:
     operands  tensors that it captured, by slot, whole: mods index them by places in the whole
     """
 
-    score: Expr
-    mask: Expr
+    facts: Facts
     variant: Variant
     scalars: tuple[int | float, ...]
     operands: tuple[Tensor, ...]
@@ -125,7 +125,7 @@ class Rectangles:
         return compute.backward(program, self._call(qkv, start), gradients, needs)
 
     def _program(self, output: torch.dtype | None = None) -> Published:
-        facts = shifted(self.score, self.mask, self.h_start is not None).facts
+        facts = shifted(self.facts, self.h_start is not None).facts
         precision = self.variant.precision
         if output is not None:
             precision = replace(precision, output=output)
@@ -134,5 +134,5 @@ class Rectangles:
     def _call(self, qkv: tuple[Tensor, Tensor, Tensor], start: tuple[int, int]) -> Call:
         q, k, v = qkv
         places = {**self.whole, "q_start": start[0], "kv_start": start[1], "h_start": self.h_start or 0}
-        result = shifted(self.score, self.mask, self.h_start is not None).scalars(self.scalars, places)
+        result = shifted(self.facts, self.h_start is not None).scalars(self.scalars, places)
         return Call(q, Contiguous(k, v), self.operands, None, NO_LENGTHS, result, self.scale, True, ("lse",))

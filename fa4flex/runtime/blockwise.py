@@ -39,11 +39,14 @@ def forward(program: Published, call: Call, differentiable: bool) -> Forward:
 
 def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of single queries, which capture no tensors: see cpu.single_queries."""
+    if not program.facts.softmax:
+        return None
     return cpu.single_queries(program.facts, inputs_of_call(program, call))
 
 
-def without_keys_on_gpu(program: Published, call: Call) -> Forward:
-    """No kernel has anything to do: rows, if there are any, have no keys."""
+def forward_on_gpu(program: Published, call: Call) -> Forward:
+    """Calls that no kernel computes: those without keys, and weights other than the softmax's; in PyTorch
+    operations on the GPU, exact and slow."""
     with torch.device("cpu"):
         inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):

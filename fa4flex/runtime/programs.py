@@ -18,6 +18,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
+from fa4flex.primitives.normalizer import SOFTMAX, Weights
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.call import Call
@@ -80,6 +81,8 @@ class Published:
             "output": None if output is None else str(output).removeprefix("torch."),
             "backend": self.backend,
         }
+        if not self.facts.softmax:
+            fields["weights"] = list(self.facts.weights)
         return json.dumps(fields, separators=(",", ":"))
 
     @cached_property
@@ -148,11 +151,12 @@ def read(text: str) -> Published:
         roots = parse(fields["program"])
         precision = Precision(fields["compute"], None if output is None else getattr(torch, output))
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
+        weights = Weights(*fields.get("weights", SOFTMAX))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error
     if version != FORMAT or len(roots) != 2:
         raise _unreadable("it was written by another version")
-    return publish(analyze(*roots), schedule, precision, backend)
+    return publish(analyze(*roots, weights), schedule, precision, backend)
 
 
 def _unreadable(why: str) -> InputError:

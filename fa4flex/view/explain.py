@@ -18,6 +18,7 @@ from fa4flex.codegen.expr import TRUE, Expr, apply, brief, const, sym, walk
 from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
@@ -103,6 +104,9 @@ def _composition(program: Program) -> list[str]:
     if variant.output_mod is not None:
         lines[0] = f"output_mod(softmax(score) v), score = score_mod({scale} * q.k)"
         lines.append(f"output_mod  {name_of(variant.output_mod)}: once, of the output that all keys gave")
+    if variant.normalizer is not None:
+        lines[0] = lines[0].replace("softmax(score)", "weights(score)")
+        lines.append(f"normalizer  {name_of(variant.normalizer)}: {_normalizer(variant.normalizer)}")
     if variant.blocks is not None:
         lines.append(
             f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
@@ -113,6 +117,15 @@ def _composition(program: Program) -> list[str]:
         )
     lines.append(f"layout      {variant.layout}")
     return [*lines, *_alignment(program)]
+
+
+def _normalizer(normalizer: Normalizer) -> str:
+    """Formula of a normaliser's weights."""
+    if normalizer.kind == "softmax":
+        return f"exp(score) / (sum exp(score) + {normalizer.plus:g}), by sinks of log {normalizer.plus:g}"
+    if normalizer.kind == "softpick":
+        return f"max(exp(score) - 1, 0) / (sum |exp(score) - 1| + {normalizer.eps:g}); no LSE"
+    return "score' below is the weight: no maximum, no sum, no LSE; masked pairs weigh 0"
 
 
 _LENGTHS = apply("sub", sym("kv_len"), sym("q_len"))
@@ -345,7 +358,7 @@ def _fused(program: Program) -> list[str]:
 
     variant = program.variant
     exact = variant.precision.compute == "float64" or variant.schedule.tile is not None
-    if fused_kernel is None or exact or program.facts.score is not SCORE:
+    if fused_kernel is None or exact or program.facts.score is not SCORE or not program.facts.softmax:
         return []
     power = LEAST_PRODUCTS.bit_length() - 1
     return [

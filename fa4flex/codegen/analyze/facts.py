@@ -17,6 +17,7 @@ from fa4flex.codegen.analyze.intervals import (
     query_intervals,
 )
 from fa4flex.codegen.expr import TRUE, Expr, sym
+from fa4flex.primitives.normalizer import SOFTMAX, Weights
 
 SCORE = sym("score")
 
@@ -33,13 +34,14 @@ class Facts:
 
     `intervals` stand in for those found from the mask: the same keys, computed in another way. `output`: the
     output function that kernels apply, in terms of the same symbols as a score mod; its slots are those after
-    all others.
+    all others. `weights`: how weights are made of scores; of elementwise ones `score` is the weight.
     """
 
     score: Expr = SCORE
     mask: Expr = TRUE
     intervals: KeyIntervals | None = None
     output: Expr | None = None
+    weights: Weights = SOFTMAX
 
     @property
     def roots(self) -> tuple[Expr, ...]:
@@ -55,6 +57,11 @@ class Facts:
     def plain(self) -> bool:
         """Every pair takes part, with the score that it has: there is neither score mod nor mask."""
         return self.score is SCORE and self.mask is TRUE
+
+    @property
+    def softmax(self) -> bool:
+        """True if weights are the softmax's."""
+        return self.weights == SOFTMAX
 
     @cached_property
     def keys(self) -> KeyIntervals | None:
@@ -85,10 +92,16 @@ class Facts:
     def key(self) -> str:
         """Identity of the program: equal text, equal program. Captured values are not part of it."""
         text = "\n".join(map(repr, self.roots))
+        if self.weights != SOFTMAX:
+            text += f"\n{self.weights!r}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@lru_cache(maxsize=1024)
-def analyze(score: Expr, mask: Expr) -> Facts:
+def analyze(score: Expr, mask: Expr, weights: Weights = SOFTMAX) -> Facts:
     """Expressions -> Facts. The facts are derived lazily and kept with the expressions."""
-    return Facts(score, mask)
+    return _analyzed(score, mask, weights)
+
+
+@lru_cache(maxsize=1024)
+def _analyzed(score: Expr, mask: Expr, weights: Weights) -> Facts:
+    return Facts(score, mask, weights=weights)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
 from fa4flex.kernels.plan.memory import Memory
-from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.problem import Problem, Weights
 from fa4flex.kernels.plan.request import Order
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
@@ -161,6 +161,7 @@ class Pipeline:
     mixes        whether a launch for packed queries has the heads of sequences with few queries packed
     writes_float32  whether its kernel writes an output that is not rounded to 16 bits
     applies_output  whether its kernel has the hook `output`
+    weights      those that its kernel makes of scores
     """
 
     name: str
@@ -174,3 +175,4 @@ class Pipeline:
     mixes: bool = False
     writes_float32: bool = False
     applies_output: bool = False
+    weights: tuple[Weights, ...] = ("softmax",)

@@ -15,6 +15,7 @@ from fa4flex.kernels.plan.lengths import Lengths, Scaling
 Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
 Adding = Literal["sum", "once", "once in pairs"]
+Weights = Literal["softmax", "softpick", "elementwise"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
@@ -42,6 +43,8 @@ class Problem:
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
     output                 a function of the output is applied before it is written
+    weights                how they are made of scores: "softmax"; "elementwise": the score is the weight;
+                           "softpick", which no kernel computes
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -89,6 +92,7 @@ class Problem:
     deterministic: bool = False
     row_ends: int = 0
     output: bool = False
+    weights: Weights = "softmax"
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -99,6 +103,7 @@ class Problem:
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
+        _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
         _require_one_of("row_ends", self.row_ends, tuple(range(MOST_SPANS + 1)))
         for name in _FLAGS:
@@ -155,6 +160,7 @@ class Problem:
         extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
             "sinks"
         ] * self.sinks
+        extras += [f"{self.weights} weights"] * (self.weights != "softmax")
         extras += ["float32 output"] * self.wide_output
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()

@@ -34,6 +34,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         keys=inputs.keys,
         many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
+        weights=facts.weights.kind,
     )
 
 

@@ -15,7 +15,19 @@ from fa4flex.runtime.cpu.fused import attend as attend_fused
 from fa4flex.runtime.cpu.scattered import attend as attend_scattered
 from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward, finite, with_sinks
-from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
+from fa4flex.runtime.cpu.tiles import (
+    Block,
+    Heads,
+    Inputs,
+    Span,
+    Walk,
+    Workspace,
+    fitted_call,
+    matmul,
+    raw_scores,
+    scaled_queries,
+)
+from fa4flex.runtime.cpu.weights import attend as attend_weighted
 
 
 @torch.no_grad()
@@ -32,11 +44,15 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
 def outputs(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of `inputs` alone, by PyTorch's fused kernel; None for calls that it is not for. Raises as
     `forward` does."""
+    if not facts.softmax:
+        return None
     return single_queries(facts, inputs) or attend_fused(*fitted_call(facts, inputs))
 
 
 def attend(facts: Facts, inputs: Inputs) -> Forward:
     """`forward` of facts whose integers fit in 64 bits."""
+    if not facts.softmax:
+        return attend_weighted(facts, inputs)
     few = few_queries(facts, inputs)
     if few is not None:
         return few
@@ -58,23 +74,6 @@ def attend(facts: Facts, inputs: Inputs) -> Forward:
             rows.attend(span)
         rows.write(result)
     return result
-
-
-def scaled_queries(block: Block, space: Workspace) -> Tensor:
-    """scale * q of a block at compute precision, [groups, ratio * rows, D]."""
-    inputs, heads = block.walk.inputs, block.heads
-    q = heads.queries(inputs.q, block.rows)
-    scaled = space.take("queries", *q.shape).copy_(q).mul_(inputs.scale)
-    return scaled.flatten(1, 2)
-
-
-def raw_scores(block: Block, span: Span, queries: Tensor, space: Workspace) -> Tensor:
-    """scale * q.k of a tile, [groups, ratio, rows, keys]."""
-    inputs, heads = block.walk.inputs, block.heads
-    keys = heads.keys(inputs.k, span.keys).to(inputs.precision)
-    scores = space.take("scores", heads.groups, queries.shape[1], span.stop - span.start)
-    matmul(queries, keys.transpose(1, 2), scores)
-    return scores.unflatten(1, (heads.ratio, -1))
 
 
 def sink_logits(inputs: Inputs, heads: Heads) -> Tensor | None:
