@@ -55,7 +55,7 @@ def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:
     """The variant as what computes it knows it. Raises UnsupportedError for statistics that it has not."""
     try:
         check_statistics(variant, statistics)
-        return resolved(variant, query_heads(variant, q), q.device) if isinstance(q, Tensor) else variant
+        return resolved(variant, query_heads(variant, q), q) if isinstance(q, Tensor) else variant
     except Fa4flexError as error:
         error.add_note(f"in Attention({variant!r})")
         raise

@@ -56,7 +56,8 @@ class Report:
 def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: int = 0) -> Report:
     """`attn` in float32 against fa4flex.reference in float64, at these lengths.
 
-    Compares out, lse where the normaliser has one, and the gradients of q, k, v and every captured tensor that requires one.
+    Compares out, lse where the normaliser has one, and the gradients of q, k, v and every captured tensor
+    that requires one.
     """
     program = attn.program
     chosen = setting(program, q_len, q_len if kv_len is None else kv_len)

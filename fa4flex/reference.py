@@ -159,7 +159,7 @@ def attention(
     scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
     normalizer = Normalizer() if normalizer is None else normalizer
     if normalizer.kind != "softmax":
-        out = _weights(scores, allowed, normalizer) @ v
+        out = normalised(scores, allowed, normalizer) @ v
         return modified_output(out, output_mod), out.new_zeros(out.shape[:3])
     sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
     if normalizer.plus:
@@ -180,7 +180,7 @@ def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (weights[..., :-1] / safe) @ v, lse.squeeze(-1)
 
 
-def _weights(scores: Tensor, allowed: Tensor, normalizer: Normalizer) -> Tensor:
+def normalised(scores: Tensor, allowed: Tensor, normalizer: Normalizer) -> Tensor:
     """Weights of modified scores by a normaliser that is no softmax; 0 where pairs are not allowed."""
     if normalizer.kind == "elementwise":
         values = modified_scores(scores, allowed, normalizer.function)
@@ -241,7 +241,7 @@ def varlen(
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
         mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
         after = of_sequence(output_mod, n, 1)
-        own = _of_sequence(normalizer, n)
+        own = normalizer_of_sequence(normalizer, n)
         o, s = attention(
             one[0], one[1], one[2], *mods, scale=scale, sinks=sinks, output_mod=after, normalizer=own
         )
@@ -250,7 +250,7 @@ def varlen(
     return out, lse.transpose(0, 1)
 
 
-def _of_sequence(normalizer: Normalizer | None, n: int) -> Normalizer | None:
+def normalizer_of_sequence(normalizer: Normalizer | None, n: int) -> Normalizer | None:
     """The normaliser with b, of the function that it may have, fixed to n."""
     if normalizer is None or normalizer.function is None:
         return normalizer

@@ -94,6 +94,11 @@ class Variant:
         """The variant without its output function."""
         return self if self.output_mod is None else changed(self, output_mod=None)
 
+    @property
+    def has_sinks(self) -> bool:
+        """True if calls have sinks: those of the variant, or a constant of the softmax's sum."""
+        return self.sinks is not None or bool(self.normalizer is not None and self.normalizer.plus)
+
     def logits(self) -> Tensor | None:
         """The sinks of this call. Raises UnsupportedError for a constant of the softmax's sum that is none of
         them: whoever calls with such a variant would leave it out."""
@@ -231,12 +236,15 @@ def changed(variant: Variant, **fields: Any) -> Variant:
     return other
 
 
-def resolved(variant: Variant, heads: int, device: torch.device) -> Variant:
-    """The variant for a call of so many query heads: a constant of the softmax's sum becomes sinks."""
+def resolved(variant: Variant, heads: int, q: Tensor) -> Variant:
+    """The variant for a call of queries q, of so many heads: a constant of the softmax's sum becomes
+    sinks."""
     normalizer = variant.normalizer
     if normalizer is None or variant.weights != SOFTMAX:
         return variant
-    return changed(variant, sinks=sinks_of(normalizer, variant.sinks, heads, device), normalizer=None)
+    dtype = variant.precision.compute_dtype(q.dtype)
+    sinks = sinks_of(normalizer, variant.sinks, torch.empty(heads, dtype=dtype, device=q.device))
+    return changed(variant, sinks=sinks, normalizer=None)
 
 
 def query_heads(variant: Variant, q: Tensor) -> int:

@@ -85,7 +85,12 @@ def accepting(direction: Direction, problem: Problem, target: Target, sizes: Siz
     for pipeline in _candidates(direction, problem, target, sizes):
         reads = pipeline.kv_dtype == problem.keys.dtype
         writes = pipeline.writes_float32 or not problem.wide_output
-        if reads and writes and problem.weights in pipeline.weights and pipeline.accepts(problem, target, sizes):
+        if (
+            reads
+            and writes
+            and problem.weights in pipeline.weights
+            and pipeline.accepts(problem, target, sizes)
+        ):
             return pipeline if pipeline.applies_output or not problem.output else None
     return None
 

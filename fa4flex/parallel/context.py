@@ -294,9 +294,7 @@ class ContextParallel:
         seen = tuple(x.detach() for x in operands)
         whole = {"q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads}
         first = None if share.parts == 1 else share.part * q.shape[1]
-        rectangles = Rectangles(
-            facts, variant, now.bound.scalars, seen, now.scale(q), whole, first
-        )
+        rectangles = Rectangles(facts, variant, now.bound.scalars, seen, now.scale(q), whole, first)
         compute = variant.precision.compute_dtype(q.dtype)
         dtypes = variant.precision.output_dtype(q.dtype), compute
         margin = self.layout.sm_margin if on_gpu(q) else 0
@@ -429,7 +427,7 @@ def _of_call(variant: Variant, q: Tensor, share: Share) -> Variant:
     """The variant for a call whose local queries [B, H, S, D] are some heads of the whole."""
     if variant.normalizer is None or not isinstance(q, Tensor) or q.ndim != 4:
         return variant
-    return resolved(variant, q.shape[1] * share.parts, q.device)
+    return resolved(variant, q.shape[1] * share.parts, q)
 
 
 def _without_blocks(variant: Variant) -> Variant:

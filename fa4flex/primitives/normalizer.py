@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.base import Family, Made, kind_of, settle
+from fa4flex.primitives.base import Family, Made, Mod, kind_of, settle
 from fa4flex.primitives.score import ModScore, ScoreMod, as_score
 from fa4flex.primitives.sinks import Sinks
 
@@ -50,7 +50,7 @@ SOFTMAX = Weights()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Normalizer:
+class Normalizer(Mod):
     """One normaliser. Make it by `softmax`, `softpick` or `elementwise`; variants have published ones."""
 
     kind: Kind = "softmax"
@@ -61,6 +61,7 @@ class Normalizer:
 
     role: ClassVar[str] = "normalizer"
     noun: ClassVar[str] = "normaliser"
+    combined_with: ClassVar[str] = "score mods before it (>>)"
 
     @staticmethod
     def softmax(plus: float = 0.0) -> Normalizer:
@@ -71,7 +72,9 @@ class Normalizer:
         number = _number("plus", plus)
         if number < 0:
             raise InputError(
-                f"Normalizer.softmax(plus={plus!r})", "a number of 0 or more", "leave plus out for the softmax"
+                f"Normalizer.softmax(plus={plus!r})",
+                "a number of 0 or more",
+                "leave plus out for the softmax",
             )
         return Normalizer(plus=number)
 
@@ -85,7 +88,9 @@ class Normalizer:
         """
         number = _number("eps", eps)
         if number <= 0:
-            raise InputError(f"Normalizer.softpick(eps={eps!r})", "a number above 0", "leave eps out for 1e-6")
+            raise InputError(
+                f"Normalizer.softpick(eps={eps!r})", "a number above 0", "leave eps out for 1e-6"
+            )
         return Normalizer("softpick", eps=number)
 
     @staticmethod
@@ -110,8 +115,8 @@ class Normalizer:
         return f"Normalizer.{self.kind}({name}={value!r})"
 
     @property
-    def __name__(self) -> str:
-        return repr(self)
+    def parts(self) -> tuple[Mod, ...]:
+        return () if self.function is None else (self.function,)
 
 
 def _number(name: str, value: Any) -> float:
@@ -139,13 +144,14 @@ def as_normalizer(value: Any) -> Normalizer:
         return value
     if isinstance(value, str) and value.lower() in _ENTMAX:
         raise UnsupportedError(
-            f"normalizer={value!r}: its threshold follows from a sort of each row's scores, so that no weight "
-            "is known before all scores are, while kernels see a row tile by tile",
+            f"normalizer={value!r}: its threshold follows from a sort of each row's scores, so that no "
+            "weight is known before all scores are, while kernels see a row tile by tile",
             "softmax, softpick, or an elementwise function",
             "Normalizer.softpick() gives weights of exactly 0, too; or compute it densely in PyTorch",
         )
+    what = f"the {value.noun} {value!r}" if isinstance(value, Mod) else kind_of(value)
     raise InputError(
-        f"{kind_of(value)} was given as a normaliser",
+        f"{what} was given as a normaliser",
         "a fa4flex.Normalizer: softmax(plus=), softpick(), elementwise(function), or one of fa4flex.variants",
         "Normalizer.elementwise(lambda score, b, h, q, kv: torch.sigmoid(score))",
     )
@@ -158,8 +164,8 @@ def _wrapped(function: Any, label: str, made: Made) -> Normalizer:
 
 
 def normalizer_family(make: Callable[..., Any]) -> Family[Normalizer]:
-    """Decorator: a function from parameters to a Normalizer, or to the function of an elementwise one, becomes
-    a variant: a family of normalisers."""
+    """Decorator: a function from parameters to a Normalizer, or to the function of an elementwise one,
+    becomes a variant: a family of normalisers."""
     return Family(make, _wrapped)
 
 
@@ -207,13 +213,16 @@ def check_statistics(variant: Variant, wanted: tuple[str, ...]) -> None:
     )
 
 
-def sinks_of(normalizer: Normalizer, own: Sinks | None, heads: int, device: torch.device) -> Sinks | None:
-    """Sinks [heads] by which the softmax's kernels add the constant of its sum, beside sinks of the variant."""
+def sinks_of(normalizer: Normalizer, own: Sinks | None, place: Tensor) -> Sinks | None:
+    """Sinks by which the softmax's kernels add the constant of its sum, beside sinks of the variant.
+
+    place    [query heads], of the dtype of sums, on the device of q: its memory is theirs
+    """
     if not normalizer.plus:
         return own
     constant = math.log(normalizer.plus)
     if own is None:
-        return Sinks(torch.full((heads,), constant, dtype=torch.float32, device=device))
+        return Sinks(place.fill_(constant))
     logits = own.now()
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.to(torch.promote_types(logits.dtype, place.dtype))
     return Sinks(torch.logaddexp(wide, wide.new_full((), constant)))

@@ -2,8 +2,8 @@
 
     max(score, 0)^2 / n
 
-Source: Hua et al., "Transformer Quality in Linear Time", arXiv:2202.10447, section 3.1 (relu squared, divided by
-the number of keys).
+Source: Hua et al., "Transformer Quality in Linear Time", arXiv:2202.10447, section 3.1 (relu squared, divided
+by the number of keys).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     score * sigmoid(score) / n
 
-Source: Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative
-Recommendations", arXiv:2402.17152, section 3 (pointwise aggregated attention).
+Source: Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for
+Generative Recommendations", arXiv:2402.17152, section 3 (pointwise aggregated attention).
 """
 
 from __future__ import annotations

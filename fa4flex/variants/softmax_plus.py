@@ -1,8 +1,8 @@
-"""Softmax plus n ("off by one"): a query may attend to nothing, as n more keys of score 0 and value 0 would let it.
+"""Softmax plus n ("off by one"): the softmax beside n more keys, of score 0 and value 0.
 
     exp(score) / (sum exp(score) + n)
 
-Source: Miller, "Attention Is Off By One", evanmiller.org/attention-is-off-by-one.html, 2023 (n = 1, softmax1).
+Source: Miller, "Attention Is Off By One", evanmiller.org/attention-is-off-by-one.html, 2023 (n = 1).
 """
 
 from __future__ import annotations

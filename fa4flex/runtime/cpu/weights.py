@@ -5,7 +5,8 @@ Elementwise: the modified score is the weight, masked pairs weigh 0, and dscore'
 Softpick: relative to m = max(0, largest score) of a row, with u = exp(s - m) - exp(-m), computed as
 expm1(s) exp(-m) below 1, where the difference would have no digits,
 
-    p = max(u, 0) / total     total = sum |u| + eps exp(-m)     ds = exp(s - m) ([s > 0] dP - sign(s) delta) / total
+    p = max(u, 0) / total     total = sum |u| + eps exp(-m)
+    ds = exp(s - m) ([s > 0] dP - sign(s) delta) / total
 
 No exponential is above 1, and total is never 0: either some u is near 1, or m is small and eps counts.
 """
@@ -151,7 +152,9 @@ class _Rows:
         self.softpick = block.walk.facts.weights.summed
         if self.softpick:
             saved = state.saved
-            self.shift, self.total = (heads.queries(x, rows).unsqueeze(-1) for x in (saved.max_scores, saved.total))
+            self.shift, self.total = (
+                heads.queries(x, rows).unsqueeze(-1) for x in (saved.max_scores, saved.total)
+            )
             self.delta = (self.four * heads.queries(saved.out, rows)).sum(-1, keepdim=True)
             if state.dlse is not None:
                 self.delta -= heads.queries(state.dlse, rows).unsqueeze(-1).to(self.delta.dtype)

@@ -32,7 +32,6 @@ from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.contents import Followed, VersionedCache
 from fa4flex.exact import exactly
-from fa4flex.primitives.normalizer import refuse_flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
@@ -57,8 +56,6 @@ class Engine:
     """One program (facts, schedule, precision) on torch's flex_attention."""
 
     def __init__(self, facts: Facts, schedule: Schedule, precision: Precision) -> None:
-        if not facts.softmax:
-            raise refuse_flex(f"a normaliser of {facts.weights.kind} weights")
         self.facts, self.schedule, self.precision = facts, schedule, precision
         self.watched = watched(facts)
         self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)  # of keys alone, as the next two
