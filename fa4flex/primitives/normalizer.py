@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,9 +59,8 @@ class Normalizer(Mod):
     function: ScoreMod | None = None
     made: Made | None = None
 
-    role: ClassVar[str] = "normalizer"
-    noun: ClassVar[str] = "normaliser"
-    combined_with: ClassVar[str] = "score mods before it (>>)"
+    role, noun = "normalizer", "normaliser"
+    combined_with = "a score mod before it"
 
     @staticmethod
     def softmax(plus: float = 0.0) -> Normalizer:

@@ -137,6 +137,7 @@ class Hooks:
     score     y, a Float32, where a probability is proportional to exp2(factor * y); absent: y is at.score
     slope     of backward passes: the derivative of the modified score by the scaled one, a Float32; absent: 1
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
+    weights   "softmax"; or "elementwise": y is the weight itself, of masked pairs 0
     output    the function of the normalised output, a Float32 that is at at.score, with the channel at at.kv;
               absent: it is written as it is
     mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
@@ -163,3 +164,14 @@ class Hooks:
     ranges: tuple[Pointwise, ...] = ()
     searched: tuple[Pointwise, ...] = ()
     output: Pointwise | None = None
+    weights: str = "softmax"
+
+    @property
+    def elementwise(self) -> bool:
+        """True if nothing of a row is summed."""
+        return self.weights == "elementwise"
+
+    @property
+    def hidden(self) -> float:
+        """y of masked pairs."""
+        return 0.0 if self.elementwise else -float("inf")

@@ -16,6 +16,9 @@ from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
+SUMMED_OR_NOT: tuple[Weights, ...] = ("softmax", "elementwise")
+"""Weights of pipelines whose kernels take the score hook's number for the weight, too."""
+
 Direction = Literal["forward", "backward", "tables", "sequences", "append", "lists"]
 
 
