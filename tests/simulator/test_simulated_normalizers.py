@@ -1,5 +1,5 @@
-"""Normalisers on simulated GPUs: in kernels where these have such weights, else blockwise on the device; results
-and gradients at most twice as far from the oracle as PyTorch at that dtype."""
+"""Normalisers on simulated GPUs: in kernels where these have such weights, else blockwise on the device;
+results and gradients at most twice as far from the oracle as PyTorch at that dtype."""
 
 from __future__ import annotations
 

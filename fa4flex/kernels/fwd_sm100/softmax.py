@@ -26,6 +26,7 @@ from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, running, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
+from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row
@@ -35,6 +36,7 @@ from fa4flex.kernels.fwd_sm100.rows import (
     exponentiate,
     largest_of,
     narrowed,
+    paired,
     put,
     total_of,
 )
@@ -137,7 +139,7 @@ class Softmax:
         )
 
     def tile(self, at: At, row: Int32, state: Running) -> Tile:
-        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, state, lanes=True)
         return Tile(self.fragment(at, row), softmax)
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
@@ -160,11 +162,13 @@ class Softmax:
         words = self.allowed(tile, kv_first) if masked else None
         cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
         rows, largest = self.taken(tile, place, kv_first, words)
-        self.raise_maximum(tile.softmax, largest)
+        if const_expr(tile.softmax.online):
+            self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)
         pairs = self.probabilities(tile, place, rows, pipes)
-        total = tile.softmax.state.total
-        total[0] = total_of(pairs, total[0])
+        if const_expr(tile.softmax.online):
+            total = tile.softmax.state.total
+            total[0] = total_of(pairs, total[0])
 
     @property
     def fragments(self) -> int:
@@ -190,8 +194,8 @@ class Softmax:
 
     def taken(
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
-    ) -> tuple[list[list[Float32]], Float32]:
-        """Numbers that the softmax is taken of, by fragment, and the largest."""
+    ) -> tuple[list[list[Float32]], Float32 | None]:
+        """Numbers that the softmax is taken of, by fragment, and the largest, if there is a softmax."""
         in_place = self.config.in_place
         if in_place == "none" or (in_place == "masked" and words is None):
             bits = words or [None] * self.fragments
@@ -240,7 +244,7 @@ class Softmax:
 
     def take(
         self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]
-    ) -> tuple[list[list[Float32]], Float32]:
+    ) -> tuple[list[list[Float32]], Float32 | None]:
         """Numbers made of the scores, by fragment, and the largest. One half of a row is looked at while the
         other comes."""
         taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
@@ -253,10 +257,11 @@ class Softmax:
             if not rows:
                 self.load(place, taken, range(half, self.fragments))
             mine = [looked_at(taken[None, f], f) for f in some]
-            largest = largest_of([x for row in mine for x in row], largest)
+            if not self.hooks.elementwise:
+                largest = largest_of([x for row in mine for x in row], largest)
             rows += mine
             if some.stop == half:
-                compute_before(largest)
+                compute_before(mine[-1][-1] if self.hooks.elementwise else largest)
         return rows, largest
 
     def load(self, place: Place, taken: cute.Tensor, some: range) -> None:
@@ -267,7 +272,7 @@ class Softmax:
         self, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
     ) -> list[Float32]:
         """Numbers that the softmax is taken of, from q.k of a fragment from key `first` on: the variant's
-        score, or -inf."""
+        score, or what hides it."""
         row = Row(taken)
         fragment.change(self.hooks, row, first, bits is not None)
         if bits is not None:
@@ -291,10 +296,11 @@ class Softmax:
         i: Int32,
     ) -> None:
         """To the correction warp, but for the first key tile. Without a branch, so that exponentials may
-        begin meanwhile."""
+        begin meanwhile. Of elementwise weights, it learns that scores were read."""
         later = i > 0
-        cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
-        put_where(later, cell, tile.softmax.state.scale[0])
+        if const_expr(tile.softmax.online):
+            cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
+            put_where(later, cell, tile.softmax.state.scale[0])
         cute.arch.sync_warp()
         arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
 
@@ -302,7 +308,7 @@ class Softmax:
         """To tensor memory, by fragment."""
         pairs, softmax = [], tile.softmax
         for f, row in enumerate(rows):
-            found = exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
+            found = self.exponentials(softmax, row, f)
             place.probabilities.put(f, narrowed(found, place.kind))
             pairs += found
             there = (f + 1) * FRAGMENT
@@ -311,6 +317,12 @@ class Softmax:
                 barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
                 self.cluster.arrive(barrier + place.tile)
         return pairs
+
+    def exponentials(self, softmax: Any, row: list[Float32], f: int) -> list[Pair]:
+        """Probabilities of fragment f of a row; elementwise weights as they are."""
+        if not softmax.online:
+            return paired(row)
+        return exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
 
     @cute.jit
     def finish(
@@ -328,7 +340,8 @@ class Softmax:
         (finished,) = softmax.finish(sink_of(arguments, work.h))
         barrier = 4 * place.tile + place.warp
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
-        shared.finals[place.row, place.tile] = finished.scale
+        if const_expr(softmax.online):
+            shared.finals[place.row, place.tile] = finished.scale
         arrive_once(pipes.final_full + barrier)
         if q < work.q_len:
             if const_expr(arguments.lse is not None):

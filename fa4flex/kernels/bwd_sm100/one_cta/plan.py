@@ -10,7 +10,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100.config import HALF, ROWS
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan, padded
 from fa4flex.kernels.bwd_sm100.topology import HALVES, backward_topology
-from fa4flex.kernels.plan.pipeline import Pipeline
+from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Pipeline
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.tensor_memory import Columns, Range
 from fa4flex.kernels.plan.topology import Topology
@@ -67,5 +67,9 @@ def plan_one_cta(request: Request) -> OneCtaPlan:
 
 
 ONE_CTA = Pipeline(
-    "Blackwell backward", "backward", lambda problem, target, sizes: target.family == "sm100", plan_one_cta
+    "Blackwell backward",
+    "backward",
+    lambda problem, target, sizes: target.family == "sm100",
+    plan_one_cta,
+    weights=SUMMED_OR_NOT,
 )
