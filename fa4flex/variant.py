@@ -69,7 +69,7 @@ class Variant:
     scored: ScoreMod | None = field(init=False)
     """Score mod and the function of an elementwise normaliser as one."""
     weights: Weights = field(init=False)
-    """How weights are made of what `scored` gives."""
+    """Rule by which weights are made of what `scored` gives."""
     allowed: Mask | None = field(init=False)
     """Block map and mask as one: allowed = block map AND (full block OR mask)."""
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import cumulative
+from helpers import called, cumulative
 from torch import Tensor
 
 import fa4flex
 from fa4flex import reference
-from fa4flex.primitives.normalizer import SOFTMAX
 from fa4flex.primitives.output import as_output
 
 LENGTHS = ((5, 9), (0, 4), (11, 11), (3, 1))
@@ -76,18 +75,8 @@ class Made:
     oracle: Oracle
 
 
-def called(attn: Any, wrap: Any, *qkv: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """out and lse of a call; of a normaliser that has no log-sum-exp, zeros as the oracle has."""
-    if attn.variant.weights == SOFTMAX:
-        return wrap(lambda *x: attn(*x, **options, return_lse=True))(*qkv)  # type: ignore[no-any-return]
-    out = wrap(lambda *x: attn(*x, **options))(*qkv)
-    b, *rest = out.shape[:-1]
-    rows = (rest[0], b) if out.ndim == 3 else (b, *rest[:: -1 if attn.variant.layout == "bshd" else 1])
-    return out, 0 * out.flatten()[:1].sum() + out.new_zeros(rows, dtype=_sums(out))
-
-
-def _sums(out: Tensor) -> torch.dtype:
-    return torch.float64 if out.dtype == torch.float64 else torch.float32
+def wrapped(attn: Any, wrap: Any, *qkv: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return wrap(lambda *x: called(attn, *x, **options))(*qkv)  # type: ignore[no-any-return]
 
 
 def ragged(s: Sizes) -> Sizes:
@@ -103,7 +92,7 @@ def dense(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any], la
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition, layout=layout)  # type: ignore[arg-type]
         turned = [x.transpose(1, 2) for x in qkv] if swapped else qkv
-        out, lse = called(attn, wrap, *turned)
+        out, lse = wrapped(attn, wrap, *turned)
         return out.transpose(1, 2) if swapped else out, lse
 
     return Made(qkv, attend, lambda qkv, by=reference.attention: of_dense(qkv, composition, by))
@@ -167,7 +156,7 @@ def packed(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
 
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition)
-        return called(attn, wrap, *qkv, varlen=varlen)
+        return wrapped(attn, wrap, *qkv, varlen=varlen)
 
     def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
@@ -189,7 +178,7 @@ def padded(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
 
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition)
-        return called(attn, wrap, *qkv, varlen=varlen)
+        return wrapped(attn, wrap, *qkv, varlen=varlen)
 
     def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
@@ -216,7 +205,7 @@ def paged(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any], pa
 
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition)
-        return called(attn, wrap, *qkv, paging=paging)
+        return wrapped(attn, wrap, *qkv, paging=paging)
 
     def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []

@@ -103,11 +103,13 @@ class Case:
 
     approximate  it has functions that a GPU approximates, such as tanh
     compiled     tests of GPUs take it in; leave it out where another case has the same kind of code
+    kernels      kernels compute it; where none does, GPUs compute it tile by tile in PyTorch operations
     """
 
     draw: Callable[[Sizes], Drawn]
     approximate: bool = False
     compiled: bool = True
+    kernels: bool = True
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def test_programs_of_other_weights_are_others() -> None:
 
 
 def test_one_caller_of_changing_normalisers(seed: int) -> None:
-    """What is kept of one call is not found by one of other weights."""
+    """Launches and traces of one call are not found by one of other weights."""
     caller, (q, k, v) = fa4flex.compile()._caller, three()
     function = lambda s, b, h, q, kv: s * 2.0  # noqa: E731
     made = [

@@ -309,8 +309,8 @@ class Compute:
     def of_pairs(
         self, slab: Slab, start: int, slopes: dict[int, Float32], q_first: Int32, masked: bool
     ) -> dict[int, Float32]:
-        """Of elementwise weights, whose gradient is that of dP' alone, the slopes of a part of a fragment, 1
-        where there are none or they are late, and 0 of what the mask hides."""
+        """Factors of dP' for elementwise weights, of a part of a fragment: slopes, 1 where there are none or
+        they are late, and 0 of what the mask hides. Nothing is multiplied by probabilities."""
         late = self.late
         found = {
             c: Float32(1.0) if late else slopes.get(c, Float32(1.0)) for c in range(start, start + HOOKED)

@@ -422,8 +422,8 @@ class Consumer:
         q_first: Int32,
         masked: bool,
     ) -> Slopes:
-        """Of elementwise weights, whose gradient is that of dP' alone: 1 in a part of `grid` for pairs that
-        take part, and 0 for others, whose gradients and slopes become 0. Returns the slopes."""
+        """Write 1 to a part of `grid` for pairs that take part, and 0 for others, whose gradients and slopes
+        become 0: dS' of elementwise weights is dP' times the slopes alone. Returns the slopes."""
         columns = range(part.first, part.first + len(part.queries))
         for c in columns:
             for r in range(2):

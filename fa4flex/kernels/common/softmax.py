@@ -91,7 +91,7 @@ class OnlineSoftmax:
     threshold: float
 
     online = True
-    """Whether outputs of earlier tiles are rescaled."""
+    """True if outputs of earlier tiles are rescaled."""
 
     @classmethod
     def of(cls, hooks: Hooks, at: At, threshold: float, state: Running) -> Self:

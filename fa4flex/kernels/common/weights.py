@@ -17,7 +17,7 @@ from fa4flex.kernels.common.softmax import Finished, LaneSoftmax, OnlineSoftmax,
 
 @dataclass(frozen=True)
 class _Nothing:
-    """What is kept of `rows` rows from tile to tile."""
+    """State of `rows` rows from tile to tile: none."""
 
     rows: int
 
@@ -32,7 +32,7 @@ class ElementwiseWeights:
     state: _Nothing
 
     online = False
-    """Whether outputs of earlier tiles are rescaled."""
+    """False: outputs of earlier tiles are not rescaled."""
 
     def maxima(self, scores: cute.Tensor) -> list[Float32]:
         return []

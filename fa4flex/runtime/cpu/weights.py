@@ -188,7 +188,7 @@ class _Rows:
         matmul(flat.mT, self.queries, heads.keys(state.dk, span.keys), accumulate=True)
 
     def _weights(self, span: Span, scores: Tensor) -> tuple[Tensor, Value | None]:
-        """What the program makes of the scores, 0 where they are hidden, and its slope (None: one)."""
+        """Modified scores, 0 where they are hidden, and their slopes (None: one)."""
         walk, slope = self.block.walk, None
         weights = self.space.take("weights", *scores.shape)
         if walk.plain:
