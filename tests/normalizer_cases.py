@@ -31,10 +31,11 @@ def linear(s: Sizes, leaf: Leaf) -> tuple[Any, list[Tensor]]:
 
 
 def wild(s: Sizes, leaf: Leaf) -> tuple[Any, list[Tensor]]:
-    """A function that is infinite, or no number, of scores that a mask hides: it is not asked about them."""
+    """A function that is infinite, or no number, of scores that a causal mask hides: it is not asked about
+    them."""
 
-    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return torch.sigmoid(score) / torch.sqrt(1.0 + q_idx - kv_idx)
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+        return torch.sigmoid(score) / torch.sqrt(1.0 + q_idx + (kv_len - q_len) - kv_idx)
 
     return Normalizer.elementwise(mod), []
 
