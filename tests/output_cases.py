@@ -116,7 +116,8 @@ def in_pytorch(
     allowed = reference.allowed_pairs(mask, tuple(scores.shape))  # type: ignore[arg-type]
     if normalizer is not None and normalizer.kind != "softmax":
         weights = reference.normalised(scores.double(), allowed, normalizer).to(q.dtype)
-        return weights @ v, scores.new_zeros(scores.shape[:3])
+        out = reference.modified_output((weights @ v).double(), output_mod)
+        return out.to(q.dtype), scores.new_zeros(scores.shape[:3])
     scores = scores.masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(lse.isfinite().unsqueeze(-1), (scores - lse.unsqueeze(-1)).exp(), 0).to(q.dtype)

@@ -134,7 +134,9 @@ class Combine:
         """Arguments of the output function for a head of a sequence with so many queries: (b, h, q_len)."""
         b, h, q_len = of
         zero = Int32(0)
-        return place(self.hooks, Work(zero, h, b, zero, zero, q_len, zero, Boolean(True)), heads, arguments)
+        # An output function knows no keys. What other hooks share may be a quotient by their number, which
+        # must not be a constant 0.
+        return place(self.hooks, Work(zero, h, b, zero, zero, q_len, q_len, Boolean(True)), heads, arguments)
 
     def room(self) -> Sums:
         return (
