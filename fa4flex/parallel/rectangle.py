@@ -67,8 +67,8 @@ def shifted(facts: Facts, heads: bool = False) -> Shifted:
     }
     memo: dict[Expr, Expr] = {}
     order = {slot: at for at, slot in enumerate(read)}
-    results = [renumber(root, tensors, order, memo) for root in roots]
-    return Shifted(analyze(*results, facts.weights), tuple(meaning[slot] for slot in read))
+    own_score, own_mask = (renumber(root, tensors, order, memo) for root in roots)
+    return Shifted(analyze(own_score, own_mask, facts.weights), tuple(meaning[slot] for slot in read))
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,7 +113,7 @@ class Recent(Generic[Prepared]):
         tensors: tuple[Tensor, ...] = qkv
         if variant.sinks is not None:
             sinks = variant.logits()
-            others = *operands, sinks
+            others = *operands, sinks  # type: ignore[arg-type]
         kv, lengths, beside = None, NO_LENGTHS, PLAIN
         if not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
             if type(varlen) not in _LENGTHS or type(paging) not in _PAGES:

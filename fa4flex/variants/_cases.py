@@ -193,7 +193,7 @@ def check(s: Sizes, drawn: Drawn) -> Tensor:
     mod = settle(composition[role])
     if role == "mask":
         values = allowed(mod, drawn.q_len, drawn.kv_len, s.batch)
-        wanted = [definition(*index) for index in _places(values)]
+        wanted = [definition(*index) for index in _places(values)]  # type: ignore[arg-type]
         right = values.flatten() == torch.tensor(wanted)
     else:
         columns = s.dim_v if role == "output_mod" else drawn.kv_len

@@ -106,7 +106,7 @@ def _composition(program: Program) -> list[str]:
         lines.append(f"output_mod  {name_of(variant.output_mod)}: once, of the output that all keys gave")
     if variant.normalizer is not None:
         lines[0] = lines[0].replace("softmax(score)", "weights(score)")
-        lines.append(f"normalizer  {name_of(variant.normalizer)}: {_normalizer(variant.normalizer)}")
+        lines.append(f"normalizer  {variant.normalizer!r}: {_normalizer(variant.normalizer)}")
     if variant.blocks is not None:
         lines.append(
             f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
