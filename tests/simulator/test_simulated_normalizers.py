@@ -20,6 +20,7 @@ from fa4flex.variants import causal
 
 CHIPS = ("sm_90a", "sm_100a")
 WIDE = Sizes(batch=1, heads=4, kv_heads=2, q_len=130, kv_len=150, dim=64, dim_v=64)
+NARROW = Sizes(batch=1, heads=2, kv_heads=1, q_len=70, kv_len=90, dim=64, dim_v=64)
 FEW = Sizes(batch=2, heads=4, kv_heads=2, q_len=3, kv_len=200, dim=64, dim_v=64)
 
 
@@ -156,7 +157,7 @@ def right_gradients(
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "softmax_plus", "wild"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients(chip: str, name: str, seed: int) -> None:
-    right_gradients(chip, "dense", name, WIDE)
+    right_gradients(chip, "dense", name, NARROW)
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_gradients(chip: str, name: str, seed: int) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients_of_wider_heads(chip: str, dim: int, seed: int) -> None:
     """Kernels that share out products otherwise."""
-    right_gradients(chip, "dense", "silu", Sizes(1, 2, 1, 70, 90, dim, dim))
+    right_gradients(chip, "dense", "silu", Sizes(1, 1, 1, 40, 70, dim, dim))
 
 
 @pytest.mark.slow
@@ -178,7 +179,7 @@ def test_gradients_of_ragged_batches(chip: str, kind: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients_with_sums_in_order(chip: str, seed: int) -> None:
-    right_gradients(chip, "dense", "silu", WIDE, schedule=Schedule(deterministic=True))
+    right_gradients(chip, "dense", "silu", NARROW, schedule=Schedule(deterministic=True))
 
 
 @pytest.mark.slow
