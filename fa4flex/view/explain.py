@@ -381,7 +381,9 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             raise
         if arch is not None:
             gpu.target_named(arch)
-        return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
+        blockwise = ["computed tile by tile in PyTorch operations on the device: exact, and slow"]
+        said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
+        return said + blockwise * (not program.facts.softmax)
     if "direction" in problem:
         return lines
     return [*lines, f"backward: {view.backward.in_a_line()}"]
