@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.kv_scales import KVScales
     from fa4flex.primitives.mask import Mask, as_mask
+    from fa4flex.primitives.normalizer import Normalizer
     from fa4flex.primitives.output import OutputMod, as_output
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
@@ -63,6 +64,7 @@ _HOME = {
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
     "Dropout": "fa4flex.primitives.dropout",
     "KVScales": "fa4flex.primitives.kv_scales",
+    "Normalizer": "fa4flex.primitives.normalizer",
     **dict.fromkeys(("OutputMod", "as_output"), "fa4flex.primitives.output"),
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
@@ -84,11 +86,11 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod",
-    "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
-    "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile",
-    "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities", "quantize",
-    "reference", "register_op", "synchronize", "trees", "variants",
+    "Attention", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "Normalizer",
+    "OutputMod", "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks",
+    "TraceError", "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention",
+    "compile", "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities",
+    "quantize", "reference", "register_op", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.quantized import Quantized
@@ -109,7 +110,8 @@ class Attention:
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0 (before an output function), lse -inf and zero gradients. Both carry
-        gradients. lse is of the weights before dropout.
+        gradients. lse is of the weights before dropout. Of normalisers the softmax plus a constant has an
+        lse, which includes the constant; with others return_lse is refused.
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
@@ -274,6 +276,7 @@ def compile(
     scale: float | None = None,
     output_mod: Callable[..., Any] | None = None,
     dropout: Dropout | float | None = None,
+    normalizer: Normalizer | Callable[..., Normalizer] | None = None,
     layout: Layout = "bhsd",
     backend: Backend = "auto",
     **data: Precision | Schedule,
@@ -291,6 +294,8 @@ def compile(
                output_mod(0, ...)
     dropout    a fa4flex.Dropout of the normalised weights, or its p: applied by every call, in evaluation
                too. Compile without it for that, or call with dropout=0.0; fa4flex.nn.Attention knows its mode
+    normalizer  a fa4flex.Normalizer in place of the softmax: softmax plus a constant, softpick, or any
+               elementwise function of the score
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
                operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why
@@ -302,7 +307,7 @@ def compile(
     """
     options: dict[str, Any] = {"backend": backend, **data}
     options |= {"sinks": sinks, "scale": scale, "layout": layout, "output_mod": output_mod}
-    options["dropout"] = dropout
+    options |= {"dropout": dropout, "normalizer": normalizer}
     variant = compose(score_mod, mask, blocks=blocks, **options)
     if torch.compiler.is_dynamo_compiling():
         return Attention(variant)

@@ -12,6 +12,7 @@ from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.jagged import Jagged, is_jagged
 from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
@@ -20,7 +21,7 @@ from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
 from fa4flex.torch_internals import function_modes, is_tracing
-from fa4flex.variant import Variant
+from fa4flex.variant import Variant, query_heads, resolved
 
 
 def run(
@@ -38,6 +39,8 @@ def run(
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
         call = Jagged.of(qkv, variant.layout, {"varlen": varlen, "paging": paging, "kv_scales": scales})
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
+    if variant.normalizer is not None:
+        variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:
         return _with_output(variant, caller, qkv, varlen, paging, statistics, scales)
     if torch.compiler.is_dynamo_compiling():
@@ -48,6 +51,16 @@ def run(
         return graphs.run(variant, q, source_of(k, v, paging, scales), varlen, statistics)
     eager = _beside_modes if function_modes() else _run
     return eager(variant, caller, qkv, varlen, paging, statistics, scales)
+
+
+def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:
+    """The variant as what computes it knows it. Raises UnsupportedError for statistics that it has not."""
+    try:
+        check_statistics(variant, statistics)
+        return resolved(variant, query_heads(variant, q), q) if isinstance(q, Tensor) else variant
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
 
 
 def _run(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa4flex import reference
 from fa4flex.primitives.dropout import Dropout
+from fa4flex.primitives.normalizer import SOFTMAX
 from fa4flex.view.sizes import implied, setting
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Report:
 def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: int = 0) -> Report:
     """`attn` in float32 against fa4flex.reference in float64, at these lengths.
 
-    Compares out, lse and the gradients of q, k, v and every captured tensor that requires one.
+    Compares out, lse where the normaliser has one, and the gradients of q, k, v and every captured tensor
+    that requires one.
     """
     program = attn.program
     chosen = setting(program, q_len, q_len if kv_len is None else kv_len)
@@ -71,6 +73,7 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
     captured = (*program.operands, *(() if function is None else function.operands))
     bases = {o.name: o.base for o in captured}
     sinks = None if variant.sinks is None else variant.sinks.now()
+    has_lse = variant.weights == SOFTMAX
     arguments = {**bases, "sinks": sinks}
     learned = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
 
@@ -81,7 +84,10 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if variant.layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = attn(q, k, v, return_lse=True, dropout=dropout)
+        if has_lse:
+            out, lse = attn(q, k, v, return_lse=True, dropout=dropout)
+        else:
+            out, lse = attn(q, k, v, dropout=dropout), q.new_zeros(())
         return (out.transpose(1, 2) if variant.layout == "bshd" else out), lse
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +97,10 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
             "sinks": sinks,
             "output_mod": variant.output_mod,
             "dropout": dropout,
+            "normalizer": variant.normalizer,
         }
-        return reference.attention(q, k, v, *mods, **rest)
+        out, lse = reference.attention(q, k, v, *mods, **rest)
+        return out, lse if has_lse else q.new_zeros(())
 
     result = _results(ours, (q, k, v), d_out, learned)
     wanted = _results(exact, tuple(x.double() for x in (q, k, v)), d_out.double(), learned)

@@ -48,6 +48,7 @@ class Attention(nn.Module):
                 or `buffers`, and receive these tensors by keyword
     mask        the same for masks
     output_mod  the same for output functions
+    normalizer  a fa4flex.Normalizer; the function of an elementwise one the same
     parameters  by name, a tensor, which becomes a Parameter, or the shape of one that starts as zeros
     buffers     by name, a tensor that does not learn
     sinks       the number of query heads, for a Parameter of zeros, or a floating tensor [Hq]
@@ -75,6 +76,7 @@ class Attention(nn.Module):
         sinks: Tensor | int | None = None,
         output_mod: Any = None,
         dropout: Dropout | float | None = None,
+        normalizer: Any = None,
         **composition: Any,
     ) -> None:
         super().__init__()
@@ -92,7 +94,8 @@ class Attention(nn.Module):
             name for name, x in {**parameters, "sinks": sinks}.items() if isinstance(x, (int, tuple))
         )
         output_mod = _either("output_mod", output_mod, self.output_mod)
-        variant = compose(score_mod, mask, output_mod=output_mod, dropout=dropout, **composition)
+        composition |= {"output_mod": output_mod, "dropout": dropout, "normalizer": normalizer}
+        variant = compose(score_mod, mask, **composition)
         owned = frozenset((*parameters, *buffers))
         self._variant = _with_mods(variant, lambda mod: _open(mod, owned))
         _check_all_taken(owned, [getattr(self._variant, name) for name in _MODS])
@@ -279,7 +282,7 @@ def _dataclass_fields(value: Any) -> dict[str, Any]:
     return getattr(type(value), "__dataclass_fields__", {})
 
 
-_MODS = "score_mod", "mask", "output_mod"
+_MODS = "score_mod", "mask", "output_mod", "normalizer"
 """Fields of a variant that are functions of users."""
 
 
@@ -304,7 +307,7 @@ def _check_all_taken(owned: frozenset[str], mods: Sequence[Any]) -> None:
     missing = sorted(owned - {name for mod in mods for name in _names(mod)})
     if missing:
         raise InputError(
-            f"{', '.join(missing)}, which no function of score_mod=, mask= or output_mod= takes",
+            f"{', '.join(missing)}, which no function of score_mod=, mask=, output_mod= or normalizer= takes",
             f"functions with such a parameter: score_mod(score, b, h, q_idx, kv_idx, {missing[0]})",
             "add the parameter, or register the tensor in a subclass whose method reads it",
         )

@@ -4,7 +4,8 @@ Nothing here shares code with the tracer, the analyses or the executors. It is s
 score matrix; use it to check results, at sizes where that fits.
 
     score = mod(scale * q.k, b, h, q_idx, kv_idx)   where the mask allows, else -inf
-    p     = softmax(score), times kept(b, h, q_idx, kv_idx) / (1 - rate) with dropout
+    p     = softmax(score), or f(score) / (sum g(score) + c) over allowed pairs with a normaliser;
+            times kept(b, h, q_idx, kv_idx) / (1 - rate) with dropout
     out   = output_mod(p v, b, h, q_idx, d_idx)    of a row without allowed keys: of 0
     lse   = log(sum(exp(score)))                    natural logarithm; such a row gives -inf
 """
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
+from fa4flex.primitives.normalizer import Normalizer
 
 __all__ = [
     "allowed_pairs", "attention", "kept_pairs", "modified_scores", "probabilities", "sequence_ranges",
@@ -185,6 +187,7 @@ def attention(
     output_mod: Mod | None = None,
     dropout: Any = None,
     first: int = 0,
+    normalizer: Normalizer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
 
@@ -192,7 +195,8 @@ def attention(
     more logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask`
     is a mask_mod or a torch BlockMask. `dropout` is a fa4flex.Dropout with a seed, for which the first entry
     of the batch is number `first`. Gradients reach q, k, v, sinks and the floating tensors that the mods
-    captured. Raises InputError where H is not a multiple of Hk and of Hv.
+    captured. With a normaliser but the softmax (plus n, which lse includes) there is no log-sum-exp: lse is
+    0. Raises InputError where H is not a multiple of Hk and of Hv.
     """
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
@@ -207,7 +211,13 @@ def attention(
     scale = 1 / math.sqrt(dim) if scale is None else scale
     allowed = allowed_pairs(mask, (batch, heads, q_len, kv_len))
     scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
+    normalizer = Normalizer() if normalizer is None else normalizer
+    if normalizer.kind != "softmax":
+        out = normalised(scores, allowed, normalizer) @ v
+        return modified_output(out, output_mod), out.new_zeros(out.shape[:3])
     sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
+    if normalizer.plus:
+        sink = torch.logaddexp(sink, sink.new_full((), math.log(normalizer.plus)))
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
     factors = None if dropout is None else _factors(dropout, (batch, heads, q_len, kv_len), first)
     out, lse = _softmax(logits, v, factors)
@@ -266,6 +276,23 @@ def _softmax(logits: Tensor, v: Tensor, factors: Tensor | None) -> tuple[Tensor,
     return (weights if factors is None else weights * factors) @ v, lse.squeeze(-1)
 
 
+def normalised(scores: Tensor, allowed: Tensor, normalizer: Normalizer) -> Tensor:
+    """Weights of modified scores by a normaliser that is no softmax; 0 where pairs are not allowed."""
+    if normalizer.kind == "elementwise":
+        values = modified_scores(scores, allowed, normalizer.function)
+        return torch.where(allowed, values, 0)
+    kept = torch.where(allowed, scores, 0)
+    largest = kept.detach().amax(-1, keepdim=True).clamp(min=0) if kept.shape[-1] else 0
+    # exp(s) - 1 over exp(largest), by expm1 where the difference would have no digits
+    scaled = torch.where(
+        kept < 1, torch.expm1(kept.clamp(max=1)) * torch.exp(-torch.as_tensor(largest)),
+        torch.exp(kept.clamp(min=1) - largest) - torch.exp(-torch.as_tensor(largest)),
+    )  # fmt: skip
+    scaled = torch.where(allowed, scaled, 0)
+    total = scaled.abs().sum(-1, keepdim=True) + normalizer.eps * torch.exp(-torch.as_tensor(largest))
+    return scaled.clamp(min=0) / total
+
+
 def sequence_ranges(cu_seqlens: Tensor, seqused: Tensor | None = None) -> Ranges:
     """(start, stop) of each sequence in packed rows, from cumulative lengths [N+1] and used lengths [N]."""
     bounds = cu_seqlens.tolist()
@@ -296,6 +323,7 @@ def varlen(
     sinks: Tensor | None = None,
     output_mod: Mod | None = None,
     dropout: Any = None,
+    normalizer: Normalizer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
 
@@ -311,10 +339,20 @@ def varlen(
         mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
         after = of_sequence(output_mod, n, 1)
         rest: dict[str, Any] = {"scale": scale, "sinks": sinks, "output_mod": after}
+        rest["normalizer"] = normalizer_of_sequence(normalizer, n)
         o, s = attention(one[0], one[1], one[2], *mods, **rest, dropout=dropout, first=n)
         out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
         lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])
     return out, lse.transpose(0, 1)
+
+
+def normalizer_of_sequence(normalizer: Normalizer | None, n: int) -> Normalizer | None:
+    """The normaliser with b, of the function that it may have, fixed to n."""
+    if normalizer is None or normalizer.function is None:
+        return normalizer
+    function = of_sequence(normalizer.function, n, 1)
+    assert function is not None
+    return Normalizer.elementwise(function)
 
 
 def unpage(pages: Tensor, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Ranges]:

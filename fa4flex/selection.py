@@ -22,7 +22,7 @@ NAMING = """VARIANT names what to look at:
 """
 
 Selection = dict[str, Any]
-"""Keyword arguments of fa4flex.compile: `score_mod`, `mask`, `output_mod`, or some of them."""
+"""Keyword arguments of fa4flex.compile: `score_mod`, `mask`, `output_mod`, `normalizer`, or some of them."""
 
 _FILE = re.compile(r"(?P<path>[^\s,&|~>()]+\.py):(?P<function>\w+)")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -95,11 +95,13 @@ def _operand(node: ast.AST, files: dict[str, Any], text: str) -> Any:
     """A value that `&`, `|`, `~` and `>>` work on: plain functions become masks, score mods or output
     functions."""
     from fa4flex.primitives.mask import as_mask
+    from fa4flex.primitives.normalizer import as_normalizer
     from fa4flex.primitives.output import as_output
     from fa4flex.primitives.score import as_score
 
     value = _value(node, files, text)
-    return {"mask": as_mask, "score_mod": as_score, "output_mod": as_output}[_role(value)](value)
+    kinds = {"mask": as_mask, "score_mod": as_score, "output_mod": as_output, "normalizer": as_normalizer}
+    return kinds[_role(value)](value)
 
 
 def _made(family: Any, *args: Any, **parameters: Any) -> Any:

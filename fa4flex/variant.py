@@ -14,11 +14,19 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.attention.flex_attention import BlockMask
 
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout, as_dropout, check_beside, drawn, stand_in
 from fa4flex.primitives.mask import Mask, as_mask
+from fa4flex.primitives.normalizer import (
+    SOFTMAX,
+    Normalizer,
+    Weights,
+    as_normalizer,
+    check_composition,
+    sinks_of,
+)
 from fa4flex.primitives.output import OutputMod, as_output
 from fa4flex.primitives.precision import Precision, check_skip
 from fa4flex.primitives.schedule import Schedule
@@ -33,12 +41,15 @@ Backend = Literal["auto", "flex"]
 class Variant:
     """One attention: output_mod of softmax over allowed keys of score_mod(scale * q.k), plus sinks, times v.
 
+    With a normaliser, its weights take the place of the softmax's.
+
     score_mod  a ScoreMod, or None for the scaled score itself
     mask       a Mask, or None for every key
     blocks     a BlockMap: full blocks do not evaluate `mask`; in empty blocks nothing is allowed
     sinks      learnable logits, one per query head, in the softmax's denominator
     output_mod a function of the normalised output, or None for the output itself
     dropout    a Dropout of the normalised weights, or None
+    normalizer a Normalizer, or None for the softmax
     scale      multiplies q.k; None means 1 / sqrt(head_dim)
     layout     of q, k, v and the output: "bhsd" (PyTorch) or "bshd" (FlashAttention)
     backend    "auto", or "flex": torch's flex_attention, wherever the tensors are
@@ -56,7 +67,12 @@ class Variant:
     backend: Backend = "auto"
     output_mod: OutputMod | None = None
     dropout: Dropout | None = None
+    normalizer: Normalizer | None = None
 
+    scored: ScoreMod | None = field(init=False)
+    """Score mod and the function of an elementwise normaliser as one."""
+    weights: Weights = field(init=False)
+    """Rule by which weights are made of what `scored` gives."""
     allowed: Mask | None = field(init=False)
     """Block map and mask as one: allowed = block map AND (full block OR mask)."""
 
@@ -67,6 +83,14 @@ class Variant:
             object.__setattr__(self, "precision", _PRECISION)
         if self.schedule is None:
             object.__setattr__(self, "schedule", _SCHEDULE)
+        scored, weights = self.score_mod, SOFTMAX
+        if self.normalizer is not None:
+            check_composition(self)
+            weights, function = self.normalizer.weights, self.normalizer.function
+            if function is not None:
+                scored = function if scored is None else scored >> function
+        object.__setattr__(self, "scored", scored)
+        object.__setattr__(self, "weights", weights)
 
     @property
     def core(self) -> Variant:
@@ -86,6 +110,22 @@ class Variant:
             return self
         return changed(self, dropout=drawn(dropout, device))
 
+    @property
+    def has_sinks(self) -> bool:
+        """True if calls have sinks: those of the variant, or a constant of the softmax's sum."""
+        return self.sinks is not None or bool(self.normalizer is not None and self.normalizer.plus)
+
+    def logits(self) -> Tensor | None:
+        """The sinks of this call. Raises UnsupportedError for a constant of the softmax's sum that is none of
+        them: whoever calls with such a variant would leave it out."""
+        if self.normalizer is not None and self.normalizer.plus:
+            raise UnsupportedError(
+                f"{self.normalizer!r} in a call that does not add it",
+                "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
+                "give it as sinks: sinks=torch.full((heads,), math.log(n))",
+            )
+        return None if self.sinks is None else self.sinks.now()
+
     def __repr__(self) -> str:
         defaults = {"precision": _PRECISION, "schedule": _SCHEDULE}
         arguments = [
@@ -96,7 +136,9 @@ class Variant:
         return f"Variant({', '.join(arguments)})"
 
 
-READ_ANEW = frozenset(("score_mod", "mask", "blocks", "allowed", "sinks", "scale", "dropout"))
+READ_ANEW = frozenset((
+    "score_mod", "mask", "blocks", "allowed", "sinks", "scale", "dropout", "normalizer", "scored",
+))  # fmt: skip
 """Fields that may change from call to call: caches read them again at each call. An output function is none:
 what keeps results of a variant never has to do with one (see `Variant.core`)."""
 
@@ -116,6 +158,7 @@ def compose(
     layout: Layout = "bhsd",
     output_mod: Callable[..., Any] | None = None,
     dropout: Dropout | float | None = None,
+    normalizer: Normalizer | Callable[..., Normalizer] | None = None,
     **data: Any,
 ) -> Variant:
     """User arguments -> Variant: bare variants become their defaults, a BlockMask its map and mask_mod.
@@ -169,6 +212,7 @@ def compose(
         backend=backend,
         output_mod=None if output_mod is None else as_output(output_mod),
         dropout=as_dropout(dropout),
+        normalizer=None if normalizer is None else as_normalizer(normalizer),
     )
     check_beside(result)
     return result
@@ -217,6 +261,23 @@ def changed(variant: Variant, **fields: Any) -> Variant:
     vars(other).update(vars(variant), **fields)
     other.__post_init__()
     return other
+
+
+def resolved(variant: Variant, heads: int, q: Tensor) -> Variant:
+    """The variant for a call of queries q, of so many heads: a constant of the softmax's sum becomes
+    sinks."""
+    normalizer = variant.normalizer
+    if normalizer is None or variant.weights != SOFTMAX:
+        return variant
+    dtype = variant.precision.compute_dtype(q.dtype)
+    sinks = sinks_of(normalizer, variant.sinks, torch.empty(heads, dtype=dtype, device=q.device))
+    return changed(variant, sinks=sinks, normalizer=None)
+
+
+def query_heads(variant: Variant, q: Tensor) -> int:
+    """Query heads of a call's q, dense or packed; 0 of one that checks will refuse."""
+    axis = 2 if variant.layout == "bshd" and q.ndim == 4 else 1
+    return q.shape[axis] if q.ndim > axis else 0
 
 
 def _sinks_of_call(sinks: Any) -> Sinks:

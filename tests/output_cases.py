@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import cumulative
+from helpers import called, cumulative
 from torch import Tensor
 
 import fa4flex
@@ -75,6 +75,10 @@ class Made:
     oracle: Oracle
 
 
+def wrapped(attn: Any, wrap: Any, *qkv: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return wrap(lambda *x: called(attn, *x, **options))(*qkv)  # type: ignore[no-any-return]
+
+
 def ragged(s: Sizes) -> Sizes:
     longest = [max(each) for each in zip(*LENGTHS, strict=True)]
     return Sizes(len(LENGTHS), s.heads, s.kv_heads, *longest, s.dim, s.dim_v)
@@ -88,7 +92,7 @@ def dense(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any], la
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition, layout=layout)  # type: ignore[arg-type]
         turned = [x.transpose(1, 2) for x in qkv] if swapped else qkv
-        out, lse = wrap(lambda *x: attn(*x, return_lse=True))(*turned)
+        out, lse = wrapped(attn, wrap, *turned)
         return out.transpose(1, 2) if swapped else out, lse
 
     return Made(qkv, attend, lambda qkv, by=reference.attention: of_dense(qkv, composition, by))
@@ -103,16 +107,27 @@ def in_pytorch(
     *,
     output_mod: Any,
     sinks: None = None,
+    normalizer: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """The same maths in the dtype of q, each step rounded, but for the softmax and the function itself."""
     assert score_mod is None and sinks is None
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT).float() / q.shape[-1] ** 0.5
-    scores = scores.masked_fill(~reference.allowed_pairs(mask, tuple(scores.shape)), -torch.inf)  # type: ignore[arg-type]
+    allowed = reference.allowed_pairs(mask, tuple(scores.shape))  # type: ignore[arg-type]
+    if normalizer is not None and normalizer.kind != "softmax":
+        weights = reference.normalised(scores.double(), allowed, normalizer).to(q.dtype)
+        out = reference.modified_output((weights @ v).double(), output_mod)
+        return out.to(q.dtype), scores.new_zeros(scores.shape[:3])
+    scores = scores.masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(lse.isfinite().unsqueeze(-1), (scores - lse.unsqueeze(-1)).exp(), 0).to(q.dtype)
     out = reference.modified_output((weights @ v).double(), output_mod)
     return out.to(q.dtype), lse
+
+
+def _unsummed(composition: dict[str, Any]) -> bool:
+    normalizer = composition.get("normalizer")
+    return normalizer is not None and normalizer.kind != "softmax"
 
 
 def of_dense(
@@ -127,9 +142,12 @@ def of_dense(
         score, output = reference.of_sequence(score, n, 1), reference.of_sequence(output, n, 1)
         mask = None if mask is None else reference.of_sequence(mask, n, 0)
     q, k, v = qkv
-    more = {name: composition[name] for name in ("dropout",) if name in composition}
-    more |= {"first": n or 0} if more else {}
-    result = by(q, k, v, score, mask, sinks=composition.get("sinks"), output_mod=output, **more)
+    rest: Any = {name: composition[name] for name in ("dropout",) if name in composition}
+    rest |= {"first": n or 0} if rest else {}
+    rest |= {"sinks": composition.get("sinks"), "output_mod": output}
+    if (normalizer := composition.get("normalizer")) is not None:
+        rest["normalizer"] = normalizer if n is None else reference.normalizer_of_sequence(normalizer, n)
+    result = by(q, k, v, score, mask, **rest)
     return result
 
 
@@ -141,8 +159,7 @@ def packed(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
 
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition)
-        out, lse = wrap(lambda *x: attn(*x, varlen=varlen, return_lse=True))(*qkv)
-        return out, lse
+        return wrapped(attn, wrap, *qkv, varlen=varlen)
 
     def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
@@ -164,7 +181,7 @@ def padded(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
 
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition)
-        return wrap(lambda *x: attn(*x, varlen=varlen, return_lse=True))(*qkv)
+        return wrapped(attn, wrap, *qkv, varlen=varlen)
 
     def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []
@@ -173,7 +190,8 @@ def padded(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any]) -
             out, lse = of_dense(tuple(one), composition, by, n)
             left = s.q_len - rows
             outs.append(torch.nn.functional.pad(out, (0, 0, 0, left)))
-            lses.append(torch.nn.functional.pad(lse, (0, left), value=-torch.inf))
+            value = 0.0 if _unsummed(composition) else -torch.inf
+            lses.append(torch.nn.functional.pad(lse, (0, left), value=value))
         return torch.cat(outs), torch.cat(lses)
 
     return Made(base.qkv, attend, oracle)
@@ -190,7 +208,7 @@ def paged(s: Sizes, leaf: Callable[..., Tensor], composition: dict[str, Any], pa
 
     def attend(*qkv: Tensor, wrap: Any = lambda f: f) -> Any:
         attn = fa4flex.compile(**composition)
-        return wrap(lambda *x: attn(*x, paging=paging, return_lse=True))(*qkv)
+        return wrapped(attn, wrap, *qkv, paging=paging)
 
     def oracle(qkv: tuple[Tensor, ...], by: Any = reference.attention) -> Any:
         outs, lses = [], []

@@ -37,7 +37,7 @@ def lacking(module: ModuleType) -> Iterator[str]:
     file = f"fa4flex/variants/{module.__name__.rpartition('.')[2]}.py"
     if not getattr(module, "CASES", ()):
         yield f"{file} declares no CASES: compositions with their definitions, as sliding_window.py has"
-    elif not any(case.compiled for case in module.CASES):
+    elif not any(case.compiled or not case.kernels for case in module.CASES):
         yield f"{file} has no case for GPUs: all of its CASES are compiled=False"
     if not isinstance(getattr(module, "PICTURE", "absent"), Picture | None):
         yield f"{file} declares no PICTURE: Picture(code) for the gallery, or None"

@@ -28,6 +28,7 @@ from fa4flex.codegen.trace.paths import Guard, Reader, reader_of, root
 from fa4flex.codegen.trace.traced import ModKind, renumber
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.base import Mod as AnyMod
+from fa4flex.primitives.normalizer import SOFTMAX, Weights
 from fa4flex.variant import Variant
 
 Mod = Callable[..., Any]
@@ -100,7 +101,7 @@ def dropped(
 ) -> tuple[Facts, tuple[Tensor, ...], tuple[Any, ...]]:
     """The same facts and captures with dropout, whose seed and threshold come after all others."""
     kept = keep(load(len(operands), (), "int"), scalar(len(scalars), "int"))
-    return analyze(facts.score, facts.mask, kept), (*operands, seed), (*scalars, threshold)
+    return analyze(facts.score, facts.mask, kept, facts.weights), (*operands, seed), (*scalars, threshold)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
             "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
             "leave dropout out, or give its seed as a tensor on q's device",
         )
-    return _bind(PAIRS, (variant.score_mod, variant.allowed, dropout), likely)  # type: ignore[arg-type]
+    mods: Any = variant.scored, variant.allowed, dropout
+    return _bind(PAIRS, mods, likely, variant.weights)
 
 
 def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:
@@ -201,13 +203,18 @@ def bind_output(mod: Mod, likely: Trace | None = None) -> Bound:
     return _bind(("output",), (mod,), likely)
 
 
-def _bind(kinds: tuple[ModKind, ...], mods: tuple[Mod | None, ...], likely: Trace | None) -> Bound:
+def _bind(
+    kinds: tuple[ModKind, ...],
+    mods: tuple[Mod | None, ...],
+    likely: Trace | None,
+    weights: Weights = SOFTMAX,
+) -> Bound:
     """mods: functions by kind, None for those that there are none of."""
-    if likely is not None and likely.reader is not None:
+    if likely is not None and likely.reader is not None and likely.facts.weights == weights:
         reading = likely.reader(*mods)
         if reading is not None:
             return Bound(likely, *reading)
-    key = kinds, registrations(), *map(code_key, mods)
+    key = kinds, weights, registrations(), *map(code_key, mods)
     traces = _kept.get(key, ())
     for result in traces:
         reading = None if result is likely or result.reader is None else result.reader(*mods)
@@ -215,7 +222,7 @@ def _bind(kinds: tuple[ModKind, ...], mods: tuple[Mod | None, ...], likely: Trac
             if result is not traces[0]:
                 _put_first(key, result)
             return Bound(result, *reading)
-    bound = _traced(kinds, mods)
+    bound = _traced(kinds, mods, weights)
     if bound.trace.reader is not None:
         _put_first(key, bound.trace)
     return bound
@@ -250,7 +257,7 @@ def code_key(fn: Any) -> Hashable:
     return id(type(fn))
 
 
-def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bound:
+def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...], weights: Weights) -> Bound:
     """The stages: trace the functions, analyse the expressions, write down how to read what they captured."""
     captures = Captures()
     mods = dict(zip(kinds, of_kinds, strict=True))
@@ -260,7 +267,7 @@ def _traced(kinds: tuple[ModKind, ...], of_kinds: tuple[Mod | None, ...]) -> Bou
     value = score or output
     kept = traces.get("dropout")
     roots = SCORE if value is None else value.root, TRUE if mask is None else mask.root
-    facts = analyze(*roots, None if kept is None else kept.root)
+    facts = analyze(*roots, None if kept is None else kept.root, weights)
     bases = captures.bases()
     operands = tuple(operand.at(bases) for operand in captures.operands)
     # A function that there is has guards of its own. One that there is none of has nothing to be read.

@@ -57,6 +57,12 @@ def assign(
             )
         selection = select(variant)
     chosen = {role: mod for role, mod in selection.items() if mod is not None}
+    if "normalizer" in chosen:
+        raise UnsupportedError(
+            f"the normaliser {chosen['normalizer']!r} of an engine's layers",
+            "score mods and masks: engines merge parts of their own by log-sum-exps of the softmax",
+            "attend with fa4flex.compile(normalizer=...) in the model",
+        )
     if "output_mod" in chosen:
         raise UnsupportedError(
             f"the output function {chosen['output_mod']!r} of an engine's layers",

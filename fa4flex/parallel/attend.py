@@ -17,7 +17,7 @@ from fa4flex.parallel.moves import by_heads, by_tokens, results_by, send
 from fa4flex.parallel.pieces import SEQUENCE, Pieces, in_order, order_of, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
-from fa4flex.parallel.sums import Result, Sums
+from fa4flex.parallel.sums import Added, Result, Sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,8 @@ class _Results:
         if queries in self.results:
             self.results[queries].add(out, lse)
         else:
-            self.results[queries] = Result(out, lse)
+            kind = Result if self.job.rectangles.facts.weights.summed else Added
+            self.results[queries] = kind(out, lse)
 
     def return_guests(self) -> None:
         """Results of guests go to their owners; those of local queries that others have computed come."""

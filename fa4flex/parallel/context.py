@@ -37,6 +37,7 @@ from fa4flex.parallel.plan import SM_MARGIN, TILE, Guests, Layout, Moves, Plan, 
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.traffic import Model, heads_move
 from fa4flex.primitives.dropout import drawn
+from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
     check_dense,
@@ -48,7 +49,7 @@ from fa4flex.runtime.checks import (
 from fa4flex.runtime.compute import on_gpu
 from fa4flex.runtime.output import Rows, applied
 from fa4flex.torch_internals import any_autocast
-from fa4flex.variant import Variant
+from fa4flex.variant import Variant, resolved
 
 Gradients = Literal["summed", "own"]
 
@@ -159,7 +160,7 @@ class ContextParallel:
                 dropout = replace(dropout, seed=_of_first(links, dropout.seed))
             variant = replace(variant, dropout=dropout)
         now = launch.calling(variant, self._caller)
-        if is_dtensor(now.sinks):
+        if now.variant.sinks is not None and is_dtensor(now.variant.sinks.now()):
             raise UnsupportedError(
                 "sinks that are a DTensor", "a tensor of all heads on every rank", "use sinks.full_tensor()"
             )
@@ -221,6 +222,7 @@ class ContextParallel:
             with autocast.off(q):
                 return self(q, k, v, lengths=lengths, return_lse=return_lse)
         swap = self.variant.layout == "bshd"
+        check_statistics(self.variant, ("lse",) if return_lse else ())
         if any(map(is_dtensor, (q, k, v))):
             return self._of_dtensors((q, k, v), 1 if swap else SEQUENCE, return_lse)
         out, lse = self._called((q, k, v), lengths, in_order=False)
@@ -257,6 +259,7 @@ class ContextParallel:
         if swap:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
         now, output = self._calling(q), self._output()
+        now = now._replace(variant=_of_call(now.variant, q, share))
         try:
             out, lse = self._attend(_Call(now, (q, k, v), lengths, in_order, share, output))
         except Fa4flexError as error:
@@ -307,9 +310,7 @@ class ContextParallel:
         seen = tuple(x.detach() for x in operands)
         whole = {"q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads}
         first = None if share.parts == 1 else share.part * q.shape[1]
-        rectangles = Rectangles(
-            facts.score, facts.mask, facts.kept, variant, now.bound.scalars, seen, now.scale(q), whole, first
-        )
+        rectangles = Rectangles(facts, variant, now.bound.scalars, seen, now.scale(q), whole, first)
         compute = variant.precision.compute_dtype(q.dtype)
         dtypes = variant.precision.output_dtype(q.dtype), compute
         margin = self.layout.sm_margin if on_gpu(q) else 0
@@ -446,6 +447,13 @@ def _together(
     return tuple(x for x in arguments[:-1] if x is not None), arguments[-1]
 
 
+def _of_call(variant: Variant, q: Tensor, share: Share) -> Variant:
+    """The variant for a call whose local queries [B, H, S, D] are some heads of the whole."""
+    if variant.normalizer is None or not isinstance(q, Tensor) or q.ndim != 4:
+        return variant
+    return resolved(variant, q.shape[1] * share.parts, q)
+
+
 def _without_blocks(variant: Variant) -> Variant:
     """The variant without its block map, which is for the whole."""
     return variant if variant.blocks is None else replace(variant, blocks=None)
@@ -517,6 +525,12 @@ def parallel(
             f"backend={variant.backend!r} over several ranks, whose parts are merged by operators of our own",
             'backend="auto"',
             'compile the variant with backend="auto"',
+        )
+    if variant.weights.kind == "softpick":
+        raise UnsupportedError(
+            f"{variant.normalizer!r} over several ranks: parts of its sum are no parts of a log-sum-exp",
+            "the softmax, also plus a constant, and elementwise normalisers",
+            "gather the keys, and attend on each rank",
         )
     if captured_gradients not in get_args(Gradients):
         raise InputError(

@@ -46,9 +46,9 @@ class Shifted:
 
 
 @lru_cache(maxsize=1024)
-def shifted(score: Expr, mask: Expr, kept: Expr | None = None, heads: bool = False) -> Shifted:
-    """Expressions over the whole -> facts over a rectangle of it. heads: if it may have some heads only."""
-    given = (score, mask) if kept is None else (score, mask, kept)
+def shifted(facts: Facts, heads: bool = False) -> Shifted:
+    """Facts over the whole -> facts over a rectangle of it. heads: if it may have some heads only."""
+    given = (facts.score, facts.mask) if facts.kept is None else (facts.score, facts.mask, facts.kept)
     own = [node.value for node in nodes(*given) if node.op == "scalar"]
     names = [*(name for name in _PLACES.values() if heads or name != "h_start"), *_WHOLE]
     slots = {name: max(own, default=-1) + 1 + i for i, name in enumerate(names)}
@@ -68,7 +68,7 @@ def shifted(score: Expr, mask: Expr, kept: Expr | None = None, heads: bool = Fal
     memo: dict[Expr, Expr] = {}
     order = {slot: at for at, slot in enumerate(read)}
     results = [renumber(root, tensors, order, memo) for root in roots]
-    return Shifted(analyze(*results), tuple(meaning[slot] for slot in read))
+    return Shifted(analyze(*results, weights=facts.weights), tuple(meaning[slot] for slot in read))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +79,7 @@ class Rectangles:
     operands  tensors that it captured, by slot, whole: mods index them by places in the whole
     """
 
-    score: Expr
-    mask: Expr
-    kept: Expr | None
+    facts: Facts
     variant: Variant
     scalars: tuple[int | float, ...]
     operands: tuple[Tensor, ...]
@@ -128,7 +126,7 @@ class Rectangles:
 
     @property
     def _shifted(self) -> Shifted:
-        return shifted(self.score, self.mask, self.kept, self.h_start is not None)
+        return shifted(self.facts, self.h_start is not None)
 
     def _program(self, output: torch.dtype | None = None) -> Published:
         facts = self._shifted.facts

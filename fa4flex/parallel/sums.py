@@ -62,6 +62,15 @@ class Result:
         return mine, theirs
 
 
+class Added(Result):
+    """The same of an elementwise normaliser's parts, which are added: their log-sum-exps say nothing."""
+
+    def _merge(self, into: Tensor) -> None:
+        if self.last is not None:
+            (out, _), self.last = self.last, None
+            torch.add(self.out, out, out=into)
+
+
 class Sum:
     """A sum in `dtype` of tensors of other dtypes, in their order. Two are added where the whole is written:
     one rounding, as a sum in `dtype` would have."""

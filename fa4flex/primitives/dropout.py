@@ -127,9 +127,15 @@ def check_beside(variant: Variant) -> None:
         return
     if variant.backend == "flex":
         raise refuse_flex()
+    if variant.weights.kind != "softmax":
+        raise UnsupportedError(
+            f"dropout with {variant.normalizer!r}, whose kernels have no place for it",
+            "dropout of the softmax's weights, also plus a constant",
+            "leave dropout out",
+        )
     if variant.precision.skip:
         raise UnsupportedError(
-            f"dropout with Precision(skip={variant.precision.skip:g}), whose bound holds for undropped weights",
+            f"dropout with Precision(skip={variant.precision.skip:g}), whose bound is of undropped weights",
             "dropout, or skip, by itself",
             "leave skip out in training",
         )

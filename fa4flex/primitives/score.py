@@ -52,7 +52,9 @@ def as_score(value: Any) -> ScoreMod:
     if isinstance(value, Mod) or hasattr(value, "kv_num_blocks") or getattr(value, "role", "") == "blocks":
         what = f"the {value.noun} {value!r}" if isinstance(value, Mod) else f"a {type(value).__name__}"
         other = getattr(value, "role", "mask")
-        place = f"{other}=" if other == "output_mod" else "mask= (block_mask= of flex_attention)"
+        place = (
+            f"{other}=" if other in ("output_mod", "normalizer") else "mask= (block_mask= of flex_attention)"
+        )
         raise InputError(
             f"{what} was given as a score_mod",
             "a function score_mod(score, b, h, q_idx, kv_idx) or a fa4flex score mod",

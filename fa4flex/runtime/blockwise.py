@@ -48,6 +48,8 @@ def skipped(program: Published, call: Call) -> Tensor:
 
 def single_queries(program: Published, call: Call) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of single queries, which capture no tensors: see cpu.single_queries."""
+    if not program.facts.softmax:
+        return None
     return cpu.single_queries(program.facts, inputs_of_call(program, call))
 
 
@@ -56,7 +58,7 @@ def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor:
     return cpu.key_mass(program.facts, inputs_of_call(program, call), sequences_of_call(call), lse)
 
 
-def on_gpu(program: Published, call: Call) -> Forward:
+def forward_on_gpu(program: Published, call: Call) -> Forward:
     """The same in PyTorch operations on the GPU: where no kernel is for a call, or none has anything to do as
     rows, if there are any, have no keys."""
     with torch.device("cpu"):

@@ -209,7 +209,7 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
         _check_cuda(q, variant)
     if q.ndim == 3:
         refuse_map(variant, "packed sequences")
-    check_tables((variant.score_mod, variant.mask), sizes.q_heads)
+    check_tables((variant.scored, variant.mask), sizes.q_heads)
     if variant.sinks is not None:
         variant.sinks.check(sizes.q_heads, q.device)
     if variant.blocks is not None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fa4flex.runtime.call import Call
+from fa4flex.errors import UnsupportedError
+from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.cuda.backward import run_backward
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
@@ -37,15 +39,33 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
         call = call._replace(statistics=("lse", *call.statistics))
     if by_flex(program.backend, call.q) and not call.empty:
         return _by_flex(program, call)
-    if there and not call.empty and (program.facts.kept is None or program.engine.serves(call)):
-        out, lse, largest = program.engine.run(call)
+    results = _by_engine(program, call) if there and not call.empty else None
+    if results is not None:
+        out, lse, largest = results
         assert lse is not None
         return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
     from fa4flex.runtime import blockwise
 
     if there:
-        return blockwise.on_gpu(program, call)
+        return blockwise.forward_on_gpu(program, call)
     return blockwise.forward(program, call, differentiable)
+
+
+def _by_engine(program: Published, call: Call) -> Results | None:
+    """The results by a kernel; None for dropout, and for weights other than the softmax's, that no kernel
+    computes."""
+    engine = program.engine
+    if program.facts.softmax:
+        return engine.run(call) if program.facts.kept is None or engine.serves(call) else None
+    ready = engine.find(call)
+    if ready is MISSING:
+        try:
+            ready = engine.made(call)
+        except UnsupportedError:
+            ready = None
+            engine.keep(call, None)
+    results: Results | None = None if ready is None else ready(call)
+    return results
 
 
 def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor | None:

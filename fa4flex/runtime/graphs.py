@@ -24,6 +24,7 @@ from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.traced import ModKind
 from fa4flex.errors import Fa4flexError
+from fa4flex.primitives.normalizer import Weights
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
@@ -120,7 +121,7 @@ class _Attention(HigherOrderOperator):
             scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         schedule = Schedule(**_plain(options["schedule"]))
         precision = Precision(**_plain(options["precision"]))
-        facts = result.facts
+        facts = analyze(result.facts.score, result.facts.mask, weights=Weights(*options["weights"]))
         if options["dropout"] is not None:
             seed, threshold = options["dropout"]
             facts, operands, scalars = dropped(facts, operands, scalars, seed, threshold)
@@ -235,7 +236,7 @@ def run(variant: Variant, q: Tensor, kv: KeySource, varlen: Varlen | None, stati
 def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: Statistics) -> dict[str, Any]:
     dropout = variant.dropout
     return {
-        "sinks": None if variant.sinks is None else variant.sinks.now(),
+        "sinks": variant.logits(),
         "lengths": lengths,
         "heads_first": True,
         "max_scores": "max_scores" in statistics,
@@ -243,6 +244,7 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
         "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
         "backend": variant.backend,
         "dropout": None if dropout is None else (dropout.seed, dropout.threshold),
+        "weights": tuple(variant.weights),
     }
 
 
@@ -286,7 +288,7 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[s
     """
     _register()
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
-    asked = [name for mod in (variant.score_mod, variant.allowed) if mod is not None for name in mod.context]
+    asked = [name for mod in (variant.scored, variant.allowed) if mod is not None for name in mod.context]
     context = {name: torch.zeros((), dtype=torch.int64) for name in CONTEXT if name in asked}
     mods, scale = _Mods(variant, context), variant.scale
     if scale is not None:
@@ -337,7 +339,7 @@ class _Mods:
         self.variant, self.context = variant, context
 
     def score(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        mod = self.variant.score_mod
+        mod = self.variant.scored
         return s if mod is None else self._value(mod, s, b, h, q, kv)
 
     def output(self, out: Any, b: Any, h: Any, q: Any, d: Any) -> Any:

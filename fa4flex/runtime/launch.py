@@ -88,8 +88,7 @@ class Calling(NamedTuple):
 
     @property
     def sinks(self) -> Tensor | None:
-        sinks = self.variant.sinks
-        return None if sinks is None else sinks.now()
+        return self.variant.logits()
 
 
 def calling(variant: Variant, caller: Caller | None) -> Calling:
@@ -282,9 +281,10 @@ def _by_kernels(
         try:
             ready = engine.made(call) if contiguous else in_place.made(engine, call)
         except UnsupportedError:
-            if engine.facts.output is None and engine.facts.kept is None:
+            if engine.facts.output is None and engine.facts.kept is None and engine.facts.softmax:
                 raise
-            ready = None  # its function is applied after it, or all is computed blockwise
+            # Its function is applied after it; dropout and other weights are computed blockwise.
+            ready = None
             engine.keep(call, None)
     elif blocks is not None:
         shape = call.extents()

@@ -19,6 +19,7 @@ from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
 from fa4flex.primitives.dropout import refuse_flex
+from fa4flex.primitives.normalizer import SOFTMAX, Weights
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.call import Call
@@ -84,6 +85,8 @@ class Published:
             "backend": self.backend,
             "skip": self.precision.skip,
         }
+        if not self.facts.softmax:
+            fields["weights"] = list(self.facts.weights)
         return json.dumps(fields, separators=(",", ":"))
 
     @cached_property
@@ -155,11 +158,12 @@ def read(text: str) -> Published:
         output = None if output is None else getattr(torch, output)
         precision = Precision(fields["compute"], output, fields.get("skip", 0.0))
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
+        weights = Weights(*fields.get("weights", SOFTMAX))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error
     if version != FORMAT or len(roots) not in (2, 3):
         raise _unreadable("it was written by another version")
-    return publish(analyze(*roots), schedule, precision, backend)
+    return publish(analyze(*roots, weights=weights), schedule, precision, backend)
 
 
 def _unreadable(why: str) -> InputError:

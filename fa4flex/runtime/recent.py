@@ -105,15 +105,15 @@ class Recent(Generic[Prepared]):
             return None
         if faults.pending.value or later.awaited:
             faults.check()
-        reading = reader(variant.score_mod, variant.allowed, variant.dropout)
+        reading = reader(variant.scored, variant.allowed, variant.dropout)
         if reading is None or forward_ad._current_level >= 0:
             return None
         (operands, numbers), (q, k, v), scale, sinks = reading, qkv, variant.scale, None
         others = operands
         tensors: tuple[Tensor, ...] = qkv
         if variant.sinks is not None:
-            sinks = variant.sinks.now()
-            others = *operands, sinks
+            sinks = variant.logits()
+            others = *operands, sinks  # type: ignore[arg-type]
         kv, lengths, beside = None, NO_LENGTHS, PLAIN
         if not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
             if type(varlen) not in _LENGTHS or type(paging) not in _PAGES:

@@ -39,11 +39,16 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.prefix_lm import prefix_lm as prefix_lm
     from fa4flex.variants.prefix_tree import prefix_tree as prefix_tree
     from fa4flex.variants.relative_position import relative_position as relative_position
+    from fa4flex.variants.relu_squared import relu_squared as relu_squared
     from fa4flex.variants.sandwich import sandwich as sandwich
     from fa4flex.variants.shared_prefix import shared_prefix as shared_prefix
+    from fa4flex.variants.sigmoid_attention import sigmoid_attention as sigmoid_attention
+    from fa4flex.variants.silu_attention import silu_attention as silu_attention
     from fa4flex.variants.sliding_tile import sliding_tile as sliding_tile
     from fa4flex.variants.sliding_window import sliding_window as sliding_window
     from fa4flex.variants.softcap import softcap as softcap
+    from fa4flex.variants.softmax_plus import softmax_plus as softmax_plus
+    from fa4flex.variants.softpick import softpick as softpick
     from fa4flex.variants.streaming_llm import streaming_llm as streaming_llm
     from fa4flex.variants.symmetric_window import symmetric_window as symmetric_window
     from fa4flex.variants.t5_bias import t5_bias as t5_bias

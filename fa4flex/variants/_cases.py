@@ -29,6 +29,10 @@ Scores = Callable[[float, int, int, int, int], float]
 """(score, b, h, q, kv) -> the modified score; (out, b, h, q, d) -> the function of the output."""
 
 
+Rows = Callable[[list[float]], list[float]]
+"""A row of scores -> its weights, where a normaliser sums over the row."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes to draw a case at.
@@ -80,13 +84,13 @@ class Sizes:
 class Drawn:
     """A case at some sizes: `compose(*learned)` is what fa4flex.compile takes.
 
-    definition  for a mask Pairs, for a score mod or an output function Scores; None where the file's main()
-                checks the variant
+    definition  for a mask Pairs, for a score mod, an output function or an elementwise normaliser Scores, for
+                another one Rows; None where the file's main() checks the variant
     dims        head widths of q and k, and of v, where the variant fixes them
     """
 
     compose: Callable[..., Composition]
-    definition: Pairs | Scores | None
+    definition: Pairs | Scores | Rows | None
     q_len: int
     kv_len: int
     learned: tuple[Tensor, ...] = ()
@@ -99,11 +103,13 @@ class Case:
 
     approximate  it has functions that a GPU approximates, such as tanh
     compiled     tests of GPUs take it in; leave it out where another case has the same kind of code
+    kernels      kernels compute it; where none does, GPUs compute it tile by tile in PyTorch operations
     """
 
     draw: Callable[[Sizes], Drawn]
     approximate: bool = False
     compiled: bool = True
+    kernels: bool = True
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,12 @@ def applied(s: Sizes, make: Callable[..., Any], definition: Scores, *learned: Te
     )
 
 
+def weighed(s: Sizes, normalizer: Any, definition: Any, **rest: Any) -> Drawn:
+    """A case that is a normaliser: an elementwise one with a definition as a score mod has, another with the
+    weights of a row of scores."""
+    return Drawn(lambda: {"normalizer": normalizer, **rest}, definition, s.q_len, s.kv_len)
+
+
 # --- checking -------------------------------------------------------------------------------------------
 
 
@@ -171,7 +183,7 @@ def scored(mod: Any, scores: Tensor) -> Tensor:
 
 def check(s: Sizes, drawn: Drawn) -> Tensor:
     """The values of a case: of its mask, or of its score mod on random scores, [batch, .., Q, KV]; of its
-    output function on random outputs [batch, H, Q, D].
+    output function on random outputs [batch, H, Q, D]; weights of random scores.
 
     Raises AssertionError where one is not that of the definition.
     """
@@ -181,12 +193,14 @@ def check(s: Sizes, drawn: Drawn) -> Tensor:
     mod = settle(composition[role])
     if role == "mask":
         values = allowed(mod, drawn.q_len, drawn.kv_len, s.batch)
-        wanted = [definition(*index) for index in _places(values)]
+        wanted = [definition(*index) for index in _places(values)]  # type: ignore[arg-type]
         right = values.flatten() == torch.tensor(wanted)
     else:
-        columns = drawn.kv_len if role == "score_mod" else s.dim_v
+        columns = s.dim_v if role == "output_mod" else drawn.kv_len
         scores = 3 * torch.randn(s.batch, s.heads, drawn.q_len, columns, dtype=torch.float64)
-        values = scored(mod, scores)
+        values = scored(mod, scores) if role != "normalizer" else normalised(mod, scores)
+        if role == "normalizer" and mod.weights.summed:
+            definition = _in_rows(scores, definition)  # type: ignore[arg-type]
         olds = scores.flatten().tolist()
         wanted = [definition(old, *at) for old, at in zip(olds, _places(values), strict=True)]
         right = torch.isclose(values.double().flatten(), torch.tensor(wanted).double(), 1e-5, 1e-5)
@@ -198,9 +212,25 @@ def check(s: Sizes, drawn: Drawn) -> Tensor:
     return values
 
 
+def normalised(normalizer: Any, scores: Tensor) -> Tensor:
+    """Weights that a normaliser makes of scores [.., H, Q, KV]."""
+    if not normalizer.weights.summed:
+        return scored(normalizer.function, scores)
+    if normalizer.weights.kind == "softmax":
+        return scores.exp() / (scores.exp().sum(-1, keepdim=True) + normalizer.plus)
+    grown = torch.expm1(scores)
+    return grown.clamp(min=0) / (grown.abs().sum(-1, keepdim=True) + normalizer.eps)
+
+
+def _in_rows(scores: Tensor, definition: Rows) -> Scores:
+    """A definition by rows as one by pairs."""
+    wanted = torch.tensor([definition(row) for row in scores.flatten(0, -2).tolist()]).view(scores.shape)
+    return lambda _, b, h, q, kv: wanted[b, h, q, kv].item()
+
+
 def role_of(composition: Composition) -> str:
-    """Argument that a case is about: its output function, its score mod, or its mask."""
-    return next(role for role in ("output_mod", "score_mod", "mask") if role in composition)
+    """Argument that a case is about: its normaliser, its output function, its score mod, or its mask."""
+    return next(role for role in ("normalizer", "output_mod", "score_mod", "mask") if role in composition)
 
 
 def _places(values: Tensor) -> list[list[int]]:
@@ -209,8 +239,8 @@ def _places(values: Tensor) -> list[list[int]]:
 
 
 def show(cases: Sequence[Case]) -> None:
-    """Print masks, queries down and keys across, scores of head 0, and functions of outputs of 1; compare
-    them with definitions."""
+    """Print masks, queries down and keys across, scores of head 0, functions of outputs of 1, and weights of
+    scores from -3 to 3; compare them with definitions."""
     for case in cases:
         s = Sizes()
         drawn = case.draw(s)
@@ -223,7 +253,10 @@ def show(cases: Sequence[Case]) -> None:
             start = torch.full((s.batch, s.heads, drawn.q_len, drawn.kv_len), 0.0)
             if role == "output_mod":
                 start = torch.ones(s.batch, s.heads, drawn.q_len, s.dim_v)
-            for row in scored(mod, start)[0, 0].tolist():
+            if role == "normalizer":
+                start = torch.linspace(-3, 3, drawn.kv_len).expand(start.shape)
+            shown = normalised if role == "normalizer" else scored
+            for row in shown(mod, start)[0, 0].tolist():
                 print(" ".join(f"{value:7.3f}" for value in row))
         else:
             print(mod)

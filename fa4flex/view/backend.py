@@ -81,5 +81,5 @@ def _module(program: Program) -> Module:
     variant = program.variant
     scale = default_scale(_WIDTH) if variant.scale is None else variant.scale
     sizes = tuple(tuple(x.shape) for x in program.tensors())
-    wanted = Wanted(scale, True, False, variant.sinks is not None, variant.schedule.tile)
+    wanted = Wanted(scale, True, False, variant.has_sinks, variant.schedule.tile)
     return module(program.facts, Setting(sizes=sizes), wanted)

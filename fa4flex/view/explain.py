@@ -19,6 +19,7 @@ from fa4flex.codegen.expr import TRUE, Expr, apply, brief, const, sym, walk
 from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
@@ -109,6 +110,9 @@ def _composition(program: Program) -> list[str]:
             f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 65536 pairs, after the "
             "softmax; log-sum-exps are of what was before"
         )
+    if variant.normalizer is not None:
+        lines[0] = lines[0].replace("softmax(score)", "weights(score)")
+        lines.append(f"normalizer  {variant.normalizer!r}: {_normalizer(variant.normalizer)}")
     if variant.blocks is not None:
         lines.append(
             f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
@@ -133,6 +137,15 @@ def _skip(skip: float, sinks: bool) -> list[str]:
         "  backward: leaves out nothing; probabilities are exp(score - lse), at most"
         f" 1 / (1 - {skip:g}) of the exact ones",
     ]
+
+
+def _normalizer(normalizer: Normalizer) -> str:
+    """Formula of a normaliser's weights."""
+    if normalizer.kind == "softmax":
+        return f"exp(score) / (sum exp(score) + {normalizer.plus:g}), by sinks of log {normalizer.plus:g}"
+    if normalizer.kind == "softpick":
+        return f"max(exp(score) - 1, 0) / (sum |exp(score) - 1| + {normalizer.eps:g}); no LSE"
+    return "score' below is the weight: no maximum, no sum, no LSE; masked pairs weigh 0"
 
 
 _LENGTHS = apply("sub", sym("kv_len"), sym("q_len"))
@@ -367,7 +380,7 @@ def _fused(program: Program) -> list[str]:
 
     variant = program.variant
     exact = variant.precision.compute == "float64" or variant.schedule.tile is not None
-    exact = exact or bool(variant.precision.skip)
+    exact = exact or bool(variant.precision.skip) or not program.facts.softmax
     if fused_kernel is None or exact or program.facts.score is not SCORE:
         return []
     power = LEAST_PRODUCTS.bit_length() - 1
@@ -391,7 +404,9 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             raise
         if arch is not None:
             gpu.target_named(arch)
-        return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
+        blockwise = ["computed tile by tile in PyTorch operations on the device: exact, and slow"]
+        said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
+        return said + blockwise * (not program.facts.softmax)
     if "direction" in problem:
         return lines
     return [*lines, f"backward: {view.backward.in_a_line()}", f"key_mass: {view.mass.in_a_line()}"]

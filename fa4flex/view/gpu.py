@@ -218,7 +218,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     arguments: dict[str, Any] = {
         "head_dim_v": width,
         "out_dtype": dtype if output is None else dtype_name(output),
-        "sinks": variant.sinks is not None,
+        "sinks": variant.has_sinks,
         "positive_scale": variant.scale is None or variant.scale > 0,
         "skip": variant.precision.skip,
     }

@@ -26,10 +26,13 @@ TABLES = {
     "Masks": "| name | allowed(q, kv) | source |",
     "Score mods": "| name | score' | source |",
     "Output functions": "| name | out' | source |",
+    "Normalisers": "| name | weight | source |",
     "Neither of these": "| name | what it gives | source |",
 }
 """Headings of the page, and heads of their tables."""
-HEADINGS = {"mask": "Masks", "score_mod": "Score mods", "output_mod": "Output functions"}
+HEADINGS = {
+    "mask": "Masks", "score_mod": "Score mods", "output_mod": "Output functions", "normalizer": "Normalisers",
+}  # fmt: skip
 
 POSITION = re.compile(r",? *(with )?p = q \+ \(kv_len - q_len\)")
 MOST_SHOWN = 2

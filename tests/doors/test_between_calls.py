@@ -20,6 +20,7 @@ import fa4flex
 from fa4flex import BlockMap, KVScales, Paging, Precision, Schedule, Varlen, reference
 from fa4flex.runtime.launch import Caller
 from fa4flex.variant import Variant, at_call, changed, compose
+from fa4flex.variants import softmax_plus
 
 S, HEADS, WIDTH, BLOCK = 64, 2, 16, 16
 ORDER = 0, 1, 0, 0, 1, 1, 1, 0, 1
@@ -72,6 +73,7 @@ FIELDS: dict[str, Any] = {
     "backend": "flex",
     "output_mod": fa4flex.as_output(gained),
     "dropout": DROPOUT,
+    "normalizer": softmax_plus(1.5),
 }
 """A value other than the default, for each field of a variant that is given."""
 
@@ -156,6 +158,7 @@ def exact(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
     sinks = None if variant.sinks is None else variant.sinks.now()
     given = {"scale": variant.scale, "sinks": sinks, "output_mod": variant.output_mod}
     given["dropout"] = variant.dropout
+    given["normalizer"] = variant.normalizer
     return reference.attention(q, k, v, variant.score_mod, variant.allowed, **given)
 
 

@@ -26,7 +26,7 @@ def test_a_file_declares_all_that_is_made_of_it(name: str) -> None:
     ("change", "said"),
     [
         ({"CASES": ()}, "causal.py declares no CASES"),
-        ({"CASES": [SimpleNamespace(compiled=False)]}, "causal.py has no case for GPUs"),
+        ({"CASES": [SimpleNamespace(compiled=False, kernels=True)]}, "causal.py has no case for GPUs"),
         ({"PICTURE": "causal"}, "causal.py declares no PICTURE"),
         ({"__doc__": "Causal.\n\n    kv <= q\n"}, "causal.py names no source"),
         ({"__doc__": "Causal.\n\nSource: a paper.\n"}, "causal.py states no formula"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from helpers import worst
+from helpers import called, worst
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from variant_files import cases_of
@@ -123,7 +123,9 @@ def _of_variant(case: _cases.Case) -> Draw:
 
 
 VARIANTS: dict[str, tuple[Draw, ...]] = {
-    name: tuple(_of_variant(case) for case in cases_of(name) if case.compiled) for name in v.__all__
+    name: tuple(_of_variant(case) for case in cases_of(name) if case.compiled)
+    for name in v.__all__
+    if any(case.kernels for case in cases_of(name))
 }
 """Every variant of fa4flex.variants, by the cases of its file that are compiled for GPUs."""
 
@@ -167,7 +169,18 @@ def plain(q: Tensor, k: Tensor, v: Tensor, composition: Composition) -> tuple[Te
                 scores[pairs], *pairs
             )
         scores = scores.index_put(pairs, values.to(scores.dtype))
-    sinks = composition.get("sinks")
+    sinks, normalizer = composition.get("sinks"), composition.get("normalizer")
+    if normalizer is not None and normalizer.kind == "elementwise":
+        pairs, mod = allowed.nonzero().unbind(-1), settle(normalizer.function)
+        context = {"q_len": q.shape[2], "kv_len": k.shape[2], "num_heads": heads}
+        with PlainGather():
+            values = torch.vmap(lambda *point: torch.as_tensor(call_mod(mod, point, context)))(
+                scores[pairs], *pairs
+            )
+        weights = torch.zeros_like(scores).index_put(pairs, values.to(scores.dtype))
+        return weights @ v, scores.new_zeros(scores.shape[:3])
+    if normalizer is not None:
+        sinks = scores.new_full((heads,), math.log(normalizer.plus))
     if sinks is not None:
         column = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
@@ -240,7 +253,7 @@ def run(attn: fa4flex.Attention, q: Tensor, k: Tensor, v: Tensor, **options: Any
     rows = q.shape[:-1]
     poison(q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=torch.float32))
     with torch.no_grad(), torch.device("cpu"):
-        out, lse = attn(q, k, v, return_lse=True, **options)
+        out, lse = called(attn, q, k, v, **options)
     return out, lse
 
 
@@ -294,7 +307,7 @@ def check_gradients(
     shape = qkv[0].shape[:3]
     upstream = torch.randn(*shape, sizes.dim_v, dtype=sizes.dtype), torch.randn(shape)
     attn, known = compiled(**composition), oracle_takes(composition)
-    found = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream, within)
+    found = gradients(lambda *x: called(attn, *x), qkv, upstream, within)
     wide = [x.double() for x in qkv]
     exact = gradients(lambda *x: reference.attention(*x, **known), wide, upstream)
     judge_gradients(found, exact, gradients(lambda *x: plain(*x, known), qkv, upstream))

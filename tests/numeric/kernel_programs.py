@@ -24,6 +24,8 @@ from fa4flex.primitives.kv_scales import E4M3, Per
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.key_sources import Contiguous, EightBit, KeySource, Paged
+from fa4flex.runtime.launch import calling
+from fa4flex.variant import resolved
 
 Width = tuple[int, int]
 """Head widths of q and k, and of v."""
@@ -116,8 +118,9 @@ class Kind:
         with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
             sizes = self.draw.sizes(self.sizes).wide(*width)
             composition = self.draw.make(sizes)
-        now = fa4flex.compile(**composition, **self.options)._calling()
+        variant = fa4flex.compile(**composition, **self.options).variant
         q, k, v = self._laid_out(*sizes.qkv())
+        now = calling(resolved(variant.core, sizes.heads, q), None)
         kv = self.cache.holding(k, v)
         operands = now.bound.trace.tensors(now.bound.bases)
         given = LENGTHS[self.lengths](sizes.q_len, sizes.kv_len)

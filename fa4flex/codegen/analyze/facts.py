@@ -17,6 +17,7 @@ from fa4flex.codegen.analyze.intervals import (
     query_intervals,
 )
 from fa4flex.codegen.expr import TRUE, Expr, sym
+from fa4flex.primitives.normalizer import SOFTMAX, Weights
 
 SCORE = sym("score")
 
@@ -34,7 +35,7 @@ class Facts:
     `intervals` stand in for those found from the mask: the same keys, computed in another way. `output`: the
     output function that kernels apply, in terms of the same symbols as a score mod; its slots are those after
     all others. `kept`: whether dropout keeps a pair, an expression of the operation "keep"; None without
-    dropout.
+    dropout. `weights`: how weights are made of scores; of elementwise ones `score` is the weight.
     """
 
     score: Expr = SCORE
@@ -42,6 +43,7 @@ class Facts:
     intervals: KeyIntervals | None = None
     output: Expr | None = None
     kept: Expr | None = None
+    weights: Weights = SOFTMAX
 
     @property
     def roots(self) -> tuple[Expr, ...]:
@@ -63,6 +65,11 @@ class Facts:
         """Every pair takes part, with the score that it has: there is neither score mod nor mask, nor
         dropout."""
         return self.score is SCORE and self.mask is TRUE and self.kept is None
+
+    @property
+    def softmax(self) -> bool:
+        """True if weights are the softmax's."""
+        return self.weights == SOFTMAX
 
     @cached_property
     def keys(self) -> KeyIntervals | None:
@@ -93,10 +100,16 @@ class Facts:
     def key(self) -> str:
         """Identity of the program: equal text, equal program. Captured values are not part of it."""
         text = "\n".join(map(repr, self.everything))
+        if self.weights != SOFTMAX:
+            text += f"\n{self.weights!r}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@lru_cache(maxsize=1024)
-def analyze(score: Expr, mask: Expr, kept: Expr | None = None) -> Facts:
+def analyze(score: Expr, mask: Expr, kept: Expr | None = None, weights: Weights = SOFTMAX) -> Facts:
     """Expressions -> Facts. The facts are derived lazily and kept with the expressions."""
-    return Facts(score, mask, kept=kept)
+    return _analyzed(score, mask, kept, weights)
+
+
+@lru_cache(maxsize=1024)
+def _analyzed(score: Expr, mask: Expr, kept: Expr | None, weights: Weights) -> Facts:
+    return Facts(score, mask, kept=kept, weights=weights)

@@ -19,7 +19,7 @@ from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors
 from fa4flex.codegen.emit.writer import Function, Span, cut, folds_in
-from fa4flex.codegen.expr import Expr, const, sym, walk
+from fa4flex.codegen.expr import Expr, apply, const, sym, walk
 from fa4flex.codegen.ops import OPS
 from fa4flex.errors import InputError, Origin
 
@@ -28,6 +28,7 @@ _SUFFIX = {"uniform": "", "row": "_q", "column": "_kv", "diagonal": "_diagonal",
 _DEVICE_TYPES = ("Boolean", "Float32", "Int32", "Int64")
 _ARITHMETIC = frozenset(("add", "sub", "mul", "neg", "stepped"))
 _WIDTH = 104
+_LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,25 @@ class Module:
     def fill(self, facts: Facts) -> None:
         """Expressions of the hooks, lowered."""
         problem, which = self._plan.problem, self._pass
+        if facts.weights.kind == "elementwise":
+            self._fill_weight(facts)
+            return
         units = in_units(facts.score, self._lowering, problem.positive_scale, ordered=not which.slope)
         self._factor = units.factor
         scores = {"start": units.start, "score": units.y}
         self._roots = {name: x for name, x in scores.items() if x is not None}
+        self._fill_rest(facts)
+
+    def _fill_weight(self, facts: Facts) -> None:
+        """The same where the modified score is the weight. What a 16-bit weight cannot hold stays finite."""
+        weight = self._lowering.value(facts.score)
+        if self._plan.problem.dtype == "float16":
+            weight = apply("minimum", apply("maximum", weight, const(-_LARGEST_HALF)), const(_LARGEST_HALF))
+        self._roots = {"score": weight}
+        self._fill_rest(facts)
+
+    def _fill_rest(self, facts: Facts) -> None:
+        problem, which = self._plan.problem, self._pass
         if which.slope and facts.gradient.by_score is not const(1.0):
             self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
         if facts.kept is not None:
@@ -346,6 +362,8 @@ class Module:
         items += ["factor=factor"] * (self._factor is not None)
         if self._dropout is not None:
             items.append("dropout=Dropped(seed={}, threshold={})".format(*self._dropout))
+        kind = self._plan.problem.weights
+        items += [f'weights="{kind}"'] * (kind != "softmax")
         items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline, select_
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
@@ -305,7 +305,9 @@ class Compute:
             found = slab.slopes(self.hooks, one, q_first, masked) or {}
             slopes |= {start + c: slope for (_, c), slope in found.items()}
             slab.modify(self.hooks, one, q_first, masked)
-            for c in range(start, start + HOOKED, 2):
+            if self.hooks.elementwise:
+                slopes |= self.of_pairs(slab, start, slopes, q_first, masked)
+            for c in range(start, start if self.hooks.elementwise else start + HOOKED, 2):
                 shift = (-lse2[c], -lse2[c + 1])
                 x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (factor, factor), shift)
                 scores[c], scores[c + 1] = (cute.math.exp2(y, fastmath=True) for y in x)
@@ -316,6 +318,22 @@ class Compute:
                 # What the next queries' hooks read would else be read now, and wait in registers.
                 compute_before(scores[start + HOOKED - 1])
         return slopes
+
+    def of_pairs(
+        self, slab: Slab, start: int, slopes: dict[int, Float32], q_first: Int32, masked: bool
+    ) -> dict[int, Float32]:
+        """Factors of dP' for elementwise weights, of a part of a fragment: slopes, 1 where there are none or
+        they are late, and 0 of what the mask hides. Nothing is multiplied by probabilities."""
+        late = self.late
+        found = {
+            c: Float32(1.0) if late else slopes.get(c, Float32(1.0)) for c in range(start, start + HOOKED)
+        }
+        if not masked:
+            return found
+        shown = cute.make_rmem_tensor((1, HOOKED), Float32)
+        shown.fill(1.0)
+        slab.mask(self.hooks, shown, q_first)
+        return {c: select_(shown[0, c - start] > 0, x, Float32(0.0)) for c, x in found.items()}
 
     def to_change(self, scores: cute.Tensor) -> cute.Tensor:
         """Registers with the scores of a fragment that may become something else."""
@@ -330,6 +348,10 @@ class Compute:
     ) -> cute.Tensor:
         """Factors of a fragment's dP' less their rows' sums: probabilities, times slopes where these are not
         late. In 16 bits, two in a register, where scores are kept in registers too."""
+        if self.hooks.elementwise:
+            for c, slope in slopes.items():
+                p[c] = slope
+            return self.narrowed(p, kind) if self.again else p
         if not self.late:
             for c, slope in slopes.items():
                 p[c] = p[c] * slope
@@ -353,6 +375,11 @@ class Compute:
     def gradients(self, ds: cute.Tensor, deltas: cute.Tensor, weights: cute.Tensor, kind: Any) -> None:
         """A fragment's dP becomes its dS."""
         for c in range(0, FRAGMENT, 2):
+            if self.hooks.elementwise:
+                ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(
+                    self.weight_pair(weights, c, kind), (ds[c], ds[c + 1])
+                )
+                continue
             moved = cute.arch.add_packed_f32x2((ds[c], ds[c + 1]), (deltas[c], deltas[c + 1]))
             ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights, c, kind), moved)
 
@@ -376,7 +403,10 @@ class Compute:
         collector.take(False, found, q_first, masked, early)
         if self.late:
             for place, slope in (head.slab.slopes(self.hooks, raw, q_first, masked) or {}).items():
-                found[place] = found[place] * slope
+                changed = found[place] * slope
+                if self.hooks.elementwise and masked:  # of what the mask hides, slopes may be no numbers
+                    changed = select_(found[place] == 0, Float32(0.0), changed)
+                found[place] = changed
         collector.take(True, found, q_first, masked, early)
 
     def narrowed(self, source: cute.Tensor, kind: Any) -> cute.Tensor:

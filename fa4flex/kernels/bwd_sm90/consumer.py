@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -313,9 +313,11 @@ class Consumer:
             self.begin_dprob(dprob, deltas, lane)
         else:
             log_sums = log_sums._replace(deltas=deltas)
-        (depth, depth_v), begun = config.depths, collector.slab.dropout is None
+        depth, depth_v = config.depths
+        begun = collector.slab.dropout is None and not self.hooks.elementwise
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], begun, depth_v)
+        dout = operands.dout[None, None, None, do_stage]
+        multiply(mmas.dprob, dprob, operands.v, dout, begun, depth_v)
         warpgroup.wait_group(1)
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
@@ -409,7 +411,9 @@ class Consumer:
                 deltas = self.statistics(log_sums.deltas, lane, first, together)
                 slab.dropout.apply(grid, ds, deltas, Columns(first, q_first, part.queries))
             self.narrow_columns(products.p, p, first, together)
-            if slab.dropout is None and not self.config.rounds_first:
+            if self.hooks.elementwise:
+                slopes = self.show_pairs(grid, ds, slab.part(first, together), slopes, q_first, masked)
+            elif slab.dropout is None and not self.config.rounds_first:
                 for c in range(first, first + together):
                     for r in range(2):
                         ds[r, c] = grid[r, c] * ds[r, c]
@@ -417,9 +421,33 @@ class Consumer:
                 later |= slopes
             else:
                 apply_slopes(ds, slopes)
-        if self.config.rounds_first:
+        if self.config.rounds_first and not self.hooks.elementwise:
             multiply_narrow(ds, p)
         return later
+
+    def show_pairs(
+        self,
+        grid: cute.Tensor,
+        ds: cute.Tensor | None,
+        part: Slab,
+        slopes: Slopes,
+        q_first: Int32,
+        masked: bool,
+    ) -> Slopes:
+        """Write 1 to a part of `grid` for pairs that take part, and 0 for others, whose gradients and slopes
+        become 0: dS' of elementwise weights is dP' times the slopes alone. Returns the slopes."""
+        columns = range(part.first, part.first + len(part.queries))
+        for c in columns:
+            for r in range(2):
+                grid[r, c] = Float32(1.0)
+        if not masked:
+            return slopes
+        part.mask(self.hooks, grid, q_first)
+        if ds is not None:
+            for c in columns:
+                for r in range(2):
+                    ds[r, c] = select_(grid[r, c] > 0, ds[r, c], Float32(0.0))
+        return {(r, c): select_(grid[r, c] > 0, x, Float32(0.0)) for (r, c), x in slopes.items()}
 
     def exponentials(
         self, grid: cute.Tensor, part: Slab, lse2: cute.Tensor, factor: Any, q_first: Int32, masked: bool
@@ -427,10 +455,11 @@ class Consumer:
         """Probabilities of a part of the columns, in place; returns slopes of its scores."""
         slopes = part.slopes(self.hooks, grid, q_first, masked) or {}
         part.modify(self.hooks, grid, q_first, masked)
-        for c in range(len(part.queries)):
-            for r in range(2):
-                x = grid[r, part.first + c] * factor - lse2[c]
-                grid[r, part.first + c] = cute.math.exp2(x, fastmath=True)
+        if not self.hooks.elementwise:
+            for c in range(len(part.queries)):
+                for r in range(2):
+                    x = grid[r, part.first + c] * factor - lse2[c]
+                    grid[r, part.first + c] = cute.math.exp2(x, fastmath=True)
         if masked:
             part.mask(self.hooks, grid, q_first)
         return slopes
@@ -448,6 +477,8 @@ class Consumer:
         Each of a thread's keys has its own read, so that nothing is to be computed before the product for S'.
         A copy for the second one would be made by the assembler between the products, which it waits for.
         """
+        if self.hooks.elementwise:  # nothing is summed over a row
+            return
         grid = rows_and_columns(dprob)
         pairs = cute.logical_divide(deltas, cute.make_layout(2))
         for c in range(0, self.config.queries // 4, 2):

@@ -20,7 +20,7 @@ from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.kernel_time import many
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pairs import of_one_cta
-from fa4flex.kernels.plan.pipeline import Checked, Pipeline
+from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import BLOCKS, Request
 from fa4flex.kernels.plan.sizes import Sizes
@@ -443,4 +443,5 @@ BWD_SM90 = Pipeline(
     zero_fills=True,
     splits_groups=True,
     drops=True,
+    weights=SUMMED_OR_NOT,
 )

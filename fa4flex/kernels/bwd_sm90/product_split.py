@@ -140,7 +140,8 @@ class ValueGradient(ProductConsumer):
         q_first: Int32,
         masked: bool,
     ) -> cute.Tensor:
-        """P' as an operand; to shared memory, for dS', P' times the slopes of scores."""
+        """P' as an operand; to shared memory, for dS', P' times the slopes of scores; of elementwise weights
+        the slopes alone."""
         shared, lane, lse2 = mine.shared, mine.lane, log_sums.first
         grid, together = rows_and_columns(scores), self.together
         p = cute.make_rmem_tensor(as_operand(scores).shape, shared.v.element_type)
@@ -154,6 +155,9 @@ class ValueGradient(ProductConsumer):
                 lse2 = self.statistics(log_sums.rows, lane, first + together, together)
             slopes = self.exponentials(grid, slab.part(first, together), here, factor, q_first, masked)
             self.narrow_columns(scores, p, first, together)
+            if self.hooks.elementwise:
+                part = slab.part(first, together)
+                slopes = self.show_pairs(grid, None, part, slopes, q_first, masked)
             for (r, c), slope in slopes.items():
                 grid[r, c] = grid[r, c] * slope
             for registers, place in fours[first // 2 : (first + together) // 2]:
@@ -201,7 +205,8 @@ class KeyGradient(ProductConsumer):
         dprob = self.scores_of(mmas.dprob)
         self.begin_dprob(dprob, mine.shared.delta[None, do_state.index], mine.lane)
         dout = operands.dout[None, None, None, do_state.index]
-        multiply(mmas.dprob, dprob, operands.v, dout, True, self.config.depths[1])
+        begun = not self.hooks.elementwise
+        multiply(mmas.dprob, dprob, operands.v, dout, begun, self.config.depths[1])
         warpgroup.wait_group(0)
         release(mine.pipes.dout, do_state)
         return dprob

@@ -74,7 +74,8 @@ class Sums(NamedTuple):
 
 class Combine:
     """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times.
-    `hooks`: those of a variant with an output function."""
+    `hooks`: those of the variant. Outputs of elementwise weights are added: splits with keys have sums of 1,
+    whose logarithm is 0."""
 
     def __init__(self, width: int, hooks: Hooks = Hooks()) -> None:
         self.width = width
@@ -199,7 +200,10 @@ class Combine:
         """Two columns of the row by each thread, and its log-sum-exp."""
         columns, totals = sums.outputs, sums.totals
         total = (totals[0] + totals[1]) + (totals[2] + totals[3])
-        scale, lse = finish_row(largest, finite(largest) * LOG2_E, total, row.sink)
+        if const_expr(self.hooks.elementwise):
+            scale, lse = Float32(1.0), Float32(0.0)
+        else:
+            scale, lse = finish_row(largest, finite(largest) * LOG2_E, total, row.sink)
         if const_expr(row.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if thread == 0:
                 row.lse[row.q] = lse

@@ -146,6 +146,7 @@ class Hooks:
     score     y, a Float32, where a probability is proportional to exp2(factor * y); absent: y is at.score
     slope     of backward passes: the derivative of the modified score by the scaled one, a Float32; absent: 1
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
+    weights   "softmax"; or "elementwise": y is the weight itself, of masked pairs 0
     output    the function of the normalised output, a Float32 that is at at.score, with the channel at at.kv;
               absent: it is written as it is
     dropout   of probabilities, after what they are divided by is known; absent: all are kept
@@ -174,3 +175,14 @@ class Hooks:
     searched: tuple[Pointwise, ...] = ()
     output: Pointwise | None = None
     dropout: Dropped | None = None
+    weights: str = "softmax"
+
+    @property
+    def elementwise(self) -> bool:
+        """True if nothing of a row is summed."""
+        return self.weights == "elementwise"
+
+    @property
+    def hidden(self) -> float:
+        """y of masked pairs."""
+        return 0.0 if self.elementwise else -float("inf")

@@ -41,6 +41,8 @@ class Rows:
     spans: tuple[list[tuple[Int32 | None, Int32]], ...]
     in_order: Int32 | None = None
     """Flag where a mask hook is given besides: not 0 if the spans hold."""
+    hidden: float = -float("inf")
+    """Score of what is not allowed."""
 
     @property
     def most_spans(self) -> int:
@@ -63,6 +65,7 @@ def prepare_rows(
         tuple(terms_of(hooks.mask, "row", place) for place in places) if ends is None else (),
         tuple(row_spans(hooks, place) if ends is None else ends.at(place) for place in places),
         None if ends is None else ends.in_order,
+        hooks.hidden,
     )
 
 
@@ -285,8 +288,8 @@ class Fragment:
         ]
 
     def mask(self, scores: cute.Tensor, kv_first: Int32, allowed: Words | None) -> None:
-        """scores (row, column): what is not allowed becomes -inf. `allowed` is what that returned for this
-        tile; where it is None, the rows' spans decide."""
+        """scores (row, column): what is not allowed becomes `hidden`. `allowed` is what that returned for
+        this tile; where it is None, the rows' spans decide."""
         if allowed is None:
             self._limit(scores, kv_first)
             return
@@ -305,10 +308,10 @@ class Fragment:
                 self._keep(scores, r, start, RUN, bits)
 
     def _keep(self, scores: cute.Tensor, r: int, start: int, most: int, bits: Int32) -> None:
-        """Row r: -inf where a column from `start` on has no bit."""
+        """Row r: `hidden` where a column from `start` on has no bit."""
         for place in range(min(most, len(self.columns) - start)):
             allowed = (bits & bit(place)) != 0
-            scores[r, start + place] = select_(allowed, scores[r, start + place], -Float32.inf)
+            scores[r, start + place] = select_(allowed, scores[r, start + place], Float32(self.rows.hidden))
 
 
 def apply_output(hooks: Hooks, fragment: Fragment, out: cute.Tensor, width: Any) -> None:

@@ -90,6 +90,9 @@ class OnlineSoftmax:
     slack: Float32
     threshold: float
 
+    online = True
+    """True if outputs of earlier tiles are rescaled."""
+
     @classmethod
     def of(cls, hooks: Hooks, at: At, threshold: float, state: Running) -> Self:
         factor = factor_of(hooks, at)
@@ -219,10 +222,10 @@ def _total(row: cute.Tensor, before: Float32) -> Float32:
 
 
 class Finished(NamedTuple):
-    """A row's last numbers: what its output is to be multiplied by, and the natural logarithm of its
-    denominator."""
+    """A row's last numbers: what its output is to be multiplied by, None for nothing, and the natural
+    logarithm of its denominator."""
 
-    scale: Float32
+    scale: Float32 | None
     lse: Float32
 
 
@@ -245,7 +248,9 @@ def finish_row(largest: Float32, shift: Float32, total: Float32, sink: Float32 |
 
 
 def multiply_rows(acc: cute.Tensor, scales: list) -> None:
-    """Multiply each row of an accumulator, seen as (row, column)."""
+    """Multiply each row of an accumulator, seen as (row, column), where there is something to multiply by."""
     for r, scale in enumerate(scales):
+        if scale is None:
+            continue
         row = acc[r, None]
         row.store(row.load() * scale)

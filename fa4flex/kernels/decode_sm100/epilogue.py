@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute, select_
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
@@ -48,14 +48,26 @@ class Epilogue:
         sink = sink_of(arguments, mine.row.h, tile.alone)
         if tile.first < tile.last:
             cute.arch.mbarrier_wait(pipes.o_full, 0)
-            scale, lse = self.weigh(mine, shared, sink)
+            scale, lse = self.finished(mine, shared, sink)
             self.put_sum(arguments, tile, mine, lse)
             self.merge(arguments, tile, shared, output, scale)
         else:
-            self.put_sum(arguments, tile, mine, mine.softmax.finish(sink)[0].lse)
+            lse = mine.softmax.finish(sink)[0].lse
+            if const_expr(self.hooks.elementwise):
+                lse = Float32(select_(tile.alone, Float32(0.0), -Float32.inf))
+            self.put_sum(arguments, tile, mine, lse)
             # Of a split without keys, nobody reads the output.
             if tile.alone:
                 self.put_zeros(arguments, tile)
+
+    def finished(self, mine: Any, shared: Shared, sink: Float32 | None) -> Finished:
+        """The same of a softmax, or of elementwise weights, whose copies are added as they are: the warps
+        meet in either case, as their graph has it."""
+        if mine.softmax.online:
+            return self.weigh(mine, shared, sink)
+        meet()
+        (found,) = mine.softmax.finish(sink)
+        return found
 
     def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> Finished:
         """Factor of the thread's copy of its row, and the logarithm of the row's sum."""
@@ -85,7 +97,7 @@ class Epilogue:
         tile: Tile,
         shared: cutlass.Constexpr[Shared],
         output: cute.Tensor,
-        scale: Float32,
+        scale: Float32 | None,
     ) -> None:
         """Lanes of tensor memory to shared memory, MERGED columns at a time, and sums of the copies from
         there."""
@@ -96,7 +108,8 @@ class Epilogue:
             held = cute.make_rmem_tensor((MERGED,), Float32)
             whole.take(block, held)
             cute.arch.fence_view_async_tmem_load()
-            multiply(held, scale)
+            if const_expr(scale is not None):
+                multiply(held, scale)
             buffer = shared.merged[None, None, block % MERGED_STAGES]
             cute.autovec_copy(held, buffer[None, thread])
             meet()

@@ -23,6 +23,7 @@ from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, plac
 from fa4flex.kernels.common.pointwise import Fragment, Words, prepare_rows
 from fa4flex.kernels.common.softmax import LaneSoftmax, running
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.decode_sm100.config import HELD, Config
 from fa4flex.kernels.decode_sm100.epilogue import Epilogue
 from fa4flex.kernels.decode_sm100.resources import Products, Shared
@@ -96,7 +97,7 @@ class Softmax:
         row = tile.row(thread % self.config.rows)
         at = place_of(row, tile, arguments, self.hooks)
         terms = prepare_rows(self.hooks, at, row.q, (0,))
-        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, running(1))
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, running(1), lanes=True)
         columns = tuple(range(self.config.part))
         fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
         return Mine(row, part, fragment, softmax)
@@ -166,13 +167,21 @@ class Softmax:
         mine.fragment.change(self.hooks, row, kv_first, masked)
         if const_expr(masked):
             mine.fragment.mask(row, kv_first, bits)
-        self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
         softmax = mine.softmax
-        pairs = packed.exponentiate(row.numbers, softmax.factor, softmax.state.shift[0], SPECIAL, 0)
+        if const_expr(softmax.online):
+            self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
+        pairs = self.probabilities(softmax, row.numbers)
         memory.probabilities.put(mine.part, packed.narrowed(pairs, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
-        softmax.state.total[0] = packed.total_of(pairs, softmax.state.total[0])
+        if const_expr(softmax.online):
+            softmax.state.total[0] = packed.total_of(pairs, softmax.state.total[0])
+
+    def probabilities(self, softmax: Any, row: list[Float32]) -> list[packed.Pair]:
+        """Probabilities of a row; elementwise weights as they are."""
+        if not softmax.online:
+            return packed.paired(row)
+        return packed.exponentiate(row, softmax.factor, softmax.state.shift[0], SPECIAL, 0)
 
     def allowed(self, mine: Mine, kv_first: Int32) -> Words:
         """Bits of the keys of this tile that the row sees."""

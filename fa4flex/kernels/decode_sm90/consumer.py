@@ -25,6 +25,7 @@ from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, plac
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows, quad_fragment
 from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
 from fa4flex.kernels.common.softmax import OnlineSoftmax, maxima, passed, raise_maxima, rescale, running
+from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.epilogue import Epilogue
 from fa4flex.kernels.decode_sm90.resources import Shared
@@ -128,7 +129,7 @@ class Consumer:
         row = tile.row(number)
         at = place_of(row, tile, arguments, self.hooks)
         terms = prepare_rows(self.hooks, at, row.q, (0,))
-        softmax = OnlineSoftmax.of(self.hooks, at, self.config.rescale_threshold, running(1))
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, running(1))
         fragment = quad_fragment(at, terms, row.q, self.width, lane)
         return Mine(row, fragment, softmax, Held() if self.reads_ahead else None)
 
@@ -178,7 +179,8 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         self.modify(rows, grids, early, keys.tile, keys.masked)
-        self.take_maxima(products.out, rows, grids)
+        if not self.hooks.elementwise:
+            self.take_maxima(products.out, rows, grids)
         self.probabilities(rows, grids)
         narrow(as_operand(scores), products.p)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
@@ -77,6 +77,8 @@ class Epilogue:
         self, arguments: Arguments, tile: Tile, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
     ) -> None:
         """A split without keys has no output: nobody reads it."""
+        if const_expr(self.hooks.elementwise):
+            lse = Float32(select_(tile.first < tile.last, Float32(0.0), -Float32.inf))
         number = row_number(arguments, tile.b, row.h, row.q)
         if row.exists and lane % 4 == 0:
             log_sums(arguments)[tile.split, number] = lse

@@ -64,7 +64,8 @@ class Correction:
             for _ in cutlass.range(1, count, unroll=1):
                 for tile in cutlass.range_constexpr(self.config.q_tiles):
                     cute.arch.mbarrier_wait(pipes.scale_full + 4 * tile + warp, scale_phase)
-                    self.rescale(outputs[tile], shared.scales[row, tile])
+                    if const_expr(not self.hooks.elementwise):
+                        self.rescale(outputs[tile], shared.scales[row, tile])
                     self.cluster.arrive(pipes.p_early + tile)
                 scale_phase ^= 1
             for tile in cutlass.range_constexpr(self.config.q_tiles):
@@ -112,7 +113,9 @@ class Correction:
         row, warp, tile = place
         barrier = 4 * tile + warp
         cute.arch.mbarrier_wait(pipes.final_full + barrier, phase)
-        scale = shared.finals[row, tile]
+        scale = Float32(1.0)
+        if const_expr(not self.hooks.elementwise):
+            scale = shared.finals[row, tile]
         arrive_once(pipes.final_empty + barrier)
         return scale
 
@@ -138,7 +141,8 @@ class Correction:
             if const_expr(block == blocks - 1):
                 # The next tile's output may be written: its first product waits for this.
                 self.cluster.arrive(pipes.p_early + tile)
-            multiply(part, scale)
+            if const_expr(not self.hooks.elementwise):
+                multiply(part, scale)
             if const_expr(self.hooks.output is not None):
                 first = first_row(self.config, work, tile, self.cluster.rank()) + row
                 self.apply(arguments, at.but(q=first), part, block * FRAGMENT)

@@ -12,7 +12,8 @@ SPLITS = (Registers(192, 80, 48), Registers(184, 80, 64))
 
 NARROW = (Registers(200, 64, 48), Registers(192, 64, 64))
 """The same where the output is at most 64 columns wide: less to correct at a time. Not where scores read
-tensors: the assembler then keeps so many elements in flight that it spills."""
+tensors: the assembler then keeps so many elements in flight that it spills; nor for elementwise weights, with
+which it spills likewise."""
 
 
 WIDE = Registers(192, 72, 56)
@@ -32,7 +33,8 @@ def choose_registers(tiles: Tiles, request: ForwardRequest) -> Registers:
     two = form == "spans" and keys is not None and len(keys.spans) > 1
     if form == "tables" and tiles.head_dim_v <= 64:
         return SPLITS[1]  # of all, the one with which no mask by tables spills
-    return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
+    narrow = tiles.head_dim_v <= 64 and request.problem.weights == "softmax"
+    return (NARROW if narrow and not request.work.loads else SPLITS)[two]
 
 
 MOST_LOADS = 1

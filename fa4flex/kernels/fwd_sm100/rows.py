@@ -127,6 +127,11 @@ def exponentiate(
     return found
 
 
+def paired(row: list[Float32]) -> list[Pair]:
+    """Numbers two by two."""
+    return [pair(*row[i : i + 2]) for i in range(0, len(row), 2)]
+
+
 def narrowed(row: list[Pair], kind: Any) -> cute.Tensor:
     """Registers, float32 (pairs,), each with two of the numbers rounded to 16 bits."""
     words = [packed(*halves(two), kind).ir_value() for two in row]

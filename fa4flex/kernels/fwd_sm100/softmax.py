@@ -27,6 +27,7 @@ from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, running, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
+from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row
@@ -37,7 +38,7 @@ from fa4flex.kernels.fwd_sm100.rows import (
     halves,
     largest_of,
     narrowed,
-    pair,
+    paired,
     put,
     total_of,
 )
@@ -143,7 +144,7 @@ class Softmax:
         )
 
     def tile(self, at: At, row: Int32, state: Running, keys: KeyTiles) -> Tile:
-        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, state, lanes=True)
         return Tile(self.fragment(at, row), softmax, LaneDropout.of(self.hooks.dropout, at, row))
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
@@ -166,11 +167,13 @@ class Softmax:
         words = self.allowed(tile, kv_first) if masked else None
         cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
         rows, largest = self.taken(tile, place, kv_first, words)
-        self.raise_maximum(tile.softmax, largest)
+        if const_expr(tile.softmax.online):
+            self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)
         pairs = self.probabilities(tile, place, rows, pipes, kv_first)
-        total = tile.softmax.state.total
-        total[0] = total_of(pairs, total[0])
+        if const_expr(tile.softmax.online):
+            total = tile.softmax.state.total
+            total[0] = total_of(pairs, total[0])
 
     @property
     def fragments(self) -> int:
@@ -196,8 +199,8 @@ class Softmax:
 
     def taken(
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
-    ) -> tuple[list[list[Float32]], Float32]:
-        """Numbers that the softmax is taken of, by fragment, and the largest."""
+    ) -> tuple[list[list[Float32]], Float32 | None]:
+        """Numbers that the softmax is taken of, by fragment, and the largest, if there is a softmax."""
         in_place = self.config.in_place
         if in_place == "none" or (in_place == "masked" and words is None):
             bits = words or [None] * self.fragments
@@ -246,7 +249,7 @@ class Softmax:
 
     def take(
         self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]
-    ) -> tuple[list[list[Float32]], Float32]:
+    ) -> tuple[list[list[Float32]], Float32 | None]:
         """Numbers made of the scores, by fragment, and the largest. One half of a row is looked at while the
         other comes."""
         taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
@@ -259,10 +262,11 @@ class Softmax:
             if not rows:
                 self.load(place, taken, range(half, self.fragments))
             mine = [looked_at(taken[None, f], f) for f in some]
-            largest = self.largest_of([x for row in mine for x in row], largest)
+            if not self.hooks.elementwise:
+                largest = self.largest_of([x for row in mine for x in row], largest)
             rows += mine
             if some.stop == half:
-                compute_before(largest)
+                compute_before(mine[-1][-1] if self.hooks.elementwise else largest)
         return rows, largest
 
     def load(self, place: Place, taken: cute.Tensor, some: range) -> None:
@@ -273,7 +277,7 @@ class Softmax:
         self, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
     ) -> list[Float32]:
         """Numbers that the softmax is taken of, from q.k of a fragment from key `first` on: the variant's
-        score, or -inf."""
+        score, or what hides it."""
         row = Row(taken)
         fragment.change(self.hooks, row, first, bits is not None)
         if bits is not None:
@@ -297,10 +301,11 @@ class Softmax:
         i: Int32,
     ) -> None:
         """To the correction warp, but for the first key tile. Without a branch, so that exponentials may
-        begin meanwhile."""
+        begin meanwhile. Of elementwise weights, it learns that scores were read."""
         later = i > 0
-        cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
-        put_where(later, cell, tile.softmax.state.scale[0])
+        if const_expr(tile.softmax.online):
+            cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
+            put_where(later, cell, tile.softmax.state.scale[0])
         cute.arch.sync_warp()
         arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
 
@@ -310,11 +315,12 @@ class Softmax:
         """To tensor memory, by fragment; returns those that dropout has not seen."""
         pairs, softmax = [], tile.softmax
         for f, row in enumerate(rows):
-            found = exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
+            found = self.exponentials(softmax, row, f)
             put = found
             if tile.dropout is not None:
-                kept = tile.dropout.kept([x for two in found for x in halves(two)], kv_first + f * FRAGMENT)
-                put = [pair(*kept[i : i + 2]) for i in range(0, len(kept), 2)]
+                put = paired(
+                    tile.dropout.kept([x for two in found for x in halves(two)], kv_first + f * FRAGMENT)
+                )
             place.probabilities.put(f, narrowed(put, place.kind))
             pairs += found
             self.told(pipes, place, f)
@@ -327,6 +333,12 @@ class Softmax:
             cute.arch.fence_view_async_tmem_store()
             barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
             self.cluster.arrive(barrier + place.tile)
+
+    def exponentials(self, softmax: Any, row: list[Float32], f: int) -> list[Pair]:
+        """Probabilities of fragment f of a row; elementwise weights as they are."""
+        if not softmax.online:
+            return paired(row)
+        return exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
 
     @cute.jit
     def finish(
@@ -344,10 +356,11 @@ class Softmax:
         (finished,) = softmax.finish(sink_of(arguments, work.h))
         barrier = 4 * place.tile + place.warp
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
-        scale = finished.scale
-        if const_expr(tile.dropout is not None):
-            scale = scale * tile.dropout.stream.remaining
-        shared.finals[place.row, place.tile] = scale
+        if const_expr(softmax.online):
+            scale = finished.scale
+            if const_expr(tile.dropout is not None):
+                scale = scale * tile.dropout.stream.remaining
+            shared.finals[place.row, place.tile] = scale
         arrive_once(pipes.final_full + barrier)
         if q < work.q_len:
             if const_expr(arguments.lse is not None):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
@@ -32,6 +32,7 @@ from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_pa
 from fa4flex.kernels.common.softmax import OnlineSoftmax, Running, rescale, running, take_maxima
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, warp_uniform
+from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import Epilogue
@@ -233,7 +234,7 @@ class Consumer:
         at, offsets = mine.at, self.rows.offsets
         rows = prepare_rows(self.hooks, at, mine.query, offsets, ends)
         fragment = quad_fragment(at, rows, mine.query, self.config.tile_n, mine.lane, offsets)
-        softmax = OnlineSoftmax.of(self.hooks, at, self.config.rescale_threshold, mine.state)
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, mine.state)
         queries = tuple([mine.query + offset for offset in offsets])
         dropout = RowDropout.of(self.hooks.dropout, at, queries, mine.lane % 4 * 2)
         return Tile(mine.pipes, mine.products, mine.group, fragment, softmax, dropout)
@@ -287,14 +288,17 @@ class Consumer:
         pipes.k.consumer_release(k_state)
         self.modify(begun, tile, masked)
         grid = begun.grid
-        raised = take_maxima((tile.softmax,), (grid,))
+        raised = Boolean(False)
+        if const_expr(tile.softmax.online):
+            raised = take_maxima((tile.softmax,), (grid,))
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         tile.softmax.exponentiate(grid)
         self.drop(begun, tile)
         narrow(as_operand(begun.scores), products.p)
-        if raised:
-            rescale(products.out, (tile.softmax,))
+        if const_expr(tile.softmax.online):  # noqa: SIM102  one is decided when compiled, one when run
+            if raised:
+                rescale(products.out, (tile.softmax,))
         # Values take the same course through their ring as keys, one tile behind.
         v_state = k_state.clone()
         k_state.advance()

@@ -22,7 +22,7 @@ from fa4flex.kernels.plan.forward_time import ForwardTime
 from fa4flex.kernels.plan.kernel_time import Heads, many
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
-from fa4flex.kernels.plan.pipeline import Checked, Pipeline
+from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.kernels.plan.sizes import Sizes
@@ -332,5 +332,12 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
 
 
 FWD_SM90 = Pipeline(
-    "Hopper forward", "forward", accepts, plan_hopper, writes_float32=True, applies_output=True, drops=True
+    "Hopper forward",
+    "forward",
+    accepts,
+    plan_hopper,
+    writes_float32=True,
+    applies_output=True,
+    drops=True,
+    weights=SUMMED_OR_NOT,
 )

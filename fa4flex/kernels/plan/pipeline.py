@@ -9,12 +9,15 @@ from typing import Any, Literal, Protocol
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
 from fa4flex.kernels.plan.memory import Memory
-from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.problem import Problem, Weights
 from fa4flex.kernels.plan.request import Order
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
+
+SUMMED_OR_NOT: tuple[Weights, ...] = ("softmax", "elementwise")
+"""Weights of pipelines whose kernels take the score hook's number for the weight, too."""
 
 Direction = Literal["forward", "backward", "mass", "tables", "sequences", "append", "lists"]
 
@@ -162,6 +165,7 @@ class Pipeline:
     writes_float32  whether its kernel writes an output that is not rounded to 16 bits
     applies_output  whether its kernel has the hook `output`
     drops        whether its kernel has the hook `dropout`
+    weights      those that its kernel makes of scores
     """
 
     name: str
@@ -176,3 +180,4 @@ class Pipeline:
     writes_float32: bool = False
     applies_output: bool = False
     drops: bool = False
+    weights: tuple[Weights, ...] = ("softmax",)

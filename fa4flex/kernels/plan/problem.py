@@ -16,6 +16,7 @@ from fa4flex.primitives.heads import ALIKE, Shares
 Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
 Adding = Literal["sum", "once", "once in pairs"]
+Weights = Literal["softmax", "softpick", "elementwise"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
@@ -46,6 +47,8 @@ class Problem:
     skip                   probability that each query may leave out: kernels may leave out tiles of keys that
                            hold less than their share of it, of forward passes
     dropout                normalised weights are dropped
+    weights                how they are made of scores: "softmax"; "elementwise": the score is the weight;
+                           "softpick", which no kernel computes
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -97,6 +100,7 @@ class Problem:
     shares: Shares = ALIKE
     skip: float = 0.0
     dropout: bool = False
+    weights: Weights = "softmax"
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -107,6 +111,7 @@ class Problem:
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
+        _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
         _require_one_of("row_ends", self.row_ends, tuple(range(MOST_SPANS + 1)))
         for name in _FLAGS:
@@ -168,6 +173,7 @@ class Problem:
         extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
             "sinks"
         ] * self.sinks
+        extras += [f"{self.weights} weights"] * (self.weights != "softmax")
         extras += ["float32 output"] * self.wide_output + ["dropout"] * self.dropout
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()

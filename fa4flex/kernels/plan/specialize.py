@@ -38,6 +38,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         shares=inputs.shares,
         skip=inputs.skip,
         dropout=_dropout(facts),
+        weights=facts.weights.kind,
     )
 
 

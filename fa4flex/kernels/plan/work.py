@@ -166,4 +166,5 @@ def _biases(score: Expr, problem: Problem) -> list[Bias]:
 
 def is_plain(facts: Facts, problem: Problem) -> bool:
     """True if a score is used as it is, and no mask is evaluated pair by pair."""
-    return facts.score is SCORE and problem.mask_form not in ASKED
+    plain = facts.score is SCORE and problem.weights == "softmax"
+    return plain and problem.mask_form not in ASKED

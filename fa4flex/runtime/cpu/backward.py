@@ -26,11 +26,22 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
 from fa4flex.runtime.cpu.captured import SharedGradients
-from fa4flex.runtime.cpu.forward import raw_scores, scaled_queries, sink_logits
+from fa4flex.runtime.cpu.forward import sink_logits
 from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.scattered_backward import gradients as scattered_gradients
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward, normalised
-from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, Workspace, fitted_call, matmul
+from fa4flex.runtime.cpu.tiles import (
+    Block,
+    Inputs,
+    Span,
+    Walk,
+    Workspace,
+    fitted_call,
+    matmul,
+    raw_scores,
+    scaled_queries,
+)
+from fa4flex.runtime.cpu.weights import accumulate as accumulate_weighted
 
 
 @dataclass(frozen=True)
@@ -75,17 +86,21 @@ def accumulate(
 
     All integers of `facts` fit in 64 bits.
     """
+    if not facts.softmax:
+        state = Accumulators(inputs, saved, upstream, shared)
+        accumulate_weighted(facts, inputs, state, shared)
+        return state.dq, state.dk.to(inputs.k.dtype), state.dv.to(inputs.v.dtype)
     call = None if shared.operands else scattered(facts, inputs)
     result = None if call is None else scattered_gradients(call, saved, upstream, shared.sinks)
     if result is not None:
         return result
-    state = _Backward(inputs, saved, upstream, shared)
+    state = Accumulators(inputs, saved, upstream, shared)
     for block in Walk(facts, inputs):
         _Rows(block, state).run()
     return state.dq, state.dk.to(inputs.k.dtype), state.dv.to(inputs.v.dtype)
 
 
-class _Backward:
+class Accumulators:
     """The accumulators of one backward pass; those of keys and values are at compute precision."""
 
     def __init__(
@@ -102,7 +117,7 @@ class _Backward:
 class _Rows:
     """One block of query rows."""
 
-    def __init__(self, block: Block, state: _Backward) -> None:
+    def __init__(self, block: Block, state: Accumulators) -> None:
         self.block, self.state, self.space = block, state, state.space
         heads, rows = block.heads, block.rows
         dout = heads.queries(state.dout, rows)

@@ -16,7 +16,19 @@ from fa4flex.runtime.cpu.scattered import attend as attend_scattered
 from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.skipping import Skipping
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward, finite, with_sinks
-from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
+from fa4flex.runtime.cpu.tiles import (
+    Block,
+    Heads,
+    Inputs,
+    Span,
+    Walk,
+    Workspace,
+    fitted_call,
+    matmul,
+    raw_scores,
+    scaled_queries,
+)
+from fa4flex.runtime.cpu.weights import attend as attend_weighted
 
 
 @torch.no_grad()
@@ -33,11 +45,15 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
 def outputs(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of `inputs` alone, by PyTorch's fused kernel; None for calls that it is not for. Raises as
     `forward` does."""
+    if not facts.softmax:
+        return None
     return single_queries(facts, inputs) or attend_fused(*fitted_call(facts, inputs))
 
 
 def attend(facts: Facts, inputs: Inputs) -> Forward:
     """`forward` of facts whose integers fit in 64 bits."""
+    if not facts.softmax:
+        return attend_weighted(facts, inputs)
     few = few_queries(facts, inputs)
     if few is not None:
         return few
@@ -74,23 +90,6 @@ def skipped(facts: Facts, inputs: Inputs) -> Tensor:
         if rows.skipping is not None:
             block.heads.queries(result, block.rows).copy_(rows.skipping.share)
     return result
-
-
-def scaled_queries(block: Block, space: Workspace) -> Tensor:
-    """scale * q of a block at compute precision, [groups, ratio * rows, D]."""
-    inputs, heads = block.walk.inputs, block.heads
-    q = heads.queries(inputs.q, block.rows)
-    scaled = space.take("queries", *q.shape).copy_(q).mul_(inputs.scale)
-    return scaled.flatten(1, 2)
-
-
-def raw_scores(block: Block, span: Span, queries: Tensor, space: Workspace) -> Tensor:
-    """scale * q.k of a tile, [groups, ratio, rows, keys]."""
-    inputs, heads = block.walk.inputs, block.heads
-    keys = heads.keys(inputs.k, span.keys).to(inputs.precision)
-    scores = space.take("scores", heads.groups, queries.shape[1], span.stop - span.start)
-    matmul(queries, keys.transpose(1, 2), scores)
-    return scores.unflatten(1, (heads.ratio, -1))
 
 
 def sink_logits(inputs: Inputs, heads: Heads) -> Tensor | None:

@@ -115,7 +115,7 @@ def forward_sequences(
     shape = inputs.q.shape
     result = Forward.of_no_keys(inputs, (shape[1], shape[0]) if sequences.packed else shape[:3])
     for n, one in inputs_of(inputs, sequences):
-        results = attend_fused(facts, one) if outputs_alone else None
+        results = attend_fused(facts, one) if outputs_alone and facts.softmax else None
         if results is not None:
             sequences.of_queries(result.out, n).copy_(results[0])
             sequences.of_statistics(result.lse, n).copy_(results[1])

@@ -124,7 +124,7 @@ def fitted_call(facts: Facts, inputs: Inputs, shape: Shape | None = None) -> tup
         inputs = replace(inputs, captured=captured)
     score, mask = fitted((facts.score, facts.mask), inputs.shape if shape is None else shape, captured)
     same = score is facts.score and mask is facts.mask
-    return facts if same else analyze(score, mask, facts.kept), inputs
+    return facts if same else analyze(score, mask, facts.kept, facts.weights), inputs
 
 
 def spans(runs: Sequence[tuple[int, int, bool]], tile: int, kv_len: int, limit: int) -> list[Span]:
@@ -347,3 +347,20 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Tenso
     else:
         torch.baddbmm(out, a, b, beta=beta, out=out)
     return out
+
+
+def scaled_queries(block: Block, space: Workspace) -> Tensor:
+    """scale * q of a block at compute precision, [groups, ratio * rows, D]."""
+    inputs, heads = block.walk.inputs, block.heads
+    q = heads.queries(inputs.q, block.rows)
+    scaled = space.take("queries", *q.shape).copy_(q).mul_(inputs.scale)
+    return scaled.flatten(1, 2)
+
+
+def raw_scores(block: Block, span: Span, queries: Tensor, space: Workspace) -> Tensor:
+    """scale * q.k of a tile, [groups, ratio, rows, keys]."""
+    inputs, heads = block.walk.inputs, block.heads
+    keys = heads.keys(inputs.k, span.keys).to(inputs.precision)
+    scores = space.take("scores", heads.groups, queries.shape[1], span.stop - span.start)
+    matmul(queries, keys.transpose(1, 2), scores)
+    return scores.unflatten(1, (heads.ratio, -1))

@@ -84,7 +84,13 @@ def second_derivatives(
 
 
 def _split(program: Published, call: Call) -> tuple[Recipe, list[Tensor]]:
-    """A call as a recipe and its tensors."""
+    """A call as a recipe and its tensors. Raises UnsupportedError for other weights than the softmax's."""
+    if not program.facts.softmax:
+        raise UnsupportedError(
+            f"forward-mode and second derivatives of attention with {program.facts.weights.kind} weights",
+            "backward passes, and derivatives of any order of the softmax",
+            "leave out create_graph=True, torch.func and dual tensors, or compute it densely in PyTorch",
+        )
     sinks = [] if call.sinks is None else [call.sinks]
     recipe = Recipe(program, tuple(call.scalars), call.scale, bool(sinks), call.lengths)
     qkv = [_laid(x, recipe.packed) for x in (call.q, call.kv.k, call.kv.v)]

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.expr import TRUE
+from fa4flex.primitives.normalizer import refuse_flex
 from fa4flex.runtime.flex.block_mask import BLOCK, Blocks
 from fa4flex.runtime.flex.compiled import Attend, Compiled, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting, mask_function, score_function
@@ -200,6 +201,8 @@ _OPTIONS = {
 
 def module(facts: Facts, setting: Setting, wanted: Wanted) -> Module:
     """The module of a program. Raises UnsupportedError for what torch's mods cannot say."""
+    if not facts.softmax:
+        raise refuse_flex(f"a normaliser of {facts.weights.kind} weights")
     score = None if facts.score is SCORE else score_function(facts.score, setting)
     mask = None if facts.mask is TRUE else mask_function(facts.mask, setting)
     return Module(score, mask, wanted)
