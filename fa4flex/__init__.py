@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, synchronize
     from fa4flex.appending import append
+    from fa4flex.auxiliary import Aux
     from fa4flex.codegen.trace import register_op
     from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
@@ -52,6 +53,7 @@ _HOME = {
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
     "append": "fa4flex.appending",
+    "Aux": "fa4flex.auxiliary",
     "merge": "fa4flex.merging",
     "patch_sdpa": "fa4flex.integrations.sdpa",
     "BlockMap": "fa4flex.primitives.blocks",
@@ -77,7 +79,7 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
+    "Attention", "Aux", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "OutputMod", "Paging",
     "Precision", "QKNorm", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError",
     "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention",
     "merge", "nn", "parallel", "patch_sdpa", "reference", "register_op", "synchronize", "trees", "variants",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from fa4flex import calls
+from fa4flex.auxiliary import aux_of, statistics_of
 from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
@@ -24,6 +25,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
 
@@ -36,9 +38,6 @@ if TYPE_CHECKING:
     from fa4flex.view.mask import MaskView
 
 __all__ = ["Attention", "attention", "compile", "flex_attention", "synchronize"]
-
-_LSE = ("lse",)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention:
@@ -88,6 +87,7 @@ class Attention:
         scale: float | None = None,
         sinks: Tensor | Sinks | None = None,
         return_lse: bool = False,
+        return_aux: Sequence[str] | None = None,
     ) -> Any:
         """output_mod(softmax(score_mod(scale * q k^T)) v) over the allowed keys.
 
@@ -103,13 +103,14 @@ class Attention:
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0 (before an output function), lse -inf and zero gradients. Both carry
-        gradients.
+        gradients. With `return_aux`, names out of "lse", "max_scores", "max_logit" and "entropy", the call
+        gives (out, aux), with these as attributes: see fa4flex.Aux.
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
-        statistics = _LSE if return_lse else ()
-        out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
-        return (out, lse) if return_lse else out
+        statistics = statistics_of(return_aux, return_lse)
+        results = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
+        return _returned(results, statistics, return_aux, return_lse)
 
     def _at_call(
         self,
@@ -251,6 +252,7 @@ def attention(
     paging: Paging | None = None,
     kv_scales: KVScales | None = None,
     return_lse: bool = False,
+    return_aux: Sequence[str] | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     **composition: Any,
 ) -> Any:
@@ -258,9 +260,16 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    statistics = _LSE if return_lse else ()
-    out, lse, _ = calls.run(variant, None, (q, k, v), varlen, paging, statistics, kv_scales)
-    return (out, lse) if return_lse else out
+    statistics = statistics_of(return_aux, return_lse)
+    results = calls.run(variant, None, (q, k, v), varlen, paging, statistics, kv_scales)
+    return _returned(results, statistics, return_aux, return_lse)
+
+
+def _returned(results: Results, statistics: Statistics, return_aux: Any, return_lse: bool) -> Any:
+    """What a call gives, of what it computed."""
+    if return_aux is not None:
+        return results[0], aux_of(results, statistics)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def synchronize(kernels: bool = False) -> None:

@@ -90,13 +90,13 @@ def _with_output(
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
-        out, lse, largest = run(variant.core, caller, qkv, *rest)
-        return graphs.output(variant, out, varlen), lse, largest
+        out, *statistics = run(variant.core, caller, qkv, *rest)
+        return graphs.output(variant, out, varlen), *statistics
     bound = launch.bound_for(variant, caller)
     results = _fused(variant, caller, bound, qkv, *rest)
     if results is None:
-        out, lse, largest = run(variant.core, caller, qkv, *rest)
-        results = _output_of(variant, bound, out, varlen), lse, largest
+        out, *statistics = run(variant.core, caller, qkv, *rest)
+        results = _output_of(variant, bound, out, varlen), *statistics
     if results[1] is not None:
         mark(results[1], variant.output_mod)
     return results

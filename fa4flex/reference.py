@@ -6,6 +6,12 @@ score matrix; use it to check results, at sizes where that fits.
     score = mod(scale * q.k, b, h, q_idx, kv_idx)   where the mask allows, else -inf
     out   = output_mod(softmax(score) v, b, h, q_idx, d_idx)    of a row without allowed keys: of 0
     lse   = log(sum(exp(score)))                    natural logarithm; such a row gives -inf
+
+Statistics beside these, of p = exp(score - lse), of a sink's p as well where there is one:
+
+    max_scores = max(score) of each row             without the sink; -inf without allowed keys
+    max_logit  = the largest of a head's max_scores, over batch and queries
+    entropy    = -sum(p log(p)) of each row         0 without allowed keys
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ __all__ = ["allowed_pairs", "attention", "modified_scores", "sequence_ranges", "
 
 Mod = Callable[..., Any]
 Ranges = list[tuple[int, int]]
+Statistics = dict[str, Tensor]
+"""max_scores and entropy [B, H, Sq], or packed [H, Tq], and max_logit [H], in float64."""
 
 
 class _GatherByTensors(TorchFunctionMode):
@@ -133,13 +141,15 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     output_mod: Mod | None = None,
+    statistics: Statistics | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
 
     q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], H a multiple of Hkv; sinks [H] is one more
     logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask` is
     a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors that the mods
-    captured. Raises InputError where H is not a multiple of Hkv.
+    captured. `statistics` is a dict that the others are put into; its entropy is differentiable. Raises
+    InputError where H is not a multiple of Hkv.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -156,6 +166,8 @@ def attention(
     sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
     out, lse = _softmax(logits, v)
+    if statistics is not None:
+        statistics |= statistics_of(logits)
     return modified_output(out, output_mod), lse
 
 
@@ -168,6 +180,22 @@ def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     safe = torch.where(total == 0, 1, total)
     lse = torch.where(total == 0, -math.inf, largest + safe.log())
     return (weights[..., :-1] / safe) @ v, lse.squeeze(-1)
+
+
+def statistics_of(logits: Tensor) -> Statistics:
+    """Statistics of logits [B, H, Sq, Skv + 1] whose last column is the sink; masked ones are -inf."""
+    masked, scores = logits == -math.inf, logits[..., :-1].detach()
+    nothing = masked.all(-1, keepdim=True)
+    log_p = torch.log_softmax(logits.masked_fill(nothing, 0), -1).masked_fill(masked, -math.inf)
+    entropy = -(log_p.exp() * log_p.masked_fill(masked, 0)).sum(-1)
+    largest = _largest(scores)
+    of_heads = _largest(largest.transpose(0, 1).flatten(1))
+    return {"max_scores": largest, "max_logit": of_heads, "entropy": entropy}
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest along the last dimension, of none -inf."""
+    return torch.cat([x, x.new_full((*x.shape[:-1], 1), -math.inf)], -1).amax(-1)
 
 
 def sequence_ranges(cu_seqlens: Tensor, seqused: Tensor | None = None) -> Ranges:
@@ -199,24 +227,40 @@ def varlen(
     scale: float | None = None,
     sinks: Tensor | None = None,
     output_mod: Mod | None = None,
+    statistics: Statistics | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
 
     `qkv` is packed: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. `ranges` holds the rows of each sequence
     in q and in k (`sequence_ranges`). In a mod, b is the sequence, indices and lengths are its own.
-    Rows of q in no sequence have out 0 and lse -inf.
+    Rows of q in no sequence have out 0, lse -inf and entropy 0. `statistics`: see `attention`.
     """
     q, k, v = qkv
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
     lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
+    largest, entropy = lse.clone(), torch.zeros_like(lse)
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(*ranges, strict=True)):
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
         mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
         after = of_sequence(output_mod, n, 1)
-        o, s = attention(one[0], one[1], one[2], *mods, scale=scale, sinks=sinks, output_mod=after)
-        out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
-        lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])
+        more: Statistics | None = None if statistics is None else {}
+        options: dict[str, Any] = {"scale": scale, "sinks": sinks, "output_mod": after, "statistics": more}
+        o, s = attention(one[0], one[1], one[2], *mods, **options)
+        out = _placed(out, q0, q1, o[0].transpose(0, 1))
+        lse = _placed(lse, q0, q1, s[0].transpose(0, 1))
+        if more is not None:
+            largest = _placed(largest, q0, q1, more["max_scores"][0].transpose(0, 1))
+            entropy = _placed(entropy, q0, q1, more["entropy"][0].transpose(0, 1))
+    if statistics is not None:
+        of_heads = _largest(largest.transpose(0, 1))
+        rows = {"max_scores": largest.transpose(0, 1), "entropy": entropy.transpose(0, 1)}
+        statistics |= {**rows, "max_logit": of_heads}
     return out, lse.transpose(0, 1)
+
+
+def _placed(whole: Tensor, start: int, stop: int, part: Tensor) -> Tensor:
+    """`whole` with these rows replaced."""
+    return torch.cat([whole[:start], part, whole[stop:]])
 
 
 def unpage(pages: Tensor, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Ranges]:

@@ -20,7 +20,8 @@ from fa4flex.torch_internals import outside_operators
 from ptxsim.active import simulating
 
 Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""([dout, dlse], what the forward pass returned); without dlse where nothing depends on the lse."""
+"""([dout, dlse, dentropy], what the forward pass returned); without the last, or both, where nothing depends
+on the entropy, or the lse."""
 
 
 def on_gpu(q: Tensor) -> bool:
@@ -37,14 +38,23 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
     if by_flex(program.backend, call.q) and not call.empty:
         return _by_flex(program, call)
     if there and not call.empty:
-        out, lse, largest = program.engine.run(call)
-        assert lse is not None
-        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
+        results = program.engine.run(call)
+        if results is not None:
+            out, *statistics = results
+            lse, largest, *more = _present(statistics)
+            return out, lse, largest, lse.new_empty(0), *more
     from fa4flex.runtime import blockwise
 
     if there:
-        return blockwise.without_keys_on_gpu(program, call)
+        return blockwise.forward_on_gpu(program, call)
     return blockwise.forward(program, call, differentiable)
+
+
+def _present(statistics: Sequence[Tensor | None]) -> list[Tensor]:
+    """The log-sum-exp and what follows, empty in place of None."""
+    lse = statistics[0]
+    assert lse is not None
+    return [lse.new_empty(0) if x is None else x for x in statistics]
 
 
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
@@ -67,9 +77,9 @@ def backward_by_kernels(
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
-    (dout, *of_lse), (out, lse, *_) = gradients
-    dlse = of_lse[0] if of_lse else None
-    if dout.dtype == out.dtype == call.q.dtype:
+    (dout, *of_rows), (out, lse, *_) = gradients
+    dlse = of_rows[0] if of_rows else None
+    if dout.dtype == out.dtype == call.q.dtype and len(of_rows) < 2:
         result = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if result is not None:
             return [x for x in (*result[:4], *result.captured) if x is not None]
@@ -81,8 +91,8 @@ def _backward_blockwise(
 ) -> list[Tensor]:
     from fa4flex.runtime import blockwise
 
-    (dout, *of_lse), (out, lse, *_) = gradients
-    turned = [call.turn(dout), *of_lse], (call.turn(out), lse)
+    (dout, *of_rows), (out, *statistics) = gradients
+    turned = [call.turn(dout), *of_rows], (call.turn(out), *statistics)
     made = blockwise.backward_on_gpu(program, call.turned(), turned, needs)
     return [*map(call.turn, made[:3]), *made[3:]]
 
@@ -93,19 +103,14 @@ def _backward_blockwise(
 def _by_flex(program: Published, call: Call) -> Forward:
     """The results as an operator returns them."""
     with _outside(grad=False):
-        result, lse, largest = program.flex.attend(call)
-    assert lse is not None
+        result, *statistics = program.flex.attend(call)
     output = program.precision.output_dtype(call.q.dtype)
     out = empty_output(call.q, call.kv.v.shape[-1], output).copy_(result)
-    lse = lse.contiguous()
+    lse, largest, *more = (x.contiguous() for x in _present(statistics))
     if call.q.device.type != "cpu":
-        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
-    return (
-        out,
-        lse,
-        lse.clone() if largest is None else largest.contiguous(),
-        (lse > -torch.inf).to(lse.dtype),
-    )
+        return out, lse, largest, lse.new_empty(0), *more
+    largest = largest if largest.numel() else lse.clone()
+    return out, lse, largest, (lse > -torch.inf).to(lse.dtype), *more
 
 
 def _backward_by_flex(
@@ -120,7 +125,7 @@ def _backward_by_flex(
         again = call._replace(
             q=q, kv=Contiguous(k, v), sinks=sinks, operands=tuple(operands), statistics=statistics
         )
-        out, lse, _ = program.flex.attend(again)
+        out, lse, *_ = program.flex.attend(again)
         wanted = [x for x in (q, k, v, sinks) if x is not None] + [operands[slot] for slot in needs]
         outputs = [out.to(upstream[0].dtype)] if lse is None else [out.to(upstream[0].dtype), lse]
         return list(torch.autograd.grad(outputs, wanted, list(upstream), materialize_grads=True))

@@ -15,7 +15,7 @@ from fa4flex.kernels.plan.lengths import Lengths, Scaling
 Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
 Adding = Literal["sum", "once", "once in pairs"]
-STATISTICS = ("lse", "max_scores")
+STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 

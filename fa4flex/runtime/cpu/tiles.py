@@ -35,7 +35,7 @@ class Inputs:
     multiplies q.k before the score mod. `sequence` fixes the index `b` when the call is one sequence of
     a ragged batch. `compute` is the dtype of scores and sums, None for `precision`'s default; `output`
     that of the result, None for q's; `tile` (queries, keys) of the walk, None for one that suits the caches;
-    `contents` as a schedule has it.
+    `contents` as a schedule has it; `entropy`: whether it is wanted.
     """
 
     q: Tensor
@@ -49,6 +49,7 @@ class Inputs:
     output: torch.dtype | None = None
     tile: tuple[int, int] | None = None
     contents: Contents = "compared"
+    entropy: bool = False
 
     @property
     def shape(self) -> Shape:

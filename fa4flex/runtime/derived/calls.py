@@ -18,9 +18,10 @@ from fa4flex.torch_internals import is_functional
 
 def attend(program: Published, call: Call) -> Results:
     """(out, lse, None) of a call with heads first, or packed."""
-    if "max_scores" in call.statistics:
+    beyond = [name for name in call.statistics if name != "lse"]
+    if beyond:
         raise UnsupportedError(
-            "max_scores inside torch.func.grad, vmap or jvp, or of tensors with tangents",
+            f"{' and '.join(beyond)} inside torch.func.grad, vmap or jvp, or of tensors with tangents",
             "out and lse",
             "leave it out, or ask for it in a call of its own, outside",
         )
@@ -47,6 +48,12 @@ def second_derivatives(
 
     tangents   one for each gradient: of q, k, v, sinks, and the operands in slots `needs`
     """
+    if len(upstream) > 2:
+        raise UnsupportedError(
+            "a second derivative through the entropy",
+            "second derivatives through out and lse, and first ones through the entropy",
+            "leave out create_graph=True, or the entropy",
+        )
     turned = call.turned()
     recipe, tensors = _split(program, turned)
     fixed = 3 + recipe.sinks
