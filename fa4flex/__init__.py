@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, synchronize
     from fa4flex.appending import append
-    from fa4flex.auxiliary import Aux
     from fa4flex.codegen.trace import register_op
     from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
+    from fa4flex.runtime.auxiliary import Aux
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,7 @@ _HOME = {
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
     "append": "fa4flex.appending",
-    "Aux": "fa4flex.auxiliary",
+    "Aux": "fa4flex.runtime.auxiliary",
     "merge": "fa4flex.merging",
     "patch_sdpa": "fa4flex.integrations.sdpa",
     "BlockMap": "fa4flex.primitives.blocks",

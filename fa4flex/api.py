@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from fa4flex import calls
-from fa4flex.auxiliary import aux_of, statistics_of
 from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
@@ -25,6 +24,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
+from fa4flex.runtime.auxiliary import aux_of, statistics_of
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fa4flex.view.mask import MaskView
 
 __all__ = ["Attention", "attention", "compile", "flex_attention", "synchronize"]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention:

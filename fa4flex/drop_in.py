@@ -13,13 +13,13 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from fa4flex import calls
-from fa4flex.auxiliary import aux_of, statistics_of
 from fa4flex.errors import InputError, OptionError, StateError, UnsupportedError
 from fa4flex.mask_calls import Options, with_block_mask
 from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import autocast
+from fa4flex.runtime.auxiliary import aux_of, statistics_of
 from fa4flex.runtime.call import Statistics
 from fa4flex.runtime.checks import DTYPES, check_strided
 from fa4flex.torch_internals import constant_in_graphs, flex_warnings_shown

@@ -247,8 +247,8 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[s
     """Results of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); heads_first;
-    statistics besides lse by name, whether they are wanted; schedule and precision as their fields by name; backend; and pages
-    (table, numbers of keys), where keys lie in some.
+    statistics besides lse by name, whether they are wanted; schedule and precision as their fields by name;
+    backend; and pages (table, numbers of keys), where keys lie in some.
     """
     _register()
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.

@@ -16,6 +16,7 @@ from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, sync
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.max_logit import largest_seen, put_largest
 from fa4flex.kernels.common.packed_rows import Row, Tile, place_of
 from fa4flex.kernels.common.pointwise import apply_output, one_row, row_channels
 from fa4flex.kernels.common.softmax import Finished, finish_row, finite, sink_of
@@ -46,6 +47,9 @@ class Epilogue:
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
         sink = sink_of(arguments, mine.row.h, tile.alone)
+        if const_expr(arguments.max_logit is not None):
+            largest = largest_seen(mine.softmax, 0, mine.row.exists)
+            put_largest(arguments, mine.row.h, largest, mine.row.exists)
         if tile.first < tile.last:
             cute.arch.mbarrier_wait(pipes.o_full, 0)
             scale, lse = self.weigh(mine, shared, sink)

@@ -96,7 +96,8 @@ class Softmax:
         row = tile.row(thread % self.config.rows)
         at = place_of(row, tile, arguments, self.hooks)
         terms = prepare_rows(self.hooks, at, row.q, (0,))
-        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, running(1))
+        state = running(1, self.config.statistics)
+        softmax = LaneSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
         columns = tuple(range(self.config.part))
         fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
         return Mine(row, part, fragment, softmax)
@@ -197,6 +198,7 @@ class Softmax:
     ) -> None:
         """Raise the running maxima to this tile's, and rescale the output, where a score of the warp's rows
         passes a ceiling."""
+        mine.softmax.note([largest])
         if mine.softmax.passes([largest]):
             mine.softmax.raise_maxima([largest])
             if later:

@@ -11,6 +11,7 @@ from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.max_logit import largest_seen, put_largest
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.pointwise import apply_output, one_row, quad_channels
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
@@ -36,6 +37,8 @@ class Epilogue:
         finished = []
         for mine in rows:
             finished += mine.softmax.finish(sink_of(arguments, mine.row.h, tile.alone))
+            if const_expr(arguments.max_logit is not None):
+                self.largest(arguments, mine, lane)
         out = rows_and_columns(products.out)
         multiply_rows(out, [mine.scale for mine in finished])
         for r in cutlass.range_constexpr(len(rows)):
@@ -44,6 +47,12 @@ class Epilogue:
                 self.whole(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
             else:
                 self.part(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
+
+    @cute.jit
+    def largest(self, arguments: Arguments, mine: cutlass.Constexpr[Any], lane: Int32) -> None:
+        """A row's part in the largest score of its head, by one lane of four."""
+        largest = mine.softmax.reduce(largest_seen(mine.softmax, 0, mine.row.exists), cute.arch.fmax)
+        put_largest(arguments, mine.row.h, largest, lane % 4 == 0)
 
     @cute.jit
     def apply(

@@ -22,6 +22,7 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import compute_before, computed_once, numbers
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.max_logit import largest_of_warp, largest_seen, put_largest
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, running, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
@@ -83,7 +84,7 @@ class Softmax:
         base: cute.Pointer,
     ) -> None:
         place = self.place(products, base)
-        state = running(1)
+        state = running(1, self.config.statistics)
 
         @cute.jit
         def normalise(work: Work, phase: Int32, s_phase: Int32) -> Int32:
@@ -278,6 +279,7 @@ class Softmax:
     def raise_maximum(self, softmax: cutlass.Constexpr[LaneSoftmax], largest: Float32) -> None:
         """Raise the maximum in use where a score passes the ceiling, and say what that does to the output."""
         softmax.state.scale[0] = Float32(1.0)
+        softmax.note([largest])
         if softmax.passes([largest]):
             softmax.raise_maxima([largest])
 
@@ -330,6 +332,9 @@ class Softmax:
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
         shared.finals[place.row, place.tile] = finished.scale
         arrive_once(pipes.final_full + barrier)
+        if const_expr(arguments.max_logit is not None):
+            largest = largest_of_warp(largest_seen(softmax, 0, q < work.q_len))
+            put_largest(arguments, work.h, largest, cute.arch.lane_idx() == 0)
         if q < work.q_len:
             if const_expr(arguments.lse is not None):
                 put_statistic(arguments.lse, work, q, finished.lse)

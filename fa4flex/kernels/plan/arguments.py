@@ -209,6 +209,13 @@ _FORWARD = (
         "lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics, read_by=("kernel", MERGE)
     ),
     Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
+    Argument(
+        "max_logit",
+        Array("float32", ("q_heads",)),
+        "launch",
+        lambda one: "max_logit" in one.problem.statistics,
+    ),
+    Argument("entropy", PER_ROW, "launch", lambda one: one.problem.entropy, read_by=("kernel", MERGE)),
     *LENGTHS[:2],
     replace(LENGTHS[2], read_by=("kernel", MERGE)),
     replace(LENGTHS[3], read_by=("kernel", MERGE)),

@@ -218,4 +218,4 @@ def takes(problem: Problem, sizes: Sizes) -> bool:
     """True for few query rows whose key tiles are all or follow from spans. A mask may be asked in all
     tiles."""
     plain = problem.mask_form in ("none", "spans", "pairs") and "max_scores" not in problem.statistics
-    return plain and few_rows(problem, sizes)
+    return plain and not problem.entropy and few_rows(problem, sizes)

@@ -110,6 +110,11 @@ class Problem:
             _require_one_of("gradients", adding, get_args(Adding))
 
     @property
+    def entropy(self) -> bool:
+        """True if entropies of rows are written."""
+        return "entropy" in self.statistics
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element of q, and of k and v where they are no 8-bit cache."""
         return 2

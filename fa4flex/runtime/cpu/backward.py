@@ -90,9 +90,7 @@ def accumulate(
 class _Backward:
     """The accumulators of one backward pass; those of keys and values are at compute precision."""
 
-    def __init__(
-        self, inputs: Inputs, saved: Forward, upstream: Upstream, shared: SharedGradients
-    ) -> None:
+    def __init__(self, inputs: Inputs, saved: Forward, upstream: Upstream, shared: SharedGradients) -> None:
         self.inputs, self.saved, self.shared = inputs, saved, shared
         self.dout, self.dlse, self.dentropy = upstream
         self.space = Workspace(inputs.precision)

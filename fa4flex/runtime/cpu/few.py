@@ -178,7 +178,9 @@ def _span_of_numbers(
 def _are_few(inputs: Inputs) -> bool:
     batch, heads, q_len, width = inputs.q.shape
     kv_len, out_width = inputs.v.shape[2:]
-    if inputs.tile is not None or inputs.entropy or not 0 < q_len <= FEW_QUERIES or inputs.k.numel() == 0 or out_width == 0:
+    if inputs.tile is not None or not 0 < q_len <= FEW_QUERIES or inputs.k.numel() == 0 or out_width == 0:
+        return False
+    if inputs.entropy:
         return False
     return batch * heads > 0 and batch * heads * q_len * kv_len * (width + out_width) <= FEW_PRODUCTS
 

@@ -41,7 +41,9 @@ def statistics_of(return_aux: Any, return_lse: bool = False) -> Statistics:
         return ("lse",) if return_lse else ()
     if return_lse:
         raise InputError(
-            "return_lse=True and return_aux", "one of them", 'ask for the log-sum-exp in return_aux=("lse", ...)'
+            "return_lse=True and return_aux",
+            "one of them",
+            'ask for the log-sum-exp in return_aux=("lse", ...)',
         )
     if not isinstance(return_aux, (tuple, list)):
         raise InputError(
@@ -57,6 +59,51 @@ def statistics_of(return_aux: Any, return_lse: bool = False) -> Statistics:
                 'e.g. return_aux=("max_logit", "entropy")',
             )
     return tuple([name for name in STATISTICS if name in return_aux])
+
+
+def merged_aux(parts: Sequence[Aux], lses: Tensor, lse: Tensor) -> Aux:
+    """Statistics over the keys of all parts, whose log-sum-exps are `lses`, parts first. Raises InputError for
+    parts that have different ones."""
+    told = [
+        tuple([name for name, x in zip(Aux._fields, part, strict=True) if x is not None]) for part in parts
+    ]
+    if len(parts) != len(lses) or len(set(told)) > 1:
+        raise InputError(
+            f"aux of {len(parts)} parts, with {told}, beside {len(lses)} log-sum-exps",
+            "one Aux for each part, all with the same statistics",
+            "ask for the same return_aux in all calls",
+        )
+    largest, of_heads, entropies = (
+        None if getattr(parts[0], name) is None else torch.stack([getattr(part, name) for part in parts])
+        for name in Aux._fields[1:]
+    )
+    entropy = None
+    if entropies is not None:
+        missing = lses == -torch.inf
+        safe = lse.masked_fill(lse == -torch.inf, 0)
+        more = (safe - lses.masked_fill(missing, 0)).masked_fill(missing, 0)
+        shares = (-more).exp().masked_fill(missing, 0)
+        entropy = (shares * (entropies + more)).sum(0).to(entropies.dtype)
+    return Aux(
+        lse if "lse" in told[0] else None,
+        None if largest is None else largest.amax(0),
+        None if of_heads is None else of_heads.amax(0),
+        entropy,
+    )
+
+
+def lse_alone(return_aux: Any, return_lse: bool, where: str) -> Statistics:
+    """The statistics that a call asks for where there is no other than the log-sum-exp. Raises
+    UnsupportedError for others."""
+    statistics = statistics_of(return_aux, return_lse)
+    others = [name for name in statistics if name != "lse"]
+    if others:
+        raise UnsupportedError(
+            f"{' and '.join(others)} {where}",
+            "out and lse",
+            "leave them out, or ask for them in a call of the attention itself, of local tensors",
+        )
+    return statistics
 
 
 def aux_of(results: Results, statistics: Statistics) -> Aux:
