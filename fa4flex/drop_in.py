@@ -47,8 +47,8 @@ def flex_attention(
     have others than query, without gradients: the output has query's. Under autocast all three are cast.
 
     Returns the output [B, Hq, L, Ev] in query's dtype, its dimensions in memory in the order of query's; with
-    `return_lse` also lse [B, Hq, L]; with `return_aux` also an AuxOutput of lse and max_scores, or, where it is a
-    tuple of names as compiled variants take it, a fa4flex.Aux.
+    `return_lse` also lse [B, Hq, L]; with `return_aux` also an AuxOutput of lse and max_scores, or a
+    fa4flex.Aux where it is a tuple of names, as compiled variants take it.
 
     Unlike eager flex_attention, a BlockMask without mask_mod masks (its unlisted blocks are not allowed).
     kernel_options: BLOCK_M and BLOCK_N together set the tile; those that only tune torch's kernels are

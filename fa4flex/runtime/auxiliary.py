@@ -62,8 +62,8 @@ def statistics_of(return_aux: Any, return_lse: bool = False) -> Statistics:
 
 
 def merged_aux(parts: Sequence[Aux], lses: Tensor, lse: Tensor) -> Aux:
-    """Statistics over the keys of all parts, whose log-sum-exps are `lses`, parts first. Raises InputError for
-    parts that have different ones."""
+    """Statistics over the keys of all parts, whose log-sum-exps are `lses`, parts first. Raises InputError
+    for parts that have different ones."""
     told = [
         tuple([name for name, x in zip(Aux._fields, part, strict=True) if x is not None]) for part in parts
     ]

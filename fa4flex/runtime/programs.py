@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Forward = tuple[Tensor, ...]
 """out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
-where it is not asked for. Where one of them is asked for, max_logit [H] and entropy follow, empty where they are
-not."""
+where it is not asked for. Where one of them is asked for, max_logit [H] and entropy follow, empty where they
+are not."""
 
 FORMAT = 2
 """Version of programs' text and of the operators' meaning; exported programs of another one are refused."""

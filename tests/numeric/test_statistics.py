@@ -46,7 +46,7 @@ def close(found: fa4flex.Aux, exact: dict[str, Tensor], lse: Tensor, factor: flo
 
 
 def gradients(out: Tensor, lse: Tensor, entropy: Tensor, leaves: list[Tensor], seed: int) -> Any:
-    """Of a sum over what is differentiable, each weighted at random; of the log-sum-exp where it is finite."""
+    """Gradients of a randomly weighted sum of what is differentiable, and finite."""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse, entropy)]
     finite = torch.where(torch.isfinite(lse), lse, 0).double()
@@ -202,7 +202,7 @@ def test_output_functions_leave_statistics_alone(seed: int) -> None:
         assert torch.equal(mine, other)
 
 
-# --- what is given, and how -----------------------------------------------------------------------------------
+# --- what is given, and how ---------------------------------------------------------------------------------
 
 
 def test_only_what_is_asked_for_is_given() -> None:
@@ -242,7 +242,7 @@ def test_the_module_and_the_drop_in_return_them(seed: int) -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(found, wanted, strict=True))
 
 
-# --- parts of the keys ------------------------------------------------------------------------------------------
+# --- parts of the keys --------------------------------------------------------------------------------------
 
 
 def test_merged_parts_have_the_statistics_of_the_whole(seed: int) -> None:
@@ -275,7 +275,7 @@ def test_merged_parts_have_the_statistics_of_the_whole(seed: int) -> None:
         fa4flex.merge(outs, [x.lse for x in aux], aux=[*aux[:2], fa4flex.Aux(aux[2].lse)])
 
 
-# --- what else takes derivatives, or computes ---------------------------------------------------------------------
+# --- what else takes derivatives, or computes ---------------------------------------------------------------
 
 
 def test_other_derivatives_are_refused() -> None:

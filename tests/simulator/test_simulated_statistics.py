@@ -1,5 +1,5 @@
-"""Statistics that kernels return beside the output, on simulated GPUs: right against the definition in float64,
-in memory that is poisoned before; and computed blockwise where no kernel has them."""
+"""Statistics that kernels return beside the output, on simulated GPUs: right against the definition in
+float64, in memory that is poisoned before; and computed blockwise where no kernel has them."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def compare(aux: fa4flex.Aux, exact: dict[str, Tensor], lse: Tensor, names: tupl
     """Scores are float32 products of 16-bit numbers: errors are those of their sums and of exponentials."""
     for name in names:
         mine, truth = getattr(aux, name), lse if name == "lse" else exact[name]
-        torch.testing.assert_close(mine.double(), truth, atol=2e-4, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(mine.double(), truth, atol=2e-4, rtol=1e-4, msg=name)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape).mul_(1.5).to(dtype)
 
 
-# --- many queries ---------------------------------------------------------------------------------------------
+# --- many queries -------------------------------------------------------------------------------------------
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

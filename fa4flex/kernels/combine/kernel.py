@@ -21,7 +21,7 @@ from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.pointwise import apply_output, row_channels
-from fa4flex.kernels.common.softmax import LOG2_E, finish_row, finite, sink_of
+from fa4flex.kernels.common.softmax import LOG2_E, entropy_of, finish_row, finite, sink_of
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.plan.arguments import FORWARD, MERGE
@@ -41,8 +41,9 @@ _OF_OUTPUT = "operands", "scalars", "scale"
 
 
 class CombineArguments(tuple[Any, ...]):
-    """Named tuples: out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and used_keys [B], sinks
-    [H], or None; workspace: see workspace.py. With an output function also what hooks are called with."""
+    """Named tuples: out [B, S, H, D]; lse and entropy [B, H, S], or None; seqused_q, seqused_k and used_keys
+    [B], sinks [H], or None; workspace: see workspace.py. With an output function also what hooks are called
+    with."""
 
     if TYPE_CHECKING:
 
@@ -67,13 +68,15 @@ class Batch:
 
 class Row(NamedTuple):
     """Place of a merged row: its output (width), element `q` of the log-sum-exps of a head, or None;
-    the sink of its head, or None; and the arguments of an output function, or None."""
+    the sink of its head, or None; the arguments of an output function, or None; and the entropies of a head,
+    or None."""
 
     out: cute.Tensor
     lse: cute.Tensor | None
     q: Int32
     sink: Float32 | None
     at: At | None = None
+    entropies: cute.Tensor | None = None
 
 
 Sums = tuple[cute.Tensor, cute.Tensor]
@@ -126,7 +129,10 @@ class Combine:
             at = None
             if const_expr(self.hooks.output is not None):
                 at = self.place(arguments, (Int32(b), Int32(h), q_len), Int32(heads))
-            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at)
+            entropies = None
+            if const_expr(arguments.entropy is not None):
+                entropies = arguments.entropy[b, h, None]
+            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at, entropies)
             self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
 
     def place(self, arguments: Any, of: tuple[Int32, Int32, Int32], heads: Int32) -> At:
@@ -153,6 +159,29 @@ class Combine:
         self.gather(parts, thread, largest, begun, sums)
         cute.arch.barrier()
         self.write(row, thread, largest, sums)
+        if const_expr(row.entropies is not None):
+            self.write_entropy(parts, row, thread, largest, sums[1])
+
+    @cute.jit
+    def write_entropy(
+        self, parts: Parts, row: Row, thread: Int32, largest: Float32, totals: cute.Tensor
+    ) -> None:
+        """The entropy of a row, by its block's first warp: of a split, its weight times (log-sum-exp -
+        entropy) is its part in the moment, in nats."""
+        shift, moment = finite(largest), Float32(0.0)
+        if thread < 32:
+            for split in cutlass.range(thread, parts.count, 32, unroll=1):
+                log = parts.log_sums[split] - shift
+                weight = cute.math.exp2(log * LOG2_E, fastmath=True)
+                entropies: Any = parts.entropies
+                moment = moment + select_(weight > 0, weight * (log - entropies[split]), Float32(0.0))
+            for distance in cutlass.range_constexpr(5):
+                moment = moment + cute.arch.shuffle_sync_bfly(moment, offset=1 << distance)
+            if thread == 0:
+                total = (totals[0] + totals[1]) + (totals[2] + totals[3])
+                sums = total, moment * LOG2_E
+                of_head: Any = row.entropies
+                of_head[row.q] = entropy_of(largest == -Float32.inf, shift * LOG2_E, sums, row.sink)
 
     def batch(self) -> Batch:
         """Room for as many splits as a warp loads at once."""

@@ -168,12 +168,16 @@ class Softmax:
         if const_expr(masked):
             mine.fragment.mask(row, kv_first, bits)
         self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
-        softmax = mine.softmax
-        pairs = packed.exponentiate(row.numbers, softmax.factor, softmax.state.shift[0], SPECIAL, 0)
+        softmax, moment = mine.softmax, mine.softmax.state.moment
+        moments = None if moment is None else packed.Moments()
+        shift = softmax.state.shift[0]
+        pairs = packed.exponentiate(row.numbers, softmax.factor, shift, SPECIAL, 0, moments)
         memory.probabilities.put(mine.part, packed.narrowed(pairs, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
         softmax.state.total[0] = packed.total_of(pairs, softmax.state.total[0])
+        if const_expr(moment is not None):
+            moment[0] = moment[0] + moments.total
 
     def allowed(self, mine: Mine, kv_first: Int32) -> Words:
         """Bits of the keys of this tile that the row sees."""

@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
+from fa4flex.kernels.combine.workspace import entropies, log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
@@ -17,6 +17,15 @@ from fa4flex.kernels.common.pointwise import apply_output, one_row, quad_channel
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.softmax import multiply_rows, sink_of
 from fa4flex.kernels.decode_sm90.config import Config
+
+
+@cute.jit
+def put_entropy(arguments: Arguments, tile: Tile, row: Row, entropy: Float32) -> None:
+    """Write the entropy of a row that exists, or of a split's part of its keys."""
+    if tile.alone:
+        arguments.entropy[tile.b, row.h, row.q] = entropy
+    else:
+        entropies(arguments)[tile.split, row_number(arguments, tile.b, row.h, row.q)] = entropy
 
 
 class Epilogue:
@@ -41,12 +50,22 @@ class Epilogue:
                 self.largest(arguments, mine, lane)
         out = rows_and_columns(products.out)
         multiply_rows(out, [mine.scale for mine in finished])
+        if const_expr(arguments.entropy is not None):
+            for mine in rows:
+                self.entropy(arguments, tile, mine, lane)
         for r in cutlass.range_constexpr(len(rows)):
             if tile.alone:
                 self.apply(arguments, rows[r], out[r, None], lane)
                 self.whole(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
             else:
                 self.part(arguments, tile, rows[r].row, out[r, None], finished[r].lse, lane)
+
+    @cute.jit
+    def entropy(self, arguments: Arguments, tile: Tile, mine: cutlass.Constexpr[Any], lane: Int32) -> None:
+        """A row's entropy, or that of a split's keys."""
+        (entropy,) = mine.softmax.entropies(sink_of(arguments, mine.row.h, tile.alone))
+        if mine.row.exists and lane % 4 == 0:
+            put_entropy(arguments, tile, mine.row, entropy)
 
     @cute.jit
     def largest(self, arguments: Arguments, mine: cutlass.Constexpr[Any], lane: Int32) -> None:

@@ -214,9 +214,7 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True for all problems without pages, and for those with pages that can be read in place."""
     few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
-    if target.family != "sm100" or few or problem.entropy:
-        return False
-    return not problem.keys.loaded or _in_place(problem)
+    return target.family == "sm100" and not few and (not problem.keys.loaded or _in_place(problem))
 
 
 def _in_place(problem: Problem) -> bool:

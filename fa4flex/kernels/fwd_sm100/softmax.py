@@ -31,6 +31,7 @@ from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row
 from fa4flex.kernels.fwd_sm100.rows import (
+    Moments,
     Pair,
     Row,
     exponentiate,
@@ -303,8 +304,11 @@ class Softmax:
     def probabilities(self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes) -> list[Pair]:
         """To tensor memory, by fragment."""
         pairs, softmax = [], tile.softmax
+        state = softmax.state
+        moments = None if state.moment is None else Moments()
         for f, row in enumerate(rows):
-            found = exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
+            how = self.config.exponential
+            found = exponentiate(row, softmax.factor, state.shift[0], how, f, moments)
             place.probabilities.put(f, narrowed(found, place.kind))
             pairs += found
             there = (f + 1) * FRAGMENT
@@ -312,6 +316,9 @@ class Softmax:
                 cute.arch.fence_view_async_tmem_store()
                 barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
                 self.cluster.arrive(barrier + place.tile)
+        if moments is not None:
+            assert state.moment is not None
+            state.moment[0] = state.moment[0] + moments.total
         return pairs
 
     @cute.jit
@@ -341,3 +348,6 @@ class Softmax:
             if const_expr(arguments.max_scores is not None):
                 largest = softmax.state.largest[0] * softmax.factor
                 put_statistic(arguments.max_scores, work, q, largest * LN_2)
+            if const_expr(arguments.entropy is not None):
+                (entropy,) = softmax.entropies(sink_of(arguments, work.h))
+                put_statistic(arguments.entropy, work, q, entropy)

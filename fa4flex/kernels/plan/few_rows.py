@@ -95,7 +95,8 @@ class FewRowsPlan(Checked):
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
         width, chip = self.problem.head_dim_v, self.target.multiprocessors
-        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share)
+        beside = 1 + self.problem.entropy
+        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share, beside=beside)
 
     @property
     def tile_copies(self) -> TileCopies:
@@ -218,4 +219,4 @@ def takes(problem: Problem, sizes: Sizes) -> bool:
     """True for few query rows whose key tiles are all or follow from spans. A mask may be asked in all
     tiles."""
     plain = problem.mask_form in ("none", "spans", "pairs") and "max_scores" not in problem.statistics
-    return plain and not problem.entropy and few_rows(problem, sizes)
+    return plain and few_rows(problem, sizes)

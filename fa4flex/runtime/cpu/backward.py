@@ -5,8 +5,8 @@ With P = exp(score' - max) / total, dP = dO V^T and D = rowsum(dO * O) - dLSE,
     dscore' = P * (dP - D)      dV = P^T dO      dsink = -sum(exp(sink - max) / total * D)
     dscore = dscore' * (d score' / d score)      dQ = scale dscore K      dK = scale dscore^T Q
 
-(FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse). A gradient
-of the entropy adds to dscore': see entropy.py.
+(FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse). A
+gradient of the entropy adds to dscore': see entropy.py.
 Tiles are taken in one fixed order, so the results are the same to the last bit on every run.
 """
 
@@ -57,7 +57,7 @@ def backward(
 ) -> Gradients:
     """Gradients of `forward(facts, inputs)`, whose result is `saved`.
 
-    dout [B, H, Sq, Dv], dlse and dentropy [B, H, Sq] (None: zero) may have any strides, expanded ones included.
+    dout [B, H, Sq, Dv], dlse and dentropy [B, H, Sq] (None: zero) may have any strides, expanded ones too.
     `needs` names the operand slots whose gradient is wanted.
     """
     facts, inputs = fitted_call(facts, inputs)

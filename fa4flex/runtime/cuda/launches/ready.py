@@ -65,8 +65,8 @@ class Remembered:
 
 
 PARAMETERS = (
-    "call", "out", "lse", "max_scores", "max_logit", "entropy", "tables", "max_q_len", "counters", "order", "splits", "even_splits",
-    "workspace", "faults", *SequenceLengths._fields
+    "call", "out", "lse", "max_scores", "max_logit", "entropy", "tables", "max_q_len", "counters", "order",
+    "splits", "even_splits", "workspace", "faults", *SequenceLengths._fields
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
