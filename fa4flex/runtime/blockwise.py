@@ -38,9 +38,8 @@ def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     return _with_more(call, result, (result.out, result.lse, result.max_scores, result.total))
 
 
-def forward_on_gpu(program: Published, call: Call) -> Forward:
-    """The same in PyTorch operations on the GPU, with results as those of a kernel: of calls that have no
-    keys, or statistics that no kernel computes."""
+def without_keys_on_gpu(program: Published, call: Call) -> Forward:
+    """No kernel has anything to do: rows, if there are any, have no keys."""
     with torch.device("cpu"):
         inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):

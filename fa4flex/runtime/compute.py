@@ -38,15 +38,13 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
     if by_flex(program.backend, call.q) and not call.empty:
         return _by_flex(program, call)
     if there and not call.empty:
-        results = program.engine.run(call)
-        if results is not None:
-            out, *statistics = results
-            lse, largest, *more = _present(statistics)
-            return out, lse, largest, lse.new_empty(0), *more
+        out, *statistics = program.engine.run(call)
+        lse, largest, *more = _present(statistics)
+        return out, lse, largest, lse.new_empty(0), *more
     from fa4flex.runtime import blockwise
 
     if there:
-        return blockwise.forward_on_gpu(program, call)
+        return blockwise.without_keys_on_gpu(program, call)
     return blockwise.forward(program, call, differentiable)
 
 

@@ -28,7 +28,7 @@ from fa4flex.runtime.checks import (
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
-from fa4flex.runtime.cuda.engine import Engine, asks_too_much
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Contiguous, KeySource
@@ -282,9 +282,9 @@ def _by_kernels(
         try:
             ready = engine.made(call) if contiguous else in_place.made(engine, call)
         except UnsupportedError:
-            if engine.facts.output is None and not asks_too_much(engine, call):
+            if engine.facts.output is None:
                 raise
-            ready = None  # its function is applied after it, or all is computed in PyTorch operations
+            ready = None  # its function is applied after it
             engine.keep(call, None)
     elif blocks is not None:
         shape = call.extents()

@@ -36,7 +36,7 @@ from fa4flex.codegen.analyze.reach import widest
 from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.contents import VALIDATE, VersionedCache
-from fa4flex.errors import Fa4flexError, UnsupportedError
+from fa4flex.errors import Fa4flexError
 from fa4flex.kernels.plan.arguments import forward_schema
 from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.kernels.plan.splitting import Splitting
@@ -118,19 +118,12 @@ class Engine:
         if result is not None:
             self.ready.keep(*result, ready)
 
-    def run(self, call: Call) -> Results | None:
-        """The results of a call; None where no kernel does what its statistics alone ask for. Raises
-        UnsupportedError for what else no kernel does, PastTheEnd for short captured tensors."""
+    def run(self, call: Call) -> Results:
+        """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
         ready = self.find(call)
-        if ready is MISSING:
-            try:
-                ready = self.made(call)
-            except UnsupportedError:
-                if not asks_too_much(self, call):
-                    raise
-                ready = None
-                self.keep(call, None)
-        results: Results | None = None if ready is None else ready(call)
+        if ready is MISSING or ready is None:
+            ready = self.made(call)
+        results: Results = ready(call)
         return results
 
     def made(self, call: Call) -> Ready:
@@ -222,18 +215,6 @@ class Engine:
         """All that the launch of a call depends on, and its extents: see key_of. bits: see Engine.bits."""
         result = key_of(call)
         return None if result is None else ((*result[0], self.bits if bits is None else bits), result[1])
-
-
-def asks_too_much(engine: Engine, call: Call) -> bool:
-    """True if there would be a kernel for a call that has none, without the entropy."""
-    if "entropy" not in call.statistics:
-        return False
-    try:
-        with proving():
-            described(engine, call._replace(statistics=("lse",)))
-    except UnsupportedError:
-        return False
-    return True
 
 
 MORE_BITS = 40
