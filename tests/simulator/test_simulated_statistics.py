@@ -15,7 +15,8 @@ from torch import Tensor
 
 import fa4flex
 import ptxsim
-from fa4flex import reference
+from fa4flex import Paging, Schedule, Varlen, reference
+from fa4flex.reference import sequence_ranges, unpage
 from fa4flex.variants import causal
 
 EVERY = ("lse", "max_logit", "entropy")
