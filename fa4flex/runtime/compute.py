@@ -75,10 +75,11 @@ def backward_by_kernels(
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
-    (dout, *of_rows), (out, lse, *_) = gradients
-    dlse = of_rows[0] if of_rows else None
-    if dout.dtype == out.dtype == call.q.dtype and len(of_rows) < 2:
-        result = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
+    (dout, *of_rows), (out, lse, *more) = gradients
+    dlse, dentropy = (*of_rows, None, None)[:2]
+    if dout.dtype == out.dtype == call.q.dtype:
+        saved = Saved(out, lse, dout, dlse, dentropy, None if dentropy is None else more[-1])
+        result = run_backward(program.engine, call, saved, needs)
         if result is not None:
             return [x for x in (*result[:4], *result.captured) if x is not None]
     return _backward_blockwise(program, call, gradients, needs)

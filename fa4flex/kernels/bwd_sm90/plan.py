@@ -425,10 +425,17 @@ def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
     return not long and wide and sizes.q.at_most(FEW_CLEARED, right="any")
 
 
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
+    """True for all problems, but gradients of the entropy of heads so wide that warpgroups do not share out
+    keys: what makes dS' there does not see the logarithms of P'."""
+    wide = max(problem.head_dim, problem.head_dim_v) > KEYS_APART
+    return target.family == "sm90" and not (problem.entropy and wide)
+
+
 BWD_SM90 = Pipeline(
     "Hopper backward",
     "backward",
-    lambda problem, target, sizes: target.family == "sm90",
+    accepts,
     plan_hopper_backward,
     zero_fills=True,
     splits_groups=True,

@@ -67,5 +67,8 @@ def plan_one_cta(request: Request) -> OneCtaPlan:
 
 
 ONE_CTA = Pipeline(
-    "Blackwell backward", "backward", lambda problem, target, sizes: target.family == "sm100", plan_one_cta
+    "Blackwell backward",
+    "backward",
+    lambda problem, target, sizes: target.family == "sm100" and not problem.entropy,
+    plan_one_cta,
 )
