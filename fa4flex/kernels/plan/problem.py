@@ -160,7 +160,7 @@ class Problem:
         extras += [_number(len(self.operands), "captured tensor")] * bool(self.operands) + [
             "sinks"
         ] * self.sinks
-        extras += ["float32 output"] * self.wide_output
+        extras += ["float32 output"] * self.wide_output + ["entropies"] * self.entropy
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
