@@ -267,7 +267,7 @@ def attention(
 
 
 def _returned(results: Results, statistics: Statistics, return_aux: Any, return_lse: bool) -> Any:
-    """What a call gives, of what it computed."""
+    """Result of a call, as it was asked for."""
     if return_aux is not None:
         return results[0], aux_of(results, statistics)
     return (results[0], results[1]) if return_lse else results[0]

@@ -50,7 +50,7 @@ def without_keys_on_gpu(program: Published, call: Call) -> Forward:
 
 
 def _with_more(call: Call, result: cpu.Forward, made: Forward) -> Forward:
-    """What a call gives, with max_logit and entropy where one of them is wanted."""
+    """Results of a call, with max_logit and entropy where one of them is wanted."""
     if not more_than_rows(call.statistics):
         return made
     none = result.lse.new_empty(0)
@@ -94,7 +94,7 @@ def _backward(
 ) -> list[Tensor]:
     (dout, *of_rows), saved = gradients
     dlse, dentropy = (*of_rows, None, None)[:2]
-    before = cpu.Forward(*saved[:4], None if dentropy is None else saved[-1])
+    before = cpu.Forward(*saved[:4], entropy=None if dentropy is None else saved[-1])
     sequences = sequences_of_call(call)
     if sequences is None:
         result = cpu.backward(program.facts, inputs, before, dout, dlse, needs, dentropy)

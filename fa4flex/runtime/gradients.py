@@ -105,9 +105,10 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Any, ...]:
         outline, saved = ctx.outline, ctx.saved_tensors
         count = outline.fixed + outline.operands
-        arriving, wanted = (dout, dlse), ctx.needs_input_grad[2:]
+        arriving: tuple[Tensor | None, ...] = (dout, dlse)
+        wanted = ctx.needs_input_grad[2:]
         if outline.entropy is not None:
-            arriving = *arriving, rest[-1]
+            arriving = dout, dlse, rest[-1]
         made = _beside_modes if function_modes() else gradients
         return None, None, *made(outline, saved[:count], saved[count:], arriving, wanted)
 

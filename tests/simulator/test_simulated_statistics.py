@@ -22,7 +22,7 @@ from fa4flex.variants import causal
 EVERY = ("lse", "max_logit", "entropy")
 BOTH = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 POISON = 1e30
-"""What memory holds that results are written to."""
+"""Number that memory holds before results are written to it."""
 
 
 def halved(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]

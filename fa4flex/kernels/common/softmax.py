@@ -75,7 +75,7 @@ class Running:
             self.restart(r, -Float32.inf)
 
     def restart(self, r: int, seen: Float32) -> None:
-        """What statistics are made of, of a row of which no key but these maxima was taken."""
+        """Begin what statistics are made of, for a row of which no key but these maxima was taken."""
         if self.seen is not None:
             self.seen[r] = seen
         if self.moment is not None:

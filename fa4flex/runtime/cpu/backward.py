@@ -120,8 +120,10 @@ class _Rows:
         self.logs = torch.zeros(())
         if state.dentropy is not None:
             assert state.saved.entropy is not None
-            of_rows = (heads.queries(x, rows).unsqueeze(-1) for x in (state.dentropy, state.saved.entropy))
-            self.pulled = Pulled.of(*of_rows, total)
+            given, entropy = (
+                heads.queries(x, rows).unsqueeze(-1) for x in (state.dentropy, state.saved.entropy)
+            )
+            self.pulled = Pulled.of(given, entropy, total)
 
     def run(self) -> None:
         heads = self.block.heads

@@ -41,7 +41,7 @@ def entropy_of(moment: Tensor, total: Tensor) -> Tensor:
 
 
 class Pulled(NamedTuple):
-    """What the entropy's gradient adds to scores' gradients, by row: -w factor (log w + offset)."""
+    """Gradient of the entropy, as it is added to those of scores, by row: -w factor (log w + offset)."""
 
     factor: Tensor
     offset: Tensor

@@ -114,9 +114,9 @@ class ReadyBackward:
             tables, turns = None, (done, *(tables or (None, None, None)))
         cleared = q.new_empty(of_heads, dtype=torch.int32) if self.clears else None
         taken = counters(q.get_device()) if self.counted else None
-        rows = pulled, lse2, delta
-        self.launch(call, saved, *rows, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
-        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, rows)
+        given = pulled, lse2, delta
+        self.launch(call, saved, *given, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
+        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, given)
         if sums is None:
             return Gradients(dq, dk, dv, dsinks, ())
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
