@@ -109,7 +109,8 @@ class _Rows:
         if self.maximum is not None:
             maximum = torch.maximum(maximum, self.maximum)
         shift = finite(maximum)
-        logs = scores.sub_(shift).clone() if inputs.entropy else None
+        scores.sub_(shift)
+        logs = scores.clone() if inputs.entropy else None
         total = block.exponentials(scores, span).sum(-1, keepdim=True)
         moment = self.moment if logs is None else entropy.moment_of(logs, scores)
         weights = scores.flatten(1, 2)
