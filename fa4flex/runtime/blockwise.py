@@ -94,7 +94,8 @@ def _backward(
 ) -> list[Tensor]:
     (dout, *of_rows), saved = gradients
     dlse, dentropy = (*of_rows, None, None)[:2]
-    before = cpu.Forward(*saved[:4], entropy=None if dentropy is None else saved[-1])
+    out, lse, largest, total, *more = saved
+    before = cpu.Forward(out, lse, largest, total, None if dentropy is None else more[-1])
     sequences = sequences_of_call(call)
     if sequences is None:
         result = cpu.backward(program.facts, inputs, before, dout, dlse, needs, dentropy)

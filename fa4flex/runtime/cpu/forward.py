@@ -144,8 +144,9 @@ class _Rows:
             own = total
             shift, rescale, total = with_sinks(self.maximum, own, sinks)
             self.output.mul_(rescale.flatten(1, 2))
-            by = entropy.relative_to(self.maximum, shift)
-            self.moment = entropy.with_sink(entropy.moved(self.moment, own, by, rescale), sinks, shift)
+            if result.entropy is not None:
+                by = entropy.relative_to(self.maximum, shift)
+                self.moment = entropy.with_sink(entropy.moved(self.moment, own, by, rescale), sinks, shift)
         if result.entropy is not None:
             found = entropy.entropy_of(self.moment, total)
             heads.queries(result.entropy, rows).copy_(found.squeeze(-1))
