@@ -12,6 +12,7 @@ import fa4flex
 from fa4flex import reference
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.reference import sequence_ranges, unpage
+from fa4flex.runtime.auxiliary import lse_alone
 
 EVERY = ("lse", "max_scores", "max_logit", "entropy")
 HEADS = 4
@@ -329,3 +330,20 @@ def test_compiled_and_exported_calls_return_them(seed: int) -> None:
         exported = torch.export.export(Model(), given).module()(*given)
     for mine, other in zip(exported, (eager[0], *eager[1]), strict=True):
         torch.testing.assert_close(mine, other.detach())
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "kernel"), [("sm_90a", 128, True), ("sm_90a", 256, False), ("sm_100a", 128, False)]
+)
+def test_explanations_tell_where_gradients_of_entropies_are_computed(
+    arch: str, head_dim: int, kernel: bool
+) -> None:
+    text = str(fa4flex.compile().explain(arch=arch, head_dim=head_dim, statistics=("lse", "entropy")))
+    assert ("backward: a kernel" in text) == kernel
+    assert ("backward: PyTorch operations" in text) != kernel
+
+
+def test_ranks_have_the_log_sum_exp_alone() -> None:
+    assert lse_alone(("lse",), False, "here") == ("lse",)
+    with pytest.raises(UnsupportedError, match="max_logit and entropy here"):
+        lse_alone(EVERY[2:], False, "here")
