@@ -209,13 +209,6 @@ _FORWARD = (
         "lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics, read_by=("kernel", MERGE)
     ),
     Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
-    Argument(
-        "max_logit",
-        Array("float32", ("q_heads",)),
-        "launch",
-        lambda one: "max_logit" in one.problem.statistics,
-    ),
-    Argument("entropy", PER_ROW, "launch", lambda one: one.problem.entropy, read_by=("kernel", MERGE)),
     *LENGTHS[:2],
     replace(LENGTHS[2], read_by=("kernel", MERGE)),
     replace(LENGTHS[3], read_by=("kernel", MERGE)),
@@ -235,6 +228,13 @@ _FORWARD = (
     Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
     Argument("even_splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
     Argument("workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)),
+    Argument(
+        "max_logit",
+        Array("float32", ("q_heads",)),
+        "launch",
+        lambda one: "max_logit" in one.problem.statistics,
+    ),
+    Argument("entropy", PER_ROW, "launch", lambda one: one.problem.entropy, read_by=("kernel", MERGE)),
 )
 _AFTER_KEYS = replace(USED_KEYS, read_by=("kernel", MERGE)), FAULTS
 
