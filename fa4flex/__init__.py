@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
     from fa4flex.quantization.quantize import quantize
+    from fa4flex.runtime.auxiliary import Aux
     from fa4flex.weights import key_mass, probabilities
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ _HOME = {
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
     "append": "fa4flex.appending",
+    "Aux": "fa4flex.runtime.auxiliary",
     "merge": "fa4flex.merging",
     **dict.fromkeys(("key_mass", "probabilities"), "fa4flex.weights"),
     "patch_sdpa": "fa4flex.integrations.sdpa",
@@ -86,7 +88,7 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "Normalizer",
+    "Attention", "Aux", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "Normalizer",
     "OutputMod", "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks",
     "TraceError", "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention",
     "compile", "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities",

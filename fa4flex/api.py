@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
+from fa4flex.runtime.auxiliary import aux_of, statistics_of
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
 from fa4flex.weights import Rows, key_mass_of, probabilities_of, refuse_sources
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from fa4flex.view.mask import MaskView
 
 __all__ = ["Attention", "attention", "compile", "flex_attention", "synchronize"]
-
-_LSE = ("lse",)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,6 +93,7 @@ class Attention:
         sinks: Tensor | Sinks | None = None,
         dropout: Dropout | float | None = None,
         return_lse: bool = False,
+        return_aux: Sequence[str] | None = None,
     ) -> Any:
         """output_mod(softmax(score_mod(scale * q k^T)) v) over the allowed keys.
 
@@ -111,20 +112,22 @@ class Attention:
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0 (before an output function), lse -inf and zero gradients. Both carry
         gradients. lse is of the weights before dropout. Of normalisers the softmax plus a constant has an
-        lse, which includes the constant; with others return_lse is refused.
+        lse, which includes the constant; with others return_lse is refused. With `return_aux`, names out of
+        "lse", "max_scores", "max_logit" and "entropy", the call gives (out, aux), with these as attributes:
+        see fa4flex.Aux.
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
         if dropout is not None:
             variant = at_call(variant, dropout=dropout)
-        statistics = _LSE if return_lse else ()
+        statistics = statistics_of(return_aux, return_lse)
         if isinstance(q, Quantized):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
-            out, lse, _ = quantized_calls.run(variant, q, statistics)
+            results = quantized_calls.run(variant, q, statistics)
         else:
             qkv: Any = (q, k, v)
-            out, lse, _ = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
-        return (out, lse) if return_lse else out
+            results = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
+        return _returned(results, statistics, return_aux, return_lse)
 
     def key_mass(
         self, q: Tensor, k: Tensor, lse: Tensor, *, varlen: Varlen | None = None, **options: Any
@@ -326,6 +329,7 @@ def attention(
     paging: Paging | None = None,
     kv_scales: KVScales | None = None,
     return_lse: bool = False,
+    return_aux: Sequence[str] | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     **composition: Any,
 ) -> Any:
@@ -333,8 +337,15 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    attn = Attention(variant)
-    return attn(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, return_lse=return_lse)
+    attn, wanted = Attention(variant), {"return_lse": return_lse, "return_aux": return_aux}
+    return attn(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, **wanted)
+
+
+def _returned(results: Results, statistics: Statistics, return_aux: Any, return_lse: bool) -> Any:
+    """Result of a call, as it was asked for."""
+    if return_aux is not None:
+        return results[0], aux_of(results, statistics)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def synchronize(kernels: bool = False) -> None:

@@ -16,6 +16,7 @@ from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
+from fa4flex.runtime.auxiliary import check_entropy
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
@@ -39,6 +40,8 @@ def run(
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
         call = Jagged.of(qkv, variant.layout, {"varlen": varlen, "paging": paging, "kv_scales": scales})
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
+    if "entropy" in statistics:
+        check_entropy(variant)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:
@@ -105,13 +108,13 @@ def _with_output(
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
-        out, lse, largest = run(variant.core, caller, qkv, *rest)
-        return graphs.output(variant, out, varlen), lse, largest
+        out, *statistics = run(variant.core, caller, qkv, *rest)
+        return graphs.output(variant, out, varlen), *statistics
     bound = launch.bound_for(variant, caller)
     results = _fused(variant, caller, bound, qkv, *rest)
     if results is None:
-        out, lse, largest = run(variant.core, caller, qkv, *rest)
-        results = _output_of(variant, bound, out, varlen), lse, largest
+        out, *statistics = run(variant.core, caller, qkv, *rest)
+        results = _output_of(variant, bound, out, varlen), *statistics
     if results[1] is not None:
         mark(results[1], variant.output_mod)
     return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from fa4flex.primitives.heads import ratio, refuse_apart
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import autocast
+from fa4flex.runtime.auxiliary import aux_of, statistics_of
+from fa4flex.runtime.call import Statistics
 from fa4flex.runtime.checks import DTYPES, check_strided
 from fa4flex.torch_internals import constant_in_graphs, flex_warnings_shown
 
@@ -36,7 +38,7 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     *,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | Sequence[str] | None = None,
 ) -> Any:
     """Drop-in for torch.nn.attention.flex_attention.flex_attention, with its arguments and results.
 
@@ -45,7 +47,8 @@ def flex_attention(
     have others than query, without gradients: the output has query's. Under autocast all three are cast.
 
     Returns the output [B, Hq, L, Ev] in query's dtype, its dimensions in memory in the order of query's; with
-    `return_lse` also lse [B, Hq, L]; with `return_aux` also an AuxOutput of lse and max_scores.
+    `return_lse` also lse [B, Hq, L]; with `return_aux` also an AuxOutput of lse and max_scores, or a
+    fa4flex.Aux where it is a tuple of names, as compiled variants take it.
 
     Unlike eager flex_attention, a BlockMask without mask_mod masks (its unlisted blocks are not allowed).
     kernel_options: BLOCK_M and BLOCK_N together set the tile; those that only tune torch's kernels are
@@ -54,30 +57,35 @@ def flex_attention(
     if return_lse and return_aux is not None:
         argument = "Cannot specify both return_lse and return_aux. return_lse is deprecated"
         raise InputError(argument, "one of them", "use return_aux=AuxRequest(lse=True)")
-    if return_aux is not None and not isinstance(return_aux, AuxRequest):
-        raise InputError(
-            f"return_aux is a {type(return_aux).__name__}", "an AuxRequest", "e.g. AuxRequest(lse=True)"
-        )
+    statistics = _asked_for(return_lse, return_aux)
     if return_lse:
         _warn_of_return_lse()
-    with_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
-    max_scores = return_aux is not None and bool(return_aux.max_scores)
+    max_scores = "max_scores" in statistics or "max_logit" in statistics
     schedule = _SCHEDULE if not kernel_options else _schedule(kernel_options, max_scores)
     qkv, precision = _prepared(query, key, value, enable_gqa)
-    statistics = ("lse",) * with_lse + ("max_scores",) * max_scores
     results, options = None, Options(score_mod, scale, schedule, precision)
     if isinstance(block_mask, BlockMask) and not torch.compiler.is_compiling():
         results = with_block_mask(qkv, block_mask, options, statistics)
     if results is None:
         results = calls.run(options.variant(block_mask), None, qkv, None, None, statistics)
-    out, lse, largest = results
+    out = results[0]
     if return_lse:
-        return out, lse
+        return out, results[1]
     if return_aux is None:
         return out
-    return out, AuxOutput(
-        lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None
-    )
+    aux = aux_of(results, statistics)
+    return out, AuxOutput(aux.lse, aux.max_scores) if isinstance(return_aux, AuxRequest) else aux
+
+
+def _asked_for(return_lse: bool, return_aux: Any) -> Statistics:
+    """The statistics that a call asks for, in torch's words or ours."""
+    if isinstance(return_aux, AuxRequest):
+        return ("lse",) * bool(return_aux.lse) + ("max_scores",) * bool(return_aux.max_scores)
+    if return_aux is not None and not isinstance(return_aux, (tuple, list)):
+        raise InputError(
+            f"return_aux is a {type(return_aux).__name__}", "an AuxRequest", "e.g. AuxRequest(lse=True)"
+        )
+    return statistics_of(return_aux, return_lse)
 
 
 _SCHEDULE, _PRECISION = Schedule(), Precision()

@@ -66,13 +66,17 @@ class Jagged(NamedTuple):
 
     def nested(self, results: Results, statistics: Statistics) -> Results:
         """Packed results nested as the queries are: out in their layout, statistics as [B, heads, ragged]."""
-        out, lse, largest = results
+        out, lse, largest, *more = results
         made = self._by_offsets(out, 1)
-        return (
+        nested = (
             made.transpose(1, 2) if self.heads_first else made,
             self._by_offsets(lse, 2) if lse is not None and "lse" in statistics else None,
             self._by_offsets(largest, 2) if largest is not None and "max_scores" in statistics else None,
         )
+        if not more:
+            return nested
+        of_heads, entropy = more
+        return *nested, of_heads, self._by_offsets(entropy, 2) if "entropy" in statistics else None
 
     def _by_offsets(self, values: Tensor, dim: int) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(values, self.offsets, self.lengths, jagged_dim=dim)

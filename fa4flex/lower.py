@@ -143,13 +143,14 @@ def lower_forward(arguments: Given) -> Lowered:
     )
 
 
-def lower_backward(arguments: Given, needs: Sequence[int] = ()) -> Lowered:
-    """`needs` are the slots of captured tensors whose gradients are wanted. Errors as in the forward pass."""
+def lower_backward(arguments: Given, needs: Sequence[int] = (), entropy: bool = False) -> Lowered:
+    """`needs` are the slots of captured tensors whose gradients are wanted; entropy: whether that of the rows
+    has a gradient. Errors as in the forward pass."""
     facts, inputs = arguments.facts, arguments.inputs
     target = arguments.target.leaving(arguments.schedule.sm_margin)
     deterministic = arguments.schedule.deterministic
     sizes = Sizes(inputs, arguments.answers)
-    problem = backward_problem(_proved(arguments), facts, deterministic)
+    problem = backward_problem(_proved(arguments), facts, deterministic, entropy)
     queries = None if deterministic else prove_queries(facts, arguments.proved_for, arguments.captured)
     if queries is not None:
         problem = by_queries(problem, queries)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fa4flex import calls
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.auxiliary import Aux, merged_aux
 from fa4flex.runtime.marks import marked
 from fa4flex.variant import compose
 
@@ -22,7 +23,8 @@ def merge(
     *,
     output_mod: Callable[..., Any] | None = None,
     varlen: Varlen | None = None,
-) -> tuple[Tensor, Tensor]:
+    aux: Sequence[Aux] | None = None,
+) -> Any:
     """Output and log-sum-exp over the keys of all parts, each key being in one part.
 
     outs    per part, as attention returns them: [B, H, S, D], or [B, S, H, D] with layout="bshd", or packed
@@ -30,6 +32,9 @@ def merge(
     lses    natural logarithms, [B, H, S] in either layout, or packed [H, T]
     output_mod   an output function, as `compile` takes it: it is applied once, to what was merged
     varlen  lengths of the queries, for an output function of packed parts
+    aux     per part, the other statistics that it returned: the result is (out, lse, fa4flex.Aux) then, with
+            those of the whole. max_scores and max_logit are the largest of the parts; with the parts' shares
+            P = exp(lse_part - lse), the entropy is the sum of P (entropy_part - log P), which is exact
 
     Computed in float32, in float64 for float64, on any device. A row without keys in a part ignores that
     part; a row without keys in any part has output 0 and log-sum-exp -inf. Gradients reach
@@ -68,7 +73,8 @@ def merge(
                 "pass the varlen of the calls that gave the parts",
             )
         out = calls.output_of(compose(output_mod=output_mod, layout=layout), out, varlen)
-    return out, merged.transpose(-1, -2) if by_row else merged
+    whole = merged.transpose(-1, -2) if by_row else merged
+    return (out, whole) if aux is None else (out, whole, merged_aux(aux, result, whole))
 
 
 def _refuse_parts_of_functions(lses: Sequence[Tensor] | Tensor) -> None:

@@ -113,6 +113,7 @@ class Attention(nn.Module):
         blocks: BlockMap | BlockMask | None = None,
         scale: float | None = None,
         return_lse: bool = False,
+        return_aux: Sequence[str] | None = None,
     ) -> Any:
         """Attention of q, k, v, with shapes, dtypes, results and errors of `fa4flex.compile(...)(q, k, v)`.
 
@@ -129,6 +130,7 @@ class Attention(nn.Module):
             scale=scale,
             sinks=self.sinks,
             return_lse=return_lse,
+            return_aux=return_aux,
         )
 
     @property

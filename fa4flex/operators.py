@@ -88,6 +88,7 @@ _OUTPUT = _rows(
 )
 _SECOND = (*_rows("Tensor q, Tensor k, Tensor lse, Tensor? rows, Tensor[] operands"), *_LENGTHS, *_PROGRAM)
 _HEADS_FIRST, _MAX_SCORES = _rows("bool heads_first"), _rows("bool max_scores")
+_STATISTICS = (*_MAX_SCORES, *_rows("bool max_logit, bool entropy"))
 
 OPERATORS = {
     "attention": Operator(
@@ -101,6 +102,17 @@ OPERATORS = {
     "attention_in_pages": Operator(
         (*_QKV, *_PAGES, *_OF_QUERIES, *_CAPTURED, *_PROGRAM, *_HEADS_FIRST, *_MAX_SCORES),
         "(Tensor, Tensor, Tensor)", "fa4flex.runtime.ops", "attention_in_pages", "attention_in_pages_fake",
+    ),
+    "attention_with_statistics": Operator(
+        (*_QKV, *_CAPTURED, *_LENGTHS, *_PROGRAM, *_STATISTICS),
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", "fa4flex.runtime.ops",
+        "attention_with_statistics", "attention_with_statistics_fake",
+        "attention_with_statistics_and_gradients",
+    ),
+    "attention_in_pages_with_statistics": Operator(
+        (*_QKV, *_PAGES, *_OF_QUERIES, *_CAPTURED, *_PROGRAM, *_HEADS_FIRST, *_STATISTICS),
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)", "fa4flex.runtime.ops",
+        "attention_in_pages_with_statistics", "attention_in_pages_with_statistics_fake",
     ),
     "output_function": Operator(
         (*_rows("Tensor out"), *_OUTPUT), "Tensor",

@@ -36,10 +36,10 @@ def run(variant: Variant, codes: Quantized, statistics: Statistics) -> Results:
         shift = as_score(_shift(exact.bias * scale, codes))
         settings["score_mod"] = shift if variant.score_mod is None else shift >> variant.score_mod
     same = tuple(x.to(kind) for x in exact[:3])
-    out, lse, largest = calls.run(
+    out, *statistics_made = calls.run(
         changed(variant, **settings), None, (same[0], same[1], same[2]), codes.varlen, None, statistics
     )
-    return out.to(variant.precision.output_dtype(codes.dtype)), lse, largest
+    return out.to(variant.precision.output_dtype(codes.dtype)), *statistics_made  # type: ignore[return-value]
 
 
 def _shift(bias: Tensor, codes: Quantized) -> Callable[..., Any]:

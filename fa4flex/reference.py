@@ -8,6 +8,12 @@ score matrix; use it to check results, at sizes where that fits.
             times kept(b, h, q_idx, kv_idx) / (1 - rate) with dropout
     out   = output_mod(p v, b, h, q_idx, d_idx)    of a row without allowed keys: of 0
     lse   = log(sum(exp(score)))                    natural logarithm; such a row gives -inf
+
+Statistics beside these, of p = exp(score - lse), of a sink's p as well where there is one:
+
+    max_scores = max(score) of each row             without the sink; -inf without allowed keys
+    max_logit  = the largest of a head's max_scores, over batch and queries
+    entropy    = -sum(p log(p)) of each row         0 without allowed keys
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ __all__ = [
 
 Mod = Callable[..., Any]
 Ranges = list[tuple[int, int]]
+Statistics = dict[str, Tensor]
+"""max_scores and entropy [B, H, Sq], or packed [H, Tq], and max_logit [H], in float64."""
 
 
 class _GatherByTensors(TorchFunctionMode):
@@ -188,6 +196,7 @@ def attention(
     dropout: Any = None,
     first: int = 0,
     normalizer: Normalizer | None = None,
+    statistics: Statistics | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
 
@@ -196,7 +205,8 @@ def attention(
     is a mask_mod or a torch BlockMask. `dropout` is a fa4flex.Dropout with a seed, for which the first entry
     of the batch is number `first`. Gradients reach q, k, v, sinks and the floating tensors that the mods
     captured. With a normaliser but the softmax (plus n, which lse includes) there is no log-sum-exp: lse is
-    0. Raises InputError where H is not a multiple of Hk and of Hv.
+    0. `statistics` is a dict that the others are put into; its entropy is differentiable. Raises InputError
+    where H is not a multiple of Hk and of Hv.
     """
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
@@ -221,6 +231,8 @@ def attention(
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
     factors = None if dropout is None else _factors(dropout, (batch, heads, q_len, kv_len), first)
     out, lse = _softmax(logits, v, factors)
+    if statistics is not None:
+        statistics |= statistics_of(logits)
     return modified_output(out, output_mod), lse
 
 
@@ -293,6 +305,22 @@ def normalised(scores: Tensor, allowed: Tensor, normalizer: Normalizer) -> Tenso
     return scaled.clamp(min=0) / total
 
 
+def statistics_of(logits: Tensor) -> Statistics:
+    """Statistics of logits [B, H, Sq, Skv + 1] whose last column is the sink; masked ones are -inf."""
+    masked, scores = logits == -math.inf, logits[..., :-1].detach()
+    nothing = masked.all(-1, keepdim=True)
+    log_p = torch.log_softmax(logits.masked_fill(nothing, 0), -1).masked_fill(masked, -math.inf)
+    entropy = -(log_p.exp() * log_p.masked_fill(masked, 0)).sum(-1)
+    largest = _largest(scores)
+    of_heads = _largest(largest.transpose(0, 1).flatten(1))
+    return {"max_scores": largest, "max_logit": of_heads, "entropy": entropy}
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest along the last dimension, of none -inf."""
+    return torch.cat([x, x.new_full((*x.shape[:-1], 1), -math.inf)], -1).amax(-1)
+
+
 def sequence_ranges(cu_seqlens: Tensor, seqused: Tensor | None = None) -> Ranges:
     """(start, stop) of each sequence in packed rows, from cumulative lengths [N+1] and used lengths [N]."""
     bounds = cu_seqlens.tolist()
@@ -324,26 +352,41 @@ def varlen(
     output_mod: Mod | None = None,
     dropout: Any = None,
     normalizer: Normalizer | None = None,
+    statistics: Statistics | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
 
     `qkv` is packed: q [Tq, H, D], k [Tk, Hk, D], v [Tk, Hv, Dv]. `ranges` holds the rows of each sequence
     in q and in k (`sequence_ranges`). In a mod, b is the sequence, indices and lengths are its own.
-    Rows of q in no sequence have out 0 and lse -inf.
+    Rows of q in no sequence have out 0, lse -inf and entropy 0. `statistics`: see `attention`.
     """
     q, k, v = qkv
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
     lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
+    largest, entropy = lse.clone(), torch.zeros_like(lse)
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(*ranges, strict=True)):
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
         mods = of_sequence(score_mod, n, 1), of_sequence(mask, n, 0)
         after = of_sequence(output_mod, n, 1)
-        rest: dict[str, Any] = {"scale": scale, "sinks": sinks, "output_mod": after}
-        rest["normalizer"] = normalizer_of_sequence(normalizer, n)
-        o, s = attention(one[0], one[1], one[2], *mods, **rest, dropout=dropout, first=n)
-        out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
-        lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])
+        more: Statistics | None = None if statistics is None else {}
+        rest: dict[str, Any] = {"scale": scale, "sinks": sinks, "output_mod": after, "statistics": more}
+        rest |= {"normalizer": normalizer_of_sequence(normalizer, n), "dropout": dropout, "first": n}
+        o, s = attention(one[0], one[1], one[2], *mods, **rest)
+        out = _placed(out, q0, q1, o[0].transpose(0, 1))
+        lse = _placed(lse, q0, q1, s[0].transpose(0, 1))
+        if more is not None:
+            largest = _placed(largest, q0, q1, more["max_scores"][0].transpose(0, 1))
+            entropy = _placed(entropy, q0, q1, more["entropy"][0].transpose(0, 1))
+    if statistics is not None:
+        of_heads = _largest(largest.transpose(0, 1))
+        rows = {"max_scores": largest.transpose(0, 1), "entropy": entropy.transpose(0, 1)}
+        statistics |= {**rows, "max_logit": of_heads}
     return out, lse.transpose(0, 1)
+
+
+def _placed(whole: Tensor, start: int, stop: int, part: Tensor) -> Tensor:
+    """`whole` with these rows replaced."""
+    return torch.cat([whole[:start], part, whole[stop:]])
 
 
 def normalizer_of_sequence(normalizer: Normalizer | None, n: int) -> Normalizer | None:

@@ -39,6 +39,7 @@ from fa4flex.parallel.traffic import Model, heads_move
 from fa4flex.primitives.dropout import drawn
 from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.runtime import autocast, launch
+from fa4flex.runtime.auxiliary import aux_of, lse_alone
 from fa4flex.runtime.checks import (
     check_dense,
     check_operand_devices,
@@ -207,16 +208,22 @@ class ContextParallel:
         *,
         lengths: Lengths | None = None,
         return_lse: bool = False,
+        return_aux: Sequence[str] | None = None,
     ) -> Any:
         """Attention of this rank's queries over all keys; tensors as for the attention itself, but local.
 
         q, k and v hold the tokens of this rank's ranges in `placement(lengths)`, one range after another. All
         ranks call alike. Without `lengths` they are found by asking all ranks, at each call; with them, ranks
-        compare shapes at the first call of a kind only. Returns out, or (out, lse), of the local queries.
+        compare shapes at the first call of a kind only. Returns out, or (out, lse), of the local queries, or
+        with return_aux=("lse",) out and a fa4flex.Aux; other statistics raise UnsupportedError.
 
         DTensors are sharded along the sequence, in order, and so are the results: queries travel to where
         they are computed, and back.
         """
+        if return_aux is not None:
+            statistics = lse_alone(return_aux, return_lse, "of queries that are spread over ranks")
+            out, lse = self(q, k, v, lengths=lengths, return_lse=True)
+            return out, aux_of((out, lse, None), statistics)
         if any_autocast() and autocast.active(q):
             q, k, v = autocast.cast(q, k, v)
             with autocast.off(q):

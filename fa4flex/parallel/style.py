@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fa4flex.errors import UnsupportedError
 from fa4flex.parallel.context import ContextParallel, parallel
 from fa4flex.parallel.pieces import SEQUENCE
+from fa4flex.runtime.auxiliary import aux_of, lse_alone
 from fa4flex.variant import Variant
 
 Layouts = Placement | tuple[Placement, ...]
@@ -110,8 +111,14 @@ class Spread:
     layouts: tuple[tuple[Placement, ...], tuple[Placement, ...], tuple[Placement, ...]]
     local: bool
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_aux: Any = None
+    ) -> Any:
         """Attention as one process computes it, of tensors as the style says that they lie."""
+        if return_aux is not None:
+            statistics = lse_alone(return_aux, return_lse, "of tensors that are spread over ranks")
+            out, lse = self(q, k, v, return_lse=True)
+            return out, aux_of((out, lse, None), statistics)
         inputs, computed, outputs = self.layouts
         arguments = [
             x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, inputs, run_check=False)

@@ -13,19 +13,20 @@ from torch import Tensor
 
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import cpu
-from fa4flex.runtime.call import Call
+from fa4flex.runtime.call import Call, largest_of_heads, more_than_rows
 from fa4flex.runtime.cpu.few import fit as fit
 from fa4flex.runtime.kv_heads import of_kv_heads, summed
 from fa4flex.runtime.programs import Forward, Published
 
 Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""([dout, dlse], what the forward pass returned); without dlse where nothing depends on the lse."""
+"""([dout, dlse, dentropy], what the forward pass returned); without the last, or both, where nothing depends
+on the entropy, or the lse."""
 
 
 def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     """See ops.forward."""
     inputs, sequences = inputs_of_call(program, call), sequences_of_call(call)
-    alone = not differentiable and "max_scores" not in call.statistics
+    alone = not differentiable and call.statistics in ((), ("lse",))
     if alone and sequences is None:
         outcome = cpu.outputs(program.facts, inputs)
         if outcome is not None:
@@ -35,7 +36,7 @@ def forward(program: Published, call: Call, differentiable: bool) -> Forward:
     if alone:
         none = result.lse.new_empty(0)
         return result.out, result.lse, none, none
-    return result.out, result.lse, result.max_scores, result.total
+    return _with_more(call, result, (result.out, result.lse, result.max_scores, result.total))
 
 
 def skipped(program: Published, call: Call) -> Tensor:
@@ -65,8 +66,18 @@ def forward_on_gpu(program: Published, call: Call) -> Forward:
         inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):
         result = _forward(program, inputs, sequences_of_call(call))
+        none = result.lse.new_empty(0)
+        largest = result.max_scores if "max_scores" in call.statistics else none
+        return _with_more(call, result, (result.out, result.lse, largest, none))
+
+
+def _with_more(call: Call, result: cpu.Forward, made: Forward) -> Forward:
+    """Results of a call, with max_logit and entropy where one of them is wanted."""
+    if not more_than_rows(call.statistics):
+        return made
     none = result.lse.new_empty(0)
-    return result.out, result.lse, result.max_scores if "max_scores" in call.statistics else none, none
+    of_heads = largest_of_heads(result.max_scores) if "max_logit" in call.statistics else none
+    return *made, of_heads, none if result.entropy is None else result.entropy
 
 
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
@@ -78,8 +89,8 @@ def backward_on_gpu(
     program: Published, call: Call, gradients: Gradients, needs: Sequence[int]
 ) -> list[Tensor]:
     """The same in PyTorch operations on the GPU: exact, deterministic and slow."""
-    upstream, (out, lse, *_) = gradients
-    saved = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
+    upstream, (out, lse, *more) = gradients
+    saved = out, lse, lse, (lse > -torch.inf).to(lse.dtype), *more[-1:]
     with torch.device("cpu"):
         inputs = inputs_of_call(program, call)
     with torch.device(call.q.device):
@@ -98,13 +109,16 @@ def _forward(
 def _backward(
     program: Published, call: Call, inputs: cpu.Inputs, gradients: Gradients, needs: Sequence[int]
 ) -> list[Tensor]:
-    (dout, *of_lse), saved = gradients
-    dlse = of_lse[0] if of_lse else None
-    sequences, before = sequences_of_call(call), cpu.Forward(*saved)
+    (dout, *of_rows), saved = gradients
+    dlse, dentropy = (*of_rows, None, None)[:2]
+    out, lse, largest, total, *more = saved
+    before = cpu.Forward(out, lse, largest, total, None if dentropy is None else more[-1])
+    sequences = sequences_of_call(call)
     if sequences is None:
-        result = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
+        result = cpu.backward(program.facts, inputs, before, dout, dlse, needs, dentropy)
     else:
-        result = cpu.backward_sequences(program.facts, inputs, sequences, before, (dout, dlse), needs)
+        upstream = dout, dlse, dentropy
+        result = cpu.backward_sequences(program.facts, inputs, sequences, before, upstream, needs)
     dk, dv = (summed(x, share) for x, share in zip((result.dk, result.dv), call.shares, strict=True))
     results = [result.dq, dk, dv, result.sinks, *(result.operands[slot] for slot in needs)]
     return [x for x in results if x is not None]
@@ -126,6 +140,7 @@ def inputs_of_call(program: Published, call: Call) -> cpu.Inputs:
         tile=program.schedule.tile,
         contents=program.schedule.contents,
         skip=precision.skip,
+        entropy="entropy" in call.statistics,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,24 @@ from fa4flex.runtime.key_sources import Contiguous, KeySource
 from fa4flex.runtime.key_sources import Results as Results
 
 Statistics = tuple[str, ...]
-"""Statistics wanted of "lse" and "max_scores", in this order."""
+"""Statistics wanted of "lse", "max_scores", "max_logit" and "entropy", in this order."""
+
+
+def results_of(made: tuple[Any, ...], statistics: Statistics) -> Results:
+    """Results of what computed a call: of programs.Forward, or results themselves."""
+    return (*made[:3], *made[-2:]) if more_than_rows(statistics) else made[:3]
+
+
+def more_than_rows(statistics: Statistics) -> bool:
+    """True if results have "max_logit" and "entropy" beside them: see Results."""
+    return "max_logit" in statistics or "entropy" in statistics
+
+
+def largest_of_heads(largest: Tensor) -> Tensor:
+    """max_logit [H] of max_scores [B, H, S], or packed [H, T]."""
+    rows = largest.detach()
+    rows = rows.transpose(0, 1).flatten(1) if rows.ndim == 3 else rows
+    return rows.amax(1) if rows.shape[1] else rows.new_full(rows.shape[:1], -torch.inf)
 
 
 class SequenceLengths(NamedTuple):
@@ -49,7 +66,7 @@ class Call(NamedTuple):
     lengths      those of a ragged batch
     scalars      captured numbers by slot
     scale        multiplies q.k
-    statistics   which of "lse" and "max_scores" are wanted
+    statistics   which are wanted
     """
 
     q: Tensor

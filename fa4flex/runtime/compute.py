@@ -23,7 +23,8 @@ from fa4flex.torch_internals import outside_operators
 from ptxsim.active import simulating
 
 Gradients = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""([dout, dlse], what the forward pass returned); without dlse where nothing depends on the lse."""
+"""([dout, dlse, dentropy], what the forward pass returned); without the last, or both, where nothing depends
+on the entropy, or the lse."""
 
 
 def on_gpu(q: Tensor) -> bool:
@@ -41,9 +42,9 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
         return _by_flex(program, call)
     results = _by_engine(program, call) if there and not call.empty else None
     if results is not None:
-        out, lse, largest = results
-        assert lse is not None
-        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
+        out, *statistics = results
+        lse, largest, *more = _present(statistics)
+        return out, lse, largest, lse.new_empty(0), *more
     from fa4flex.runtime import blockwise
 
     if there:
@@ -82,6 +83,13 @@ def key_mass(program: Published, call: Call, lse: Tensor) -> Tensor | None:
 _OF_KERNELS = (torch.bfloat16, torch.float16)
 
 
+def _present(statistics: Sequence[Tensor | None]) -> list[Tensor]:
+    """The log-sum-exp and what follows, empty in place of None."""
+    lse = statistics[0]
+    assert lse is not None
+    return [lse.new_empty(0) if x is None else x for x in statistics]
+
+
 def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
     """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`]."""
     if by_flex(program.backend, call.q) and not call.empty:
@@ -102,10 +110,11 @@ def backward_by_kernels(
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
-    (dout, *of_lse), (out, lse, *_) = gradients
-    dlse = of_lse[0] if of_lse else None
+    (dout, *of_rows), (out, lse, *more) = gradients
+    dlse, dentropy = (*of_rows, None, None)[:2]
     if dout.dtype == out.dtype == call.q.dtype:
-        result = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
+        saved = Saved(out, lse, dout, dlse, dentropy, None if dentropy is None else more[-1])
+        result = run_backward(program.engine, call, saved, needs)
         if result is not None:
             return [x for x in (*result[:4], *result.captured) if x is not None]
     return _backward_blockwise(program, call, gradients, needs)
@@ -116,8 +125,8 @@ def _backward_blockwise(
 ) -> list[Tensor]:
     from fa4flex.runtime import blockwise
 
-    (dout, *of_lse), (out, lse, *_) = gradients
-    turned = [call.turn(dout), *of_lse], (call.turn(out), lse)
+    (dout, *of_rows), (out, *statistics) = gradients
+    turned = [call.turn(dout), *of_rows], (call.turn(out), *statistics)
     made = blockwise.backward_on_gpu(program, call.turned(), turned, needs)
     return [*map(call.turn, made[:3]), *made[3:]]
 
@@ -128,19 +137,14 @@ def _backward_blockwise(
 def _by_flex(program: Published, call: Call) -> Forward:
     """The results as an operator returns them."""
     with outside(grad=False):
-        result, lse, largest = program.flex.attend(call)
-    assert lse is not None
+        result, *statistics = program.flex.attend(call)
     output = program.precision.output_dtype(call.q.dtype)
     out = empty_output(call.q, call.kv.v.shape[-1], output).copy_(result)
-    lse = lse.contiguous()
+    lse, largest, *more = (x.contiguous() for x in _present(statistics))
     if call.q.device.type != "cpu":
-        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
-    return (
-        out,
-        lse,
-        lse.clone() if largest is None else largest.contiguous(),
-        (lse > -torch.inf).to(lse.dtype),
-    )
+        return out, lse, largest, lse.new_empty(0), *more
+    largest = largest if largest.numel() else lse.clone()
+    return out, lse, largest, (lse > -torch.inf).to(lse.dtype), *more
 
 
 def _backward_by_flex(
@@ -155,7 +159,7 @@ def _backward_by_flex(
         again = call._replace(
             q=q, kv=Contiguous(k, v), sinks=sinks, operands=tuple(operands), statistics=statistics
         )
-        out, lse, _ = program.flex.attend(again)
+        out, lse, *_ = program.flex.attend(again)
         wanted = [x for x in (q, k, v, sinks) if x is not None] + [operands[slot] for slot in needs]
         outputs = [out.to(upstream[0].dtype)] if lse is None else [out.to(upstream[0].dtype), lse]
         return list(torch.autograd.grad(outputs, wanted, list(upstream), materialize_grads=True))

@@ -18,6 +18,8 @@ from fa4flex.runtime.packing import sequence_lengths
 from fa4flex.torch_internals import modes_of_dispatch
 
 COUNTER = "torch.utils.flop_counter"
+_COMMON = len(OPERATORS["attention"].rows)
+"""Arguments that both operators of a forward pass have."""
 _registered = False
 
 
@@ -30,6 +32,7 @@ def follow() -> None:
     _registered = True
     formulas = {
         torch.ops.fa4flex.attention: forward_flops,
+        torch.ops.fa4flex.attention_with_statistics: forward_flops,
         torch.ops.fa4flex.attention_backward: backward_flops,
     }
     for operator, formula in formulas.items():
@@ -41,7 +44,7 @@ def follow() -> None:
 
 
 def forward_flops(*arguments: Any, **_: Any) -> int:
-    value = OPERATORS["attention"].named(arguments)
+    value = OPERATORS["attention"].named(arguments[:_COMMON])
     q, k, v = (value[name] for name in "qkv")
     return 2 * _scores(q, k, sequence_lengths(value)) * (q.shape[-1] + v.shape[-1])
 

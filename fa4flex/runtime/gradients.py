@@ -22,7 +22,8 @@ from fa4flex.torch_internals import MappedDimension, dispatch_modes, function_mo
 class Outline(NamedTuple):
     """A call without its tensors, which autograd keeps.
 
-    compute      makes the results of a call: out, lse, then such as have no gradients, or None
+    compute      makes the results of a call: out, lse, then such as have no gradients, or None; and last the
+                 entropy, where it is asked for
     operands     number of captured tensors
     sinks, ragged   whether the call has sinks, and lengths
     registered   whether `compute` is an operator, as the backward pass is then, too
@@ -50,6 +51,11 @@ class Outline(NamedTuple):
         return Outline(program, compute, len(call.operands), sinks, ragged, registered, kernels, *call[5:])
 
     @property
+    def entropy(self) -> int | None:
+        """Place of the entropy, which is differentiable, among results; None where it is not asked for."""
+        return -1 if "entropy" in self.statistics else None
+
+    @property
     def fixed(self) -> int:
         """Number of tensors before the operands."""
         return 3 + self.sinks + 4 * self.ragged
@@ -69,7 +75,7 @@ class Outline(NamedTuple):
         """Gradients of q, k, v, of sinks where there are some, and of the captured tensors in slots `needs`.
         Where something intercepts operators, one is called.
 
-        upstream   gradients of out, and of lse where it has one
+        upstream   gradients of out, of lse where it or the entropy has one, and of that where it has one
         saved      results of the forward pass
         """
         call = self.call(tensors)
@@ -87,17 +93,22 @@ class Attend(torch.autograd.Function):
         results = outline.compute(outline.call(tensors)) if known is None else outline.compute(*known)
         ctx.outline = outline
         ctx.save_for_backward(*tensors, *results)
-        if len(results) > 3 or results[2] is not None:
+        if len(results) > 4:
+            ctx.mark_non_differentiable(*[x for x in results[2 : outline.entropy] if x is not None])
+        elif len(results) > 3 or results[2] is not None:
             ctx.mark_non_differentiable(*results[2:])
         # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Any, ...]:
         outline, saved = ctx.outline, ctx.saved_tensors
         count = outline.fixed + outline.operands
-        arriving, wanted = (dout, dlse), ctx.needs_input_grad[2:]
+        arriving: tuple[Tensor | None, ...] = (dout, dlse)
+        wanted = ctx.needs_input_grad[2:]
+        if outline.entropy is not None:
+            arriving = dout, dlse, rest[-1]
         made = _beside_modes if function_modes() else gradients
         return None, None, *made(outline, saved[:count], saved[count:], arriving, wanted)
 
@@ -133,16 +144,18 @@ def gradients(
     call: Outline,
     tensors: Sequence[Any],
     saved: Sequence[Any],
-    arriving: tuple[Tensor | None, Tensor | None],
+    arriving: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of the tensors, None for those that have none.
 
-    arriving   those of out and lse
+    arriving   those of out, lse, and the entropy where there is one
     wanted     whether autograd asks for one, by tensor
     """
-    (dout, dlse), fixed = arriving, call.fixed
-    upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
+    given, fixed = list(arriving), call.fixed
+    while len(given) > 1 and given[-1] is None:
+        given.pop()
+    upstream = [torch.zeros_like(x) if dx is None else dx for x, dx in zip([*saved[:2], saved[1]], given)]
     needs = [slot for slot, want in enumerate(wanted[fixed : fixed + call.operands]) if want]
     if torch.is_grad_enabled():  # create_graph=True
         # Second derivatives follow from the tensors: through what was saved, zeros would run this pass again.

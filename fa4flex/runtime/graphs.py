@@ -24,12 +24,13 @@ from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.traced import ModKind
 from fa4flex.errors import Fa4flexError
+from fa4flex.kernels.plan.problem import STATISTICS
 from fa4flex.primitives.normalizer import Weights
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, launch
-from fa4flex.runtime.call import Call, Results, SequenceLengths, Statistics
+from fa4flex.runtime.call import Call, Results, SequenceLengths, Statistics, results_of
 from fa4flex.runtime.checks import (
     Sizes,
     check_dense,
@@ -42,7 +43,7 @@ from fa4flex.runtime.checks import (
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 from fa4flex.runtime.output import Rows, applied, by_operator, whole_of
 from fa4flex.runtime.output_values import OutputCall
-from fa4flex.runtime.packing import results_by_operator
+from fa4flex.runtime.packing import asked_for, results_by_operator
 from fa4flex.runtime.programs import contract, publish
 from fa4flex.runtime.second_pass import SecondCall, Tensors, check_lse
 from fa4flex.runtime.second_pass import by_operator as pass_by_operator
@@ -95,9 +96,9 @@ class _Attention(HigherOrderOperator):
         score_lifted: Sequence[Any] = (),
         mask_lifted: Sequence[Any] = (),
     ) -> Results:
-        """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`; with "rows",
-        q is an output, `score_mod` a function of it, and the result the function's, three times; with
-        "chosen", v is a lse, and the result three times that of a second pass."""
+        """Results of q, k, v [B, H, S, D], or packed. `options`: see `attend`; with "rows", q is an output,
+        `score_mod` a function of it, and the result the function's, three times; with "chosen", v is a lse,
+        and the result three times that of a second pass."""
         if not isinstance(score_mod, fx.GraphModule):
             eager = _eager if "rows" not in options else _eager_output
             eager = _eager_second_pass if "chosen" in options else eager
@@ -126,10 +127,9 @@ class _Attention(HigherOrderOperator):
             seed, threshold = options["dropout"]
             facts, operands, scalars = dropped(facts, operands, scalars, seed, threshold)
         program = publish(facts, schedule, precision, options["backend"])
-        statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
+        statistics = asked_for(options)
         call = Call(q, kv, operands, options["sinks"], lengths, scalars, scale, heads_first, statistics)  # type: ignore[arg-type]
-        out, lse, largest, *_ = results_by_operator(program, call)
-        return out, lse, largest
+        return results_of(results_by_operator(program, call), statistics)
 
 
 def _read(
@@ -229,8 +229,8 @@ def run(variant: Variant, q: Tensor, kv: KeySource, varlen: Varlen | None, stati
     lengths: tuple[Tensor | None, ...] = (None, None, None, None)
     if varlen is not None:
         lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
-    out, lse, largest = attend((q, k, v), variant, _options(variant, lengths, statistics))
-    return out.transpose(1, 2) if swap else out, lse, largest
+    out, *more = attend((q, k, v), variant, _options(variant, lengths, statistics))
+    return out.transpose(1, 2) if swap else out, *more
 
 
 def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: Statistics) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
         "sinks": variant.logits(),
         "lengths": lengths,
         "heads_first": True,
-        "max_scores": "max_scores" in statistics,
+        **{name: name in statistics for name in STATISTICS[1:]},
         "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
         "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
         "backend": variant.backend,
@@ -280,11 +280,11 @@ def _in_pages(
 
 
 def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[str, Any]) -> Results:
-    """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
+    """Results of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); heads_first;
-    max_scores, whether they are wanted; schedule and precision as their fields by name; backend; and pages
-    (table, numbers of keys), where keys lie in some.
+    statistics besides lse by name, whether they are wanted; schedule and precision as their fields by name;
+    backend; and pages (table, numbers of keys), where keys lie in some.
     """
     _register()
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
@@ -381,8 +381,7 @@ def _eager(variant: Variant, qkv: tuple[Tensor, Tensor, Tensor], options: dict[s
     lengths, layout = options["lengths"], _LAYOUTS[options["heads_first"]]
     kv: KeySource = Paged(k, v, *options["pages"]) if "pages" in options else Contiguous(k, v)
     varlen = None if all(x is None for x in lengths) else Varlen(*lengths)
-    statistics = ("lse", "max_scores") if options["max_scores"] else ("lse",)
-    return launch.attend(replace(variant, layout=layout), q, kv, varlen, statistics)
+    return launch.attend(replace(variant, layout=layout), q, kv, varlen, asked_for(options))
 
 
 @torch.compiler.disable

@@ -41,9 +41,10 @@ from fa4flex.variant import Variant
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
-Results = tuple[Tensor, Tensor | None, Tensor | None]
-"""out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries, each None or empty where
-it is computed on request and was not wanted."""
+Results = tuple[Any, ...]
+"""out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries; and where one of them is
+wanted, max_logit [Hq] and entropy, which is like lse. Each is None or empty where it is computed on request
+and was not wanted."""
 
 
 class Copied(NamedTuple):
@@ -268,11 +269,11 @@ class Paged(_Pages, KeySource):
 
         def results(result: Results) -> Results:
             out = result[0].unflatten(0, sizes)
-            lse, largest = (
+            statistics = [
                 x.unflatten(1, sizes).transpose(0, 1) if x is not None and x.ndim == 2 else x
                 for x in result[1:]
-            )
-            return out.transpose(1, 2) if heads_first else out, lse, largest
+            ]
+            return out.transpose(1, 2) if heads_first else out, *statistics
 
         return Copied(rows.flatten(0, 1), kv, Varlen(cu_q, starts), results)
 
@@ -437,7 +438,7 @@ class EightBit(_Scaled, KeySource):
         dtype = variant.precision.compute_dtype(q.dtype) if on_cpu else q.dtype
 
         def results(result: Results) -> Results:
-            return result[0].to(output), result[1], result[2]
+            return result[0].to(output), *result[1:]
 
         return Copied(q.to(dtype), self.dequantised(varlen, variant, dtype), varlen, results)
 

@@ -16,7 +16,7 @@ from fa4flex.codegen.build import Bound, Trace, bind, bind_output, joined
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, ops
-from fa4flex.runtime.call import Call, Results, Statistics, lengths_of
+from fa4flex.runtime.call import Call, Results, Statistics, lengths_of, results_of
 from fa4flex.runtime.checks import (
     check_dense,
     check_operand_devices,
@@ -199,7 +199,7 @@ def run(
 ) -> Results:
     """One call of a program. See fa4flex.api.Attention for shapes and errors.
 
-    Of lse and max_scores at least those in `statistics` are computed.
+    At least those in `statistics` are computed.
     """
     if any_autocast() and autocast.active(q) and (cast := kv.cast(q)) is not None:
         with autocast.off(q):
@@ -246,10 +246,10 @@ def _by_operator(now: Calling, call: Call, seen: bool) -> Results:
         from fa4flex.runtime.flex.refusals import refuse_tensors  # calls of kernels do not wait for it
 
         refuse_tensors(call.operands, tuple(o.name for o in now.bound.trace.operands))
-        out, lse, largest = program.flex.attend(turned)
+        out, *statistics = program.flex.attend(turned)
     else:
-        out, lse, largest = ops.attend(program, turned, seen)[:3]
-    return call.turn(out), lse, largest
+        out, *statistics = results_of(ops.attend(program, turned, seen), call.statistics)
+    return call.turn(out), *statistics
 
 
 def _by_kernels(
@@ -320,8 +320,11 @@ def _known_to_flex(
         now.variant.blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
     if now.recent is not None and varlen is None:
         return now.recent.attend(ready, call)
-    out, lse, largest = ready(turned)
-    return call.turn(out), lse, largest
+    out, *of_rows = ready(turned)
+    return call.turn(out), *of_rows
+
+
+_LSE = frozenset(("lse",))
 
 
 def _single_queries(
@@ -332,7 +335,7 @@ def _single_queries(
     from fa4flex.runtime import blockwise  # calls of kernels do not wait for it
 
     variant, qkv = now.variant, (q, kv.k, kv.v)
-    if type(kv) is not Contiguous or varlen is not None or "max_scores" in statistics:
+    if type(kv) is not Contiguous or varlen is not None or not _LSE.issuperset(statistics):
         return None
     if now.bound.trace.operands or variant.blocks is not None or variant.sinks is not None:
         return None

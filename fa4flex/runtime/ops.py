@@ -18,7 +18,7 @@ from fa4flex.operators import OPERATORS, library
 from fa4flex.primitives.paging import Paging, conditions_of
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, flops, packing, sharding
-from fa4flex.runtime.call import Call, lengths_of
+from fa4flex.runtime.call import Call, lengths_of, results_of
 from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
@@ -33,6 +33,7 @@ from ptxsim.active import simulating
 _ATTENTION, _BACKWARD, _IN_PAGES = (
     OPERATORS[name] for name in ("attention", "attention_backward", "attention_in_pages")
 )
+_WITH_MORE, _IN_PAGES_WITH_MORE = (OPERATORS[x + packing.WITH_MORE] for x in packing.NAMES.values())
 
 # --- calls ------------------------------------------------------------------------------------------------
 
@@ -60,9 +61,16 @@ _follow()
 # --- contiguous keys --------------------------------------------------------------------------------------
 
 
-@on_the_host
 def attention(*arguments: Any) -> Forward:
-    value = _ATTENTION.named(arguments)
+    return _attention(_ATTENTION.named(arguments))
+
+
+def attention_with_statistics(*arguments: Any) -> Forward:
+    return _attention(_WITH_MORE.named(arguments))
+
+
+@on_the_host
+def _attention(value: dict[str, Any]) -> Forward:
     with autocast.off(value["q"]):
         return forward(read(value["program"]), packing.call_of(value))
 
@@ -77,8 +85,15 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
 
 
 def attention_with_gradients(*arguments: Any) -> Any:
+    return _with_gradients(_ATTENTION.named(arguments))
+
+
+def attention_with_statistics_and_gradients(*arguments: Any) -> Any:
+    return _with_gradients(_WITH_MORE.named(arguments))
+
+
+def _with_gradients(value: dict[str, Any]) -> Any:
     _follow()
-    value = _ATTENTION.named(arguments)
     program, call = read(value["program"]), packing.call_of(value, data=False)
 
     def compute(call: Call) -> Any:
@@ -118,6 +133,18 @@ def attention_fake(*arguments: Any) -> Forward:
     return out, lse, lse.new_empty(lse.shape), lse.new_empty(lse.shape)
 
 
+def attention_with_statistics_fake(*arguments: Any) -> Forward:
+    value = _WITH_MORE.named(arguments)
+    made = attention_fake(*_ATTENTION.packed(value))
+    return *made, *_more_fake(value, made[1], value["q"].shape[1])
+
+
+def _more_fake(arguments: dict[str, Any], lse: Tensor, heads: Any) -> tuple[Tensor, Tensor]:
+    """max_logit and entropy, which are empty where they are not wanted."""
+    entropy = lse.new_empty(lse.shape if arguments["entropy"] else (0,))
+    return lse.new_empty((heads,) if arguments["max_logit"] else (0,)), entropy
+
+
 def _results_fake(arguments: dict[str, Any], heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and max_scores, which are empty where they are not wanted."""
     q, precision = arguments["q"], read(arguments["program"]).precision
@@ -140,8 +167,16 @@ def attention_backward_fake(*arguments: Any) -> list[Tensor]:
 # --- keys in pages, without gradients ---------------------------------------------------------------------
 
 
+def attention_in_pages(*arguments: Any) -> tuple[Tensor, ...]:
+    return _in_pages(_IN_PAGES.named(arguments))
+
+
+def attention_in_pages_with_statistics(*arguments: Any) -> tuple[Tensor, ...]:
+    return _in_pages(_IN_PAGES_WITH_MORE.named(arguments))
+
+
 @on_the_host
-def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _in_pages(value: dict[str, Any]) -> tuple[Tensor, ...]:
     """out in the layout of q; lse [B, Hq, Sq], or [Hq, Tq] of packed queries; max_scores alike, empty where
     they are not wanted. Kernels read pages where they lie; where there is none for a call, and on a CPU, all
     pages of the table are copied first.
@@ -149,7 +184,6 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     Contents are looked at on a CPU, and with FA4FLEX_VALIDATE=1 on a device. Else kernels find what does not
     fit, or, where pages are copied, conditions that nobody waits for; and a later call tells.
     """
-    value = _IN_PAGES.named(arguments)
     program, call = read(value["program"]), packing.call_of(value, Paged)
     kv = call.kv
     assert isinstance(kv, Paged)
@@ -167,7 +201,7 @@ def attention_in_pages(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _copied(program, call, kv)
 
 
-def _by_kernel(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tensor, Tensor] | None:
+def _by_kernel(program: Published, call: Call, kv: Paged) -> tuple[Tensor, ...] | None:
     """The results by a kernel that reads the pages; None where there is none."""
     call = call._replace(kv=kv)
     ready = program.engine.find(call)
@@ -175,19 +209,26 @@ def _by_kernel(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tenso
         ready = in_place.made(program.engine, call)
     if ready is None:
         return None
-    out, lse, largest = ready(call)
+    out, lse, *more = ready(call)
     assert lse is not None
-    return out, lse, lse.new_empty(0) if largest is None else largest
+    return out, lse, *[lse.new_empty(0) if x is None else x for x in more]
 
 
-def _copied(program: Published, call: Call, kv: Paged) -> tuple[Tensor, Tensor, Tensor]:
+def _copied(program: Published, call: Call, kv: Paged) -> tuple[Tensor, ...]:
     """The results over a copy of all pages."""
     copy = kv.spread(call.q, Varlen(*call.lengths) if call.packed else None, call.heads_first)
     over = call._replace(kv=copy.kv, lengths=lengths_of(copy.varlen, copy.kv))
-    out, lse, largest, _ = forward(program, over.turned(), differentiable=False)
-    return over.turn(out), lse, largest if "max_scores" in call.statistics else lse.new_empty(0)
+    made = forward(program, over.turned(), differentiable=False)
+    out, lse, largest, *more = results_of(made, call.statistics)
+    return over.turn(out), lse, largest if "max_scores" in call.statistics else lse.new_empty(0), *more
 
 
-def attention_in_pages_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_in_pages_fake(*arguments: Any) -> tuple[Tensor, ...]:
     value = _IN_PAGES.named(arguments)
     return _results_fake(value, value["heads_first"])
+
+
+def attention_in_pages_with_statistics_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    value = _IN_PAGES_WITH_MORE.named(arguments)
+    made, q = _results_fake(value, value["heads_first"]), value["q"]
+    return *made, *_more_fake(value, made[1], q.shape[1 if q.ndim == 3 or value["heads_first"] else 2])

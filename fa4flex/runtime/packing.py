@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex.kernels.plan.problem import STATISTICS
 from fa4flex.operators import OPERATORS
-from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths, Statistics, more_than_rows
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 from fa4flex.runtime.programs import Published, read
 
 NAMES: dict[type[KeySource], str] = {Contiguous: "attention", Paged: "attention_in_pages"}
 """Operators of the sources of keys that some take as they are."""
 
+WITH_MORE = "_with_statistics"
+"""End of the names of those that have max_logit and entropy, too."""
+
 
 def results_by_operator(program: Published, call: Call) -> tuple[Tensor, ...]:
     """Results of a call with heads first, or of pages, by the operator of its source of keys."""
-    name = NAMES[type(call.kv)]
+    name = NAMES[type(call.kv)] + WITH_MORE * more_than_rows(call.statistics)
     arguments = OPERATORS[name].packed(named(program, call))
     results: tuple[Tensor, ...] = getattr(torch.ops.fa4flex, name)(*arguments)
     return results
@@ -66,7 +70,7 @@ def named(program: Published, call: Call) -> dict[str, Any]:
         "floats": tensors,
         "scale": None if isinstance(scale, Tensor) else scale,
         "heads_first": call.heads_first,
-        "max_scores": "max_scores" in call.statistics,
+        **{name: name in call.statistics for name in STATISTICS[1:]},
     }
 
 
@@ -96,8 +100,13 @@ def call_of(arguments: Mapping[str, Any], kind: type[KeySource] = Contiguous, da
         program.scalars(arguments["ints"], floats),
         scale,
         arguments.get("heads_first", True),
-        ("lse", "max_scores") if arguments.get("max_scores", False) else ("lse",),
+        asked_for(arguments),
     )
+
+
+def asked_for(options: Mapping[str, Any]) -> Statistics:
+    """Statistics of a call that has the log-sum-exp, and those that are True by name."""
+    return "lse", *[name for name in STATISTICS[1:] if options.get(name, False)]
 
 
 def sequence_lengths(arguments: Mapping[str, Any]) -> SequenceLengths:

@@ -29,9 +29,10 @@ from fa4flex.variant import Backend
 if TYPE_CHECKING:
     from fa4flex.runtime.flex.engine import Engine as FlexEngine
 
-Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+Forward = tuple[Tensor, ...]
 """out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
-where it is not asked for."""
+where it is not asked for. Where one of them is asked for, max_logit [H] and entropy follow, empty where they
+are not."""
 
 FORMAT = 2
 """Version of programs' text and of the operators' meaning; exported programs of another one are refused."""

@@ -183,8 +183,8 @@ class Recent(Generic[Prepared]):
 
         form = self._form(call.statistics, call.sinks, call.scale > 0, PLAIN)
         if self.reader is None or not self.known.lacks(ready, form):
-            out, lse, largest = ready(call.turned())
-            return call.turn(out), lse, largest
+            out, *statistics = ready(call.turned())
+            return call.turn(out), *statistics
         repeat = Repeat(ready, call)
         results = repeat.first(call)
         rows = [*map(Row.of, (call.q, call.kv.k, call.kv.v, *_others(call)))]

@@ -51,6 +51,8 @@ def follow(library: torch.library.Library) -> None:
     torch.library.register_torch_dispatch(
         "fa4flex::attention_backward", loaded.DTensor, _backward, lib=library
     )
+    for name in ("attention_with_statistics", "attention_in_pages_with_statistics"):
+        torch.library.register_torch_dispatch(f"fa4flex::{name}", loaded.DTensor, _refused, lib=library)
 
 
 # --- what a program allows ----------------------------------------------------------------------------------
@@ -248,6 +250,14 @@ def _forward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         plan = _plan(value)
         out, *statistics = func(*_ATTENTION.packed(plan.inputs(value)))
         return plan.whole(out, plan.rows), *(plan.whole(x, plan.statistics(x)) for x in statistics)
+
+
+def _refused(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    raise UnsupportedError(
+        "max_logit or entropy of DTensors",
+        "lse and max_scores of DTensors, or all statistics of plain tensors",
+        "leave them out, or call with local tensors (x.to_local()) and reduce what they give",
+    )
 
 
 def _backward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -97,7 +97,8 @@ class KernelView:
         if direction == "mass":
             return lower_mass(value)
         wanted = enumerate(captured.operands)
-        return lower_backward(value, [slot for slot, x in wanted if x.requires_grad])
+        slots = [slot for slot, x in wanted if x.requires_grad]
+        return lower_backward(value, slots, "entropy" in inputs.statistics)
 
     @cached_property
     def source(self) -> Source:

@@ -52,7 +52,8 @@ def training() -> tuple[Engine, Call, Saved, tuple[int, ...]]:
     """An engine, a call, what its backward pass is given, and whose gradients are wanted."""
     engine, call = call_of(fa4flex.compile(learned, causal))
     lse = torch.randn(2, HEADS, S)
-    saved = Saved(torch.randn_like(call.q), lse, torch.randn_like(call.q), torch.randn_like(lse))
+    of_rows = [torch.randn_like(lse) for _ in range(3)]
+    saved = Saved(torch.randn_like(call.q), lse, torch.randn_like(call.q), *of_rows)
     return engine, call, saved, (0,)
 
 
@@ -70,7 +71,7 @@ def sparse(x: torch.Tensor) -> torch.Tensor:
 
 SAVED_LOOKS = {
     **dict.fromkeys(("out", "dout"), HEADS_LOOKS),
-    **{name: {**ARRAY_LOOKS, "strides": sparse} for name in ("lse", "dlse")},
+    **{name: {**ARRAY_LOOKS, "strides": sparse} for name in ("lse", "dlse", "dentropy", "entropy")},
 }
 BACKWARD: dict[str, Callable[[Step], Step]] = {
     **{
@@ -84,13 +85,14 @@ BACKWARD: dict[str, Callable[[Step], Step]] = {
         for look, f in {**SAVED_LOOKS[name], "dtype": lambda x: x.half()}.items()
     },
     "no dlse": lambda x: (x[0], x[1]._replace(dlse=None), x[2]),
+    "no entropy": lambda x: (x[0], x[1]._replace(dentropy=None, entropy=None), x[2]),
     "needs nothing": lambda x: (*x[:2], ()),
     "needs the other": lambda x: (*x[:2], (1,)),
     "needs both": lambda x: (*x[:2], (0, 1)),
     "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
 }
 NAMES = SCHEMAS["backward"].names
-FOUND = (*range(NAMES.index("lse2"), NAMES.index("dv_parts") + 1), NAMES.index("cleared"))
+FOUND = (*range(NAMES.index("pulled"), NAMES.index("dv_parts") + 1), NAMES.index("cleared"))
 """Positions of the results and workspaces among the arguments; gradients of captured tensors are at SUMS."""
 SUMS, TABLES, TURNS, OPERANDS = (NAMES.index(x) for x in ("gradients", "tables", "turns", "operands"))
 

@@ -52,6 +52,10 @@ def arguments(name: str) -> tuple[Any, ...]:
     table, used = torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
     if name == "attention_in_pages":
         return q, *pools, table, used, None, None, [], None, text, [], [], scale, True, False
+    if name == "attention_with_statistics":
+        return *arguments("attention"), True, True
+    if name == "attention_in_pages_with_statistics":
+        return *arguments("attention_in_pages")[:-1], True, True, True
     if name.startswith("output_function"):
         function = fa4flex.compile(output_mod=lambda out, b, h, q_idx, d_idx: out * out + h)
         bound = function.program.output

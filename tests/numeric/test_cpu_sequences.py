@@ -55,7 +55,7 @@ def run_both(
         sinks=extra[0] if extra else None,
     )
     assert close(got.out, results[0].detach()) and close(got.lse, results[1].detach())
-    grads = backward_sequences(case.facts, inputs, sequences, got, upstream, floating(tables))
+    grads = backward_sequences(case.facts, inputs, sequences, got, (*upstream, None), floating(tables))
     want = by_autograd(list(results), [*leaves, *(mine[i] for i in floating(tables)), *extra], list(upstream))
     for g, w in zip(listed(grads), want, strict=True):
         assert close(g, w)
@@ -111,8 +111,8 @@ def test_padded(name: str) -> None:
     assert torch.equal(rows(one.out, real_q), two.out) and (rows(one.out, ~real_q) == 0).all()
     assert torch.equal(rows(one.lse, real_q).T, two.lse) and (rows(one.lse, ~real_q) == -math.inf).all()
     given = rows(dout, real_q), rows(dlse, real_q).T
-    grads = backward_sequences(case.facts, inputs, dense, one, (dout, dlse), floating(tables))
-    flat_grads = backward_sequences(case.facts, flat, ragged, two, given, floating(tables))
+    grads = backward_sequences(case.facts, inputs, dense, one, (dout, dlse, None), floating(tables))
+    flat_grads = backward_sequences(case.facts, flat, ragged, two, (*given, None), floating(tables))
     for g, w, real in zip(listed(grads)[:3], listed(flat_grads)[:3], (real_q, real_k, real_k)):
         assert close(rows(g, real), w) and (rows(g, ~real) == 0).all()
     for g, w in zip(listed(grads)[3:], listed(flat_grads)[3:]):

@@ -93,7 +93,7 @@ def refused(make: Callable[[], object], kind: type[Exception], *words: str) -> N
         ({"lengths": "jagged"}, InputError, ("jagged", "packed")),
         ({"mask_form": "dense"}, InputError, ("spans",)),
         ({"statistics": ("lse", "lse")}, InputError, ("max_scores",)),
-        ({"statistics": ("entropy",)}, InputError, ("entropy",)),
+        ({"statistics": ("kurtosis",)}, InputError, ("kurtosis",)),
         ({"sinks": 3}, InputError, ("sinks=3",)),
         ({"operands": (("float32",),)}, InputError, ("rank",)),
     ),

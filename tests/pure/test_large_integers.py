@@ -267,7 +267,7 @@ def test_ragged_batches() -> None:
     def run(mask: Expr, captured: Captured) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, facts = cpu.Inputs(q.detach(), k.detach(), v.detach(), captured), Facts(SCORE, mask)
         saved = cpu.forward_sequences(facts, inputs, sequences)
-        found = cpu.backward_sequences(facts, inputs, sequences, saved, (saved.out, None))
+        found = cpu.backward_sequences(facts, inputs, sequences, saved, (saved.out, None, None))
         return saved.out, found.dq
 
     window = op("le", KV, op("add", Q, W))

@@ -2,7 +2,7 @@
 
 delta = dLSE - rowsum(dO * O): with it dS = P * (dP + delta), since dO . O = sum over keys of P dP
 (FlashAttention-2, Dao 2023, section 3.1; the first term is the gradient of the log-sum-exp). With this sign a
-sum may start from it as it is.
+sum may start from it as it is. A gradient g of the entropy H adds -P g (log P + H): delta has -g H.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
-from fa4flex.kernels.common.softmax import LOG2_E
+from fa4flex.kernels.common.softmax import LN_2, LOG2_E
 from fa4flex.kernels.plan.arguments import BACKWARD
 
 THREADS = 256
@@ -31,8 +31,9 @@ _Arguments: Any = named("PreprocessArguments", BACKWARD.read_by("preprocess"))
 
 
 class PreprocessArguments(_Arguments):
-    """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S, and dq_sum
-    [B, H, R * head_dim]: see BackwardArguments. Packed: [T, H, D], [H, T], [H, R], [H, R * head_dim].
+    """out, dout [B, S, H, D]; lse, dlse, entropy, dentropy float32 [B, H, S]; lse2, delta, pulled float32 [B,
+    H, R], R >= S, and dq_sum [B, H, R * head_dim]: see BackwardArguments. Packed: [T, H, D], [H, T], [H, R],
+    [H, R * head_dim].
     cu_seqlens_q int32 [B + 1], seqused_q [B]."""
 
 
@@ -102,9 +103,13 @@ class Preprocess:
             )
         lses, lse2s, deltas = (_of(x, b, h) for x in (arguments.lse, arguments.lse2, arguments.delta))
         if lane == 0 and row < arguments.delta.shape[-1]:
-            lse2 = Float32.inf
+            lse2, pulled = Float32.inf, Float32(0.0)
             if q < q_len:
                 total = -total
+                if const_expr(arguments.pulled is not None):
+                    g = _of(arguments.dentropy, b, h)[first + q]
+                    total = total - g * _of(arguments.entropy, b, h)[first + q]
+                    pulled = g * LN_2
                 if const_expr(arguments.dlse is not None):
                     total = total + _of(arguments.dlse, b, h)[first + q]
                 lse = lses[first + q]
@@ -112,6 +117,8 @@ class Preprocess:
                 lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
             lse2s[row] = lse2
             deltas[row] = total
+            if const_expr(arguments.pulled is not None):
+                _of(arguments.pulled, b, h)[row] = pulled
 
     @cute.jit
     def clear(self, sums: cutlass.Constexpr[cute.Tensor | None], row: Int32, end: Int32, lane: Int32) -> None:

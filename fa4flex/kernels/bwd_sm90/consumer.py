@@ -9,7 +9,7 @@ al. 2024, section 3 and appendix B.1).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -30,6 +30,7 @@ from fa4flex.kernels.common.backward import (
     KeyGrid,
     KeyWork,
     QueryTiles,
+    rows_of,
     written,
 )
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
@@ -152,6 +153,8 @@ class Consumer:
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
             slab = self.slab(arguments, work, h, heads, mine)
+            if const_expr(arguments.pulled is not None):
+                slab = replace(slab, pulled=rows_of(arguments.pulled, work, h))
             queries = self.scheduler.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, mine)
             collector.begin()
@@ -410,6 +413,7 @@ class Consumer:
             if slab.dropout is not None:
                 deltas = self.statistics(log_sums.deltas, lane, first, together)
                 slab.dropout.apply(grid, ds, deltas, Columns(first, q_first, part.queries))
+            part.pull(grid, ds, q_first)
             self.narrow_columns(products.p, p, first, together)
             if self.hooks.elementwise:
                 slopes = self.show_pairs(grid, ds, slab.part(first, together), slopes, q_first, masked)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Boolean, Float32, Int32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.combine.sums import BATCH, Batch, largest_of_lanes
@@ -21,7 +21,7 @@ from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.pointwise import apply_output, row_channels
-from fa4flex.kernels.common.softmax import LOG2_E, finish_row, finite, sink_of
+from fa4flex.kernels.common.softmax import LOG2_E, entropy_of, finish_row, finite, sink_of
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.plan.arguments import FORWARD, MERGE
@@ -38,8 +38,9 @@ _OF_OUTPUT = "operands", "scalars", "scale"
 
 
 class CombineArguments(tuple[Any, ...]):
-    """Named tuples: out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and used_keys [B], sinks
-    [H], or None; workspace: see workspace.py. With an output function also what hooks are called with."""
+    """Named tuples: out [B, S, H, D]; lse and entropy [B, H, S], or None; seqused_q, seqused_k and used_keys
+    [B], sinks [H], or None; workspace: see workspace.py. With an output function also what hooks are called
+    with."""
 
     if TYPE_CHECKING:
 
@@ -56,13 +57,15 @@ def combine_arguments(output: bool) -> type[CombineArguments]:
 
 class Row(NamedTuple):
     """Place of a merged row: its output (width), element `q` of the log-sum-exps of a head, or None;
-    the sink of its head, or None; and the arguments of an output function, or None."""
+    the sink of its head, or None; the arguments of an output function, or None; and the entropies of a head,
+    or None."""
 
     out: cute.Tensor
     lse: cute.Tensor | None
     q: Int32
     sink: Float32 | None
     at: At | None = None
+    entropies: cute.Tensor | None = None
 
 
 class Sums(NamedTuple):
@@ -118,9 +121,15 @@ class Combine:
                 lse = arguments.lse[b, h, None]
             at = None
             if const_expr(self.hooks.output is not None):
-                work = Work(Int32(0), Int32(h), Int32(b), Int32(0), Int32(0), q_len, Int32(0), Boolean(True))
+                # An output function knows no keys. What other hooks share may be a quotient by their number,
+                # which must not be a constant 0.
+                zero = Int32(0)
+                work = Work(zero, Int32(h), Int32(b), zero, zero, q_len, q_len, Boolean(True))
                 at = self.place(arguments, work, Int32(heads))
-            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at)
+            entropies = None
+            if const_expr(arguments.entropy is not None):
+                entropies = arguments.entropy[b, h, None]
+            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at, entropies)
             self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
 
     def place(self, arguments: Any, work: Work, heads: Int32) -> At:
@@ -145,6 +154,29 @@ class Combine:
         self.gather(parts, thread, largest, begun, sums)
         cute.arch.barrier()
         self.write(row, thread, largest, sums)
+        if const_expr(row.entropies is not None):
+            self.write_entropy(parts, row, thread, largest, sums.totals)
+
+    @cute.jit
+    def write_entropy(
+        self, parts: Parts, row: Row, thread: Int32, largest: Float32, totals: cute.Tensor
+    ) -> None:
+        """The entropy of a row, by its block's first warp: of a split, its weight times (log-sum-exp -
+        entropy) is its part in the moment, in nats."""
+        shift, moment = finite(largest), Float32(0.0)
+        if thread < 32:
+            for split in cutlass.range(thread, parts.count, 32, unroll=1):
+                log = parts.log_sums[split] - shift
+                weight = cute.math.exp2(log * LOG2_E, fastmath=True)
+                entropies: Any = parts.entropies
+                moment = moment + select_(weight > 0, weight * (log - entropies[split]), Float32(0.0))
+            for distance in cutlass.range_constexpr(5):
+                moment = moment + cute.arch.shuffle_sync_bfly(moment, offset=1 << distance)
+            if thread == 0:
+                total = (totals[0] + totals[1]) + (totals[2] + totals[3])
+                sums = total, moment * LOG2_E
+                of_head: Any = row.entropies
+                of_head[row.q] = entropy_of(largest == -Float32.inf, shift * LOG2_E, sums, row.sink)
 
     @cute.jit
     def load(self, parts: Parts, first: Int32, lane: Int32, batch: cutlass.Constexpr[Batch]) -> None:

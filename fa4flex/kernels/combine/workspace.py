@@ -1,5 +1,5 @@
 """Partial results of splits of the keys for each row, in one vector of float32: outputs, then
-log-sum-exps."""
+log-sum-exps, then entropies where these are wanted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from cutlass import Int32, Int64, cute
 
 class Parts(NamedTuple):
     """Results of splits of the keys for one row: log-sum-exps (split), outputs (split, width), and how many
-    splits there are: perhaps fewer than there is room for."""
+    splits there are: perhaps fewer than there is room for; entropies (split), or None."""
 
     log_sums: cute.Tensor
     outputs: cute.Tensor
     count: Int32
+    entropies: cute.Tensor | None = None
 
 
 def row_number(arguments: Any, b: Int32, h: Int32, q: Int32) -> Int32:
@@ -40,11 +41,22 @@ def outputs(arguments: Any) -> cute.Tensor:
 
 def log_sums(arguments: Any) -> cute.Tensor:
     """[split, row], natural logarithms of the sums; -inf where a split has no key for a row."""
-    rows, width = rows_of(arguments), arguments.out.shape[3]
-    start = arguments.workspace.iterator + Int64(arguments.splits) * rows * width
+    return _numbers(arguments, arguments.out.shape[3])
+
+
+def entropies(arguments: Any) -> cute.Tensor:
+    """[split, row], in nats; 0 where a split has no key for a row."""
+    return _numbers(arguments, arguments.out.shape[3] + 1)
+
+
+def _numbers(arguments: Any, before: Int32) -> cute.Tensor:
+    """[split, row], behind so many numbers of each."""
+    rows = rows_of(arguments)
+    start = arguments.workspace.iterator + Int64(arguments.splits) * rows * before
     return cute.make_tensor(start, cute.make_layout((arguments.splits, rows), stride=(Int64(rows), 1)))
 
 
 def parts_of(arguments: Any, number: Int32, splits: Int32) -> Parts:
     """The splits of row `number`."""
-    return Parts(log_sums(arguments)[None, number], outputs(arguments)[None, number, None], splits)
+    more = None if arguments.entropy is None else entropies(arguments)[None, number]
+    return Parts(log_sums(arguments)[None, number], outputs(arguments)[None, number, None], splits, more)

@@ -100,7 +100,8 @@ class BackwardArguments(_BackwardArguments):
     """q, dout, k, v, dk, dv [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
     lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the gradient
     of the log-sum-exp less the sum of out * dout, which dP is added to; rows past the end, and rows without
-    keys, have lse2 inf.
+    keys, have lse2 inf. pulled, None where the entropy has no gradient: that times log(2), by which the
+    logarithm of base 2 of P is multiplied and taken from dP; the gradient times the entropy is in delta.
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
     kernel's own order; rows past the end hold anything. Packed, these three are [H, R]: rows of a sequence
     begin at `first_row` of it. None where a block has all keys of its queries and writes dq, as q, itself.

@@ -58,8 +58,13 @@ def multiply(
 def numbers(registers: cute.Tensor) -> list[Float32]:
     """All elements, loaded at once: one by one, each is an address and a load, and tracing takes a tenth
     longer."""
-    values = registers.load().ir_value()
-    return [Float32(vector.extract(values, [], [i])) for i in range(cute.size(registers))]
+    return elements(registers.load(), cute.size(registers))
+
+
+def elements(values: cute.TensorSSA, count: int) -> list[Float32]:
+    """The first so many elements of a vector."""
+    vectors = values.ir_value()
+    return [Float32(vector.extract(vectors, [], [i])) for i in range(count)]
 
 
 @dsl_user_op

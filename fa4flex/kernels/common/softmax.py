@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import cutlass
 from cutlass import Boolean, Float32, cute, select_
 
-from fa4flex.kernels.common.fragment import numbers, quad_reduce, rows_and_columns
+from fa4flex.kernels.common.fragment import elements, numbers, quad_reduce, rows_and_columns
 from fa4flex.kernels.common.hooks import At, Hooks
 
 LOG2_E = 1.4426950408889634
@@ -49,13 +49,16 @@ def finite(largest: Float32) -> Float32:
 class Running:
     """Per row of a thread: the `largest` y in use and `shift`, factor times it (0 while there is none); the
     `ceiling` that y may reach before the maximum is raised; this thread's share of the `total`; and `scale`,
-    what the last raise multiplies the past by."""
+    what the last raise multiplies the past by. Where they are asked for, the largest y that this thread has
+    `seen`, and its share of the `moment`, the sum of probabilities times their logarithms of base 2."""
 
     largest: cute.Tensor
     shift: cute.Tensor
     ceiling: cute.Tensor
     total: cute.Tensor
     scale: cute.Tensor
+    seen: cute.Tensor | None = None
+    moment: cute.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -69,14 +72,28 @@ class Running:
             self.shift[r] = Float32(0.0)
             self.total[r] = Float32(0.0)
             self.scale[r] = Float32(1.0)
+            self.restart(r, -Float32.inf)
+
+    def restart(self, r: int, seen: Float32) -> None:
+        """Begin what statistics are made of, for a row of which no key but these maxima was taken."""
+        if self.seen is not None:
+            self.seen[r] = seen
+        if self.moment is not None:
+            self.moment[r] = Float32(0.0)
 
     def shift_to_merge(self) -> Float32:
         """Shift of the only row, or -inf while it has seen no key."""
         return select_(self.largest[0] == -Float32.inf, -Float32.inf, self.shift[0])
 
 
-def running(rows: int) -> Running:
-    return Running(*(cute.make_rmem_tensor((rows,), Float32) for _ in range(5)))
+def running(rows: int, statistics: tuple[str, ...] = ()) -> Running:
+    """Registers for so many rows, and those that the statistics need."""
+    more = {"seen": "max_logit", "moment": "entropy"}
+    numbers = [cute.make_rmem_tensor((rows,), Float32) for _ in range(5)]
+    kept = {
+        field: cute.make_rmem_tensor((rows,), Float32) for field, name in more.items() if name in statistics
+    }
+    return Running(*numbers, **kept)
 
 
 @dataclass(frozen=True)
@@ -104,13 +121,23 @@ class OnlineSoftmax:
 
     def maxima(self, scores: cute.Tensor) -> list[Float32]:
         """This thread's largest y per row of a tile, seen as (row, column)."""
-        return [_largest(scores[r, None]) for r in range(self.state.rows)]
+        found = [_largest(scores[r, None]) for r in range(self.state.rows)]
+        self.note(found)
+        return found
+
+    def note(self, highest: list[Float32]) -> None:
+        """Keep the largest y of all tiles, whatever maximum is in use."""
+        seen = self.state.seen
+        if seen is not None:
+            for r, x in enumerate(highest):
+                seen[r] = cute.arch.fmax(seen[r], x)
 
     def start(self, highest: list[Float32]) -> None:
         """Take the maxima of the first tile. A row without any finite score keeps -inf, and shift 0."""
         for r, x in enumerate(highest):
             self._use(self.reduce(x, cute.arch.fmax), r)
             self.state.total[r] = Float32(0.0)
+            self.state.restart(r, x)
 
     def passes(self, highest: list[Float32]) -> Boolean:
         """True if maxima are to be raised: if any lane of the warp holds a y above a ceiling."""
@@ -126,10 +153,12 @@ class OnlineSoftmax:
         """Take a tile's maxima into the running ones, and rescale the totals."""
         state = self.state
         for r, x in enumerate(highest):
-            before = state.largest[r]
+            before, shift = state.largest[r], state.shift[r]
             self._use(cute.arch.fmax(self.reduce(x, cute.arch.fmax), before), r)
             scale = cute.math.exp2(before * self.factor - state.shift[r], fastmath=True)
             state.scale[r] = scale
+            if state.moment is not None:
+                state.moment[r] = (state.moment[r] - state.total[r] * (state.shift[r] - shift)) * scale
             state.total[r] = state.total[r] * scale
 
     def _use(self, largest: Float32, r: int) -> None:
@@ -144,8 +173,12 @@ class OnlineSoftmax:
         state = self.state
         for r in range(state.rows):
             row = scores[r, None]
-            row.store(cute.math.exp2(row.load() * self.factor - state.shift[r], fastmath=True))
+            logs = row.load() * self.factor - state.shift[r]
+            row.store(cute.math.exp2(logs, fastmath=True))
             state.total[r] = _total(row, state.total[r])
+            if state.moment is not None:
+                of_base_2 = elements(logs, cute.size(row))
+                state.moment[r] = moment_of(numbers(row), of_base_2, state.moment[r])
 
     def finish(self, sink: Float32 | None) -> list[Finished]:
         """All rows, of heads that have this sink."""
@@ -154,6 +187,15 @@ class OnlineSoftmax:
             total = self.reduce(state.total[r], operator.add)
             finished.append(finish_row(state.largest[r], state.shift[r], total, sink))
         return finished
+
+    def entropies(self, sink: Float32 | None) -> list[Float32]:
+        """The same rows' entropies, in nats."""
+        state, found = self.state, []
+        assert state.moment is not None
+        for r in range(state.rows):
+            total, moment = (self.reduce(x[r], operator.add) for x in (state.total, state.moment))
+            found.append(entropy_of(state.largest[r] == -Float32.inf, state.shift[r], (total, moment), sink))
+        return found
 
 
 Rows = Sequence[OnlineSoftmax]
@@ -245,6 +287,38 @@ def finish_row(largest: Float32, shift: Float32, total: Float32, sink: Float32 |
     scale = cute.math.exp2(shift - common, fastmath=True) * cute.arch.rcp_approx(everything)
     scale = select_(empty, Float32(0.0), scale)
     return Finished(scale, (common + cute.math.log2(everything, fastmath=True)) * LN_2)
+
+
+FAR = -1000.0
+"""Logarithm of base 2 of probabilities that are 0, instead of -inf, which times 0 is NaN."""
+
+
+def moment_of(probabilities: list[Float32], logs: list[Float32], before: Float32) -> Float32:
+    """`before` and the sum of probabilities times their logarithms of base 2."""
+    chains = [before, Float32(0.0), Float32(0.0), Float32(0.0)]
+    for i, (p, log) in enumerate(zip(probabilities, logs, strict=True)):
+        chains[i % 4] = chains[i % 4] + p * cute.arch.fmax(log, Float32(FAR))
+    return (chains[0] + chains[1]) + (chains[2] + chains[3])
+
+
+def entropy_of(
+    empty: Boolean, shift: Float32, sums: tuple[Float32, Float32], sink: Float32 | None
+) -> Float32:
+    """Entropy in nats of a row whose (total, moment) are relative to `shift`: log2(total) - moment / total in
+    units of log(2). A sink has its part in it; a row without keys and sink gives 0."""
+    total, moment = (select_(empty, Float32(0.0), x) for x in sums)
+    if sink is not None:
+        logit = sink * LOG2_E
+        common = finite(select_(empty, logit, cute.arch.fmax(shift, logit)))
+        by = select_(empty, Float32(0.0), common - shift)
+        log = logit - common
+        own, kept = (cute.math.exp2(x, fastmath=True) for x in (log, -by))
+        moment = (moment - total * by) * kept + own * cute.arch.fmax(log, Float32(FAR))
+        total = total * kept + own
+    nothing = total == Float32(0.0)
+    safe = select_(nothing, Float32(1.0), total)
+    entropy = cute.math.log2(safe, fastmath=True) - moment * cute.arch.rcp_approx(safe)
+    return select_(nothing, Float32(0.0), cute.arch.fmax(entropy, Float32(0.0)) * LN_2)
 
 
 def multiply_rows(acc: cute.Tensor, scales: list) -> None:

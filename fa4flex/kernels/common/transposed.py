@@ -18,6 +18,7 @@ from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import column_spans, row_spans
 from fa4flex.kernels.common.pointwise import terms_of
+from fa4flex.kernels.common.softmax import FAR
 
 Slopes = dict[tuple[int, int], Float32]
 """Slopes by (row, column) of a tile."""
@@ -32,7 +33,8 @@ def apply_slopes(ds: cute.Tensor, slopes: Slopes) -> None:
 @dataclass(frozen=True)
 class Slab:
     """Places of a thread's elements of a tile: row r is key kv_first + keys[r], column first + c is query
-    q_first + queries[c], q_first being the tile's first query and this thread's first column."""
+    q_first + queries[c], q_first being the tile's first query and this thread's first column. pulled: see
+    BackwardArguments, the rows of this head."""
 
     at: At
     kv_first: Int32
@@ -40,10 +42,22 @@ class Slab:
     queries: tuple[int, ...]
     first: int = 0
     dropout: ColumnDropout | None = None
+    pulled: cute.Tensor | None = None
 
     def part(self, first: int, count: int) -> Slab:
         """Columns `first` to `first` + `count` of a whole tile."""
         return replace(self, queries=self.queries[first : first + count], first=first)
+
+    def pull(self, probabilities: cute.Tensor, ds: cute.Tensor, q_first: Int32) -> None:
+        """Take the entropy's gradient into dP' (row, column), which is still to be multiplied by P'. Where P'
+        is 0, so is the product, but 0 times the logarithm's infinity would be NaN."""
+        if self.pulled is None:
+            return
+        for c, query in enumerate(self.queries, self.first):
+            factor = self.pulled[q_first + query]
+            for r in range(len(self.keys)):
+                log = cute.math.log2(probabilities[r, c], fastmath=True)
+                ds[r, c] = ds[r, c] - factor * cute.arch.fmax(log, Float32(FAR))
 
     def elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
         """Elements as `_elements` yields them, with long sums."""

@@ -181,7 +181,8 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True if the kernel for 16-bit keys accepts it, up to a width."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     by_key = bool({"page", "token"} & {problem.keys.k_scales, problem.keys.v_scales})
-    if problem.shares != ALIKE or not decode.accepts(problem, target, sizes):
+    lse_alone = problem.statistics in ((), ("lse",))
+    if problem.shares != ALIKE or not lse_alone or not decode.accepts(problem, target, sizes):
         return False
     return max(widths) <= WIDEST[_row_warps(problem, sizes) > 1, by_key]
 

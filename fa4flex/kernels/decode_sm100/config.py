@@ -92,5 +92,10 @@ class Config(Gathering):
         return self.tile_n // self.copies
 
 
+def kept(statistics: tuple[str, ...]) -> int:
+    """Numbers of a row that a copy of it shares with the others."""
+    return 3 if "entropy" in statistics else 2
+
+
 def wider(head_dim: int, head_dim_v: int) -> str:
     return "k" if head_dim >= head_dim_v else "v"

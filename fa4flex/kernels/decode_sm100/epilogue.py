@@ -6,19 +6,21 @@ some columns at a time. There a thread has another row than before, and columns 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, select_
 from cutlass.cute.nvgpu import tcgen05
 
-from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
+from fa4flex.kernels.combine.workspace import entropies, log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, sync
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.max_logit import largest_seen, put_largest
 from fa4flex.kernels.common.packed_rows import Row, Tile, place_of
 from fa4flex.kernels.common.pointwise import apply_output, one_row, row_channels
-from fa4flex.kernels.common.softmax import Finished, finish_row, finite, sink_of
+from fa4flex.kernels.common.softmax import Finished, entropy_of, finish_row, finite, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks
 from fa4flex.kernels.decode_sm100.config import LANES, MERGED, MERGED_STAGES, Config
 from fa4flex.kernels.decode_sm100.resources import Shared
@@ -46,16 +48,23 @@ class Epilogue:
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
         sink = sink_of(arguments, mine.row.h, tile.alone)
+        if const_expr(arguments.max_logit is not None):
+            largest = largest_seen(mine.softmax, 0, mine.row.exists)
+            put_largest(arguments, mine.row.h, largest, mine.row.exists)
         if tile.first < tile.last:
             cute.arch.mbarrier_wait(pipes.o_full, 0)
             scale, lse = self.finished(mine, shared, sink)
             self.put_sum(arguments, tile, mine, lse)
+            if const_expr(arguments.entropy is not None):
+                self.put_entropy(arguments, tile, mine, self.entropy(shared, sink))
             self.merge(arguments, tile, shared, output, scale)
         else:
             lse = mine.softmax.finish(sink)[0].lse
             if const_expr(self.hooks.elementwise):
                 lse = Float32(select_(tile.alone, Float32(0.0), -Float32.inf))
             self.put_sum(arguments, tile, mine, lse)
+            if const_expr(arguments.entropy is not None):
+                self.put_entropy(arguments, tile, mine, mine.softmax.entropies(sink)[0])
             # Of a split without keys, nobody reads the output.
             if tile.alone:
                 self.put_zeros(arguments, tile)
@@ -76,6 +85,8 @@ class Epilogue:
         mine_shift = state.shift_to_merge()
         statistics[thread, 0] = mine_shift
         statistics[thread, 1] = state.total[0]
+        if state.moment is not None:
+            statistics[thread, 2] = state.moment[0]
         meet()
         copies = [
             (statistics[thread % rows + copy * rows, 0], statistics[thread % rows + copy * rows, 1])
@@ -89,6 +100,22 @@ class Epilogue:
             total = total + part * cute.math.exp2(shift - common, fastmath=True)
         scale, lse = finish_row(largest, common, total, sink)
         return Finished(scale * cute.math.exp2(mine_shift - common, fastmath=True), lse)
+
+    def entropy(self, shared: Shared, sink: Float32 | None) -> Float32:
+        """The entropy of a thread's row, of what its copies have shared before."""
+        rows = self.config.rows
+        row = cute.arch.thread_idx()[0] % rows
+        copies = [
+            [shared.statistics[row + copy * rows, i] for i in range(3)] for copy in range(self.config.copies)
+        ]
+        largest = functools.reduce(cute.arch.fmax, [shift for shift, *_ in copies])
+        common, total, moment = finite(largest), Float32(0.0), Float32(0.0)
+        for shift, part, own in copies:
+            by = common - finite(shift)
+            weight = cute.math.exp2(shift - common, fastmath=True)
+            total = total + part * weight
+            moment = moment + (own - part * by) * weight
+        return entropy_of(largest == -Float32.inf, common, (total, moment), sink)
 
     @cute.jit
     def merge(
@@ -191,6 +218,19 @@ class Epilogue:
                     arguments.lse[tile.b, row.h, row.q] = lse
             else:
                 log_sums(arguments)[tile.split, row_number(arguments, tile.b, row.h, row.q)] = lse
+
+    @cute.jit
+    def put_entropy(
+        self, arguments: Arguments, tile: Tile, mine: cutlass.Constexpr[Any], entropy: Float32
+    ) -> None:
+        """The entropy of a row or of a split's part of it, by its first copy."""
+        row = mine.row
+        if row.exists & (mine.part == 0):
+            if tile.alone:
+                arguments.entropy[tile.b, row.h, row.q] = entropy
+            else:
+                number = row_number(arguments, tile.b, row.h, row.q)
+                entropies(arguments)[tile.split, number] = entropy
 
 
 def meet() -> None:

@@ -30,6 +30,7 @@ from fa4flex.kernels.decode_sm100.config import (
     MERGED_STAGES,
     MERGED_STRIDE,
     Config,
+    kept,
 )
 from fa4flex.kernels.decode_sm100.mma import Mma
 from fa4flex.kernels.decode_sm100.resources import Products, Shared
@@ -53,11 +54,12 @@ class Forward(SplitForward):
         self.launch(self.device(arguments, k, v), arguments, stream)
 
     def storage(self, layouts: tuple[Any, Any], kind: Any) -> Any:
+        numbers = kept(self.config.statistics)
         members = {
             "barriers": room(self.barriers),
             "freed": Int64,
             "columns": Int32,
-            "statistics": cute.struct.Align[cute.struct.MemRange[Float32, 2 * LANES], 16],
+            "statistics": cute.struct.Align[cute.struct.MemRange[Float32, numbers * LANES], 16],
             "keys": tile_room(kind, cute.cosize(layouts[0])),
             "values": tile_room(kind, cute.cosize(layouts[1])),
         }
@@ -119,12 +121,13 @@ class Forward(SplitForward):
         )
         ring = {"k": storage.keys, "v": storage.values}[self.config.merges_over]
         start = cute.recast_ptr(ring.data_ptr(), dtype=Float32)
+        numbers = kept(self.config.statistics)
         return Shared(
             storage.keys.get_tensor(k.outer, swizzle=k.inner),
             storage.values.get_tensor(v.outer, swizzle=v.inner),
             storage.keys.get_tensor(k_operand.outer, swizzle=k_operand.inner),
             storage.values.get_tensor(v_operand.outer, swizzle=v_operand.inner),
-            storage.statistics.get_tensor(cute.make_layout((LANES, 2), stride=(2, 1))),
+            storage.statistics.get_tensor(cute.make_layout((LANES, numbers), stride=(numbers, 1))),
             cute.make_tensor(start, merged),
         )
 

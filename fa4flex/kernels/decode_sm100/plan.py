@@ -12,6 +12,7 @@ from fa4flex.kernels.decode_sm100.config import (
     MERGED_STRIDE,
     Config,
     TensorMemory,
+    kept,
     wider,
 )
 from fa4flex.kernels.decode_sm100.roles import WARPS, barrier_table
@@ -145,7 +146,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
     sizes = {
         "freed": BARRIER,
         "columns": NUMBER,
-        "statistics": 2 * LANES * NUMBER,
+        "statistics": kept(problem.statistics) * LANES * NUMBER,
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }

@@ -17,7 +17,8 @@ from fa4flex.kernels.decode_sm100.config import LANES, Config
 class Shared:
     """Shared memory. k (tile_n, head_dim, stage) and v (head_dim_v, tile_n, stage), as copies fill them;
     k_operand and v_operand are the same as operands of products, (instruction, N, K, stage). Float32:
-    statistics (128, 2), a thread's shift and sum; merged (column, lane, buffer), over one of the rings."""
+    statistics (128, 2 or 3), a thread's shift, sum and moment; merged (column, lane, buffer), over one of the
+    rings."""
 
     k: cute.Tensor
     v: cute.Tensor

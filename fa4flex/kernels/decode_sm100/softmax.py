@@ -97,7 +97,8 @@ class Softmax:
         row = tile.row(thread % self.config.rows)
         at = place_of(row, tile, arguments, self.hooks)
         terms = prepare_rows(self.hooks, at, row.q, (0,))
-        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, running(1), lanes=True)
+        state = running(1, self.config.statistics)
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, state, lanes=True)
         columns = tuple(range(self.config.part))
         fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
         return Mine(row, part, fragment, softmax)
@@ -181,7 +182,12 @@ class Softmax:
         """Probabilities of a row; elementwise weights as they are."""
         if not softmax.online:
             return packed.paired(row)
-        return packed.exponentiate(row, softmax.factor, softmax.state.shift[0], SPECIAL, 0)
+        moment = softmax.state.moment
+        moments = None if moment is None else packed.Moments()
+        pairs = packed.exponentiate(row, softmax.factor, softmax.state.shift[0], SPECIAL, 0, moments)
+        if moments is not None:
+            moment[0] = moment[0] + moments.total
+        return pairs
 
     def allowed(self, mine: Mine, kv_first: Int32) -> Words:
         """Bits of the keys of this tile that the row sees."""
@@ -206,6 +212,7 @@ class Softmax:
     ) -> None:
         """Raise the running maxima to this tile's, and rescale the output, where a score of the warp's rows
         passes a ceiling."""
+        mine.softmax.note([largest])
         if mine.softmax.passes([largest]):
             mine.softmax.raise_maxima([largest])
             if later:

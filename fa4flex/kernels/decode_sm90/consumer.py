@@ -129,7 +129,8 @@ class Consumer:
         row = tile.row(number)
         at = place_of(row, tile, arguments, self.hooks)
         terms = prepare_rows(self.hooks, at, row.q, (0,))
-        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, running(1))
+        state = running(1, self.config.statistics)
+        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, state)
         fragment = quad_fragment(at, terms, row.q, self.width, lane)
         return Mine(row, fragment, softmax, Held() if self.reads_ahead else None)
 

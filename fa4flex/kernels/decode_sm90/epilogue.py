@@ -7,15 +7,25 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 
-from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
+from fa4flex.kernels.combine.workspace import entropies, log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.max_logit import largest_seen, put_largest
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.pointwise import apply_output, one_row, quad_channels
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.softmax import Finished, multiply_rows, sink_of
 from fa4flex.kernels.decode_sm90.config import Config
+
+
+@cute.jit
+def put_entropy(arguments: Arguments, tile: Tile, row: Row, entropy: Float32) -> None:
+    """Write the entropy of a row that exists, or of a split's part of its keys."""
+    if tile.alone:
+        arguments.entropy[tile.b, row.h, row.q] = entropy
+    else:
+        entropies(arguments)[tile.split, row_number(arguments, tile.b, row.h, row.q)] = entropy
 
 
 class Epilogue:
@@ -33,7 +43,13 @@ class Epilogue:
         lane: Int32,
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
+        if const_expr(arguments.max_logit is not None):
+            for mine in rows:
+                self.largest(arguments, mine, lane)
         out, finished = self.finished(arguments, products, rows, tile.alone)
+        if const_expr(arguments.entropy is not None):
+            for mine in rows:
+                self.entropy(arguments, tile, mine, lane)
         for r in cutlass.range_constexpr(len(rows)):
             if tile.alone:
                 self.apply(arguments, rows[r], out[r, None], lane)
@@ -52,6 +68,19 @@ class Epilogue:
         out = rows_and_columns(products.out)
         multiply_rows(out, [mine.scale for mine in finished])
         return out, finished
+
+    @cute.jit
+    def entropy(self, arguments: Arguments, tile: Tile, mine: cutlass.Constexpr[Any], lane: Int32) -> None:
+        """A row's entropy, or that of a split's keys."""
+        (entropy,) = mine.softmax.entropies(sink_of(arguments, mine.row.h, tile.alone))
+        if mine.row.exists and lane % 4 == 0:
+            put_entropy(arguments, tile, mine.row, entropy)
+
+    @cute.jit
+    def largest(self, arguments: Arguments, mine: cutlass.Constexpr[Any], lane: Int32) -> None:
+        """A row's part in the largest score of its head, by one lane of four."""
+        largest = mine.softmax.reduce(largest_seen(mine.softmax, 0, mine.row.exists), cute.arch.fmax)
+        put_largest(arguments, mine.row.h, largest, lane % 4 == 0)
 
     @cute.jit
     def apply(

@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4flex.kernels.common.exponential import emulated, exp2_pair
 from fa4flex.kernels.common.fragment import numbers, packed
+from fa4flex.kernels.common.softmax import FAR
 from fa4flex.kernels.fwd_sm100.config import Exponential
 
 CHAINS = 4
@@ -112,10 +113,35 @@ def total_of(row: list[Pair], before: Float32) -> Float32:
     return before + (low + high)
 
 
+class Moments:
+    """Sums of probabilities times their logarithms of base 2, of a tile of one row."""
+
+    def __init__(self) -> None:
+        zero = pair(Float32(0.0), Float32(0.0))
+        self.chains = [zero, zero]
+
+    def add(self, place: int, probabilities: Pair, logs: Pair) -> None:
+        low, high = (cute.arch.fmax(x, Float32(FAR)) for x in halves(logs))
+        at = place % len(self.chains)
+        self.chains[at] = nvvm.fma_packed_f32x2(
+            probabilities, pair(low, high), self.chains[at], rnd=nvvm.FPRoundingMode.RN
+        )
+
+    @property
+    def total(self) -> Float32:
+        low, high = halves(add(*self.chains))
+        return low + high
+
+
 def exponentiate(
-    row: list[Float32], factor: Float32, shift: Float32, how: Exponential, fragment: int
+    row: list[Float32],
+    factor: Float32,
+    shift: Float32,
+    how: Exponential,
+    fragment: int,
+    moments: Moments | None = None,
 ) -> list[Pair]:
-    """2^(factor y - shift) of this fragment of a row."""
+    """2^(factor y - shift) of this fragment of a row, which is taken into the moments, if there are some."""
     found = []
     factors, shifts = pair(factor, factor), pair(-shift, -shift)
     for i in range(0, len(row), 2):
@@ -124,6 +150,8 @@ def exponentiate(
             found.append(pair(*exp2_pair(*halves(x), how.degree)))
         else:
             found.append(math.exp2(x, fastmath=arith.FastMathFlags.fast))
+        if moments is not None:
+            moments.add(i // 2, found[-1], x)
     return found
 
 

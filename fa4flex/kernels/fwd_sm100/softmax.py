@@ -23,6 +23,7 @@ from fa4flex.kernels.common.dropout import LaneDropout
 from fa4flex.kernels.common.fragment import compute_before, computed_once, numbers
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.max_logit import largest_of_warp, largest_seen, put_largest
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, running, sink_of
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
@@ -32,6 +33,7 @@ from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row
 from fa4flex.kernels.fwd_sm100.rows import (
+    Moments,
     Pair,
     Row,
     exponentiate,
@@ -90,7 +92,7 @@ class Softmax:
         base: cute.Pointer,
     ) -> None:
         place = self.place(products, base)
-        state = running(1)
+        state = running(1, self.config.statistics)
 
         @cute.jit
         def normalise(work: Work, phase: Int32, s_phase: Int32) -> Int32:
@@ -288,6 +290,7 @@ class Softmax:
     def raise_maximum(self, softmax: cutlass.Constexpr[LaneSoftmax], largest: Float32) -> None:
         """Raise the maximum in use where a score passes the ceiling, and say what that does to the output."""
         softmax.state.scale[0] = Float32(1.0)
+        softmax.note([largest])
         if softmax.passes([largest]):
             softmax.raise_maxima([largest])
 
@@ -314,8 +317,9 @@ class Softmax:
     ) -> list[Pair]:
         """To tensor memory, by fragment; returns those that dropout has not seen."""
         pairs, softmax = [], tile.softmax
+        moments = Moments() if softmax.online and softmax.state.moment is not None else None
         for f, row in enumerate(rows):
-            found = self.exponentials(softmax, row, f)
+            found = self.exponentials(softmax, row, f, moments)
             put = found
             if tile.dropout is not None:
                 put = paired(
@@ -324,6 +328,9 @@ class Softmax:
             place.probabilities.put(f, narrowed(put, place.kind))
             pairs += found
             self.told(pipes, place, f)
+        if moments is not None:
+            moment = softmax.state.moment
+            moment[0] = moment[0] + moments.total
         return pairs
 
     def told(self, pipes: Pipes, place: Place, f: int) -> None:
@@ -334,11 +341,11 @@ class Softmax:
             barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
             self.cluster.arrive(barrier + place.tile)
 
-    def exponentials(self, softmax: Any, row: list[Float32], f: int) -> list[Pair]:
+    def exponentials(self, softmax: Any, row: list[Float32], f: int, moments: Moments | None) -> list[Pair]:
         """Probabilities of fragment f of a row; elementwise weights as they are."""
         if not softmax.online:
             return paired(row)
-        return exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f)
+        return exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f, moments)
 
     @cute.jit
     def finish(
@@ -362,9 +369,15 @@ class Softmax:
                 scale = scale * tile.dropout.stream.remaining
             shared.finals[place.row, place.tile] = scale
         arrive_once(pipes.final_full + barrier)
+        if const_expr(arguments.max_logit is not None):
+            largest = largest_of_warp(largest_seen(softmax, 0, q < work.q_len))
+            put_largest(arguments, work.h, largest, cute.arch.lane_idx() == 0)
         if q < work.q_len:
             if const_expr(arguments.lse is not None):
                 put_statistic(arguments.lse, work, q, finished.lse)
             if const_expr(arguments.max_scores is not None):
                 largest = softmax.state.largest[0] * softmax.factor
                 put_statistic(arguments.max_scores, work, q, largest * LN_2)
+            if const_expr(arguments.entropy is not None):
+                (entropy,) = softmax.entropies(sink_of(arguments, work.h))
+                put_statistic(arguments.entropy, work, q, entropy)

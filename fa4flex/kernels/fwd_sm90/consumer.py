@@ -107,7 +107,7 @@ class Consumer:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 128
-        every, state = self.products(mma, shared, lane, group), running(2)
+        every, state = self.products(mma, shared, lane, group), running(2, self.config.statistics)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
         self.open_turns(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cutlass
@@ -13,6 +14,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.max_logit import largest_of_warp, largest_seen, put_largest
 from fa4flex.kernels.common.pointwise import apply_output, quad_channels
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
@@ -67,7 +69,13 @@ class Epilogue:
         finished: cutlass.Constexpr[list[Finished]],
         softmax: cutlass.Constexpr[OnlineSoftmax],
     ) -> None:
-        """Natural logarithms of the denominators and largest scores; one lane of four writes a row's."""
+        """Natural logarithms of the denominators, largest scores and entropies; one lane of four writes a
+        row's."""
+        if const_expr(arguments.max_logit is not None):
+            self.largest(arguments, work, row, lane, softmax)
+        entropies: list[Float32] = []
+        if const_expr(arguments.entropy is not None):
+            entropies = softmax.entropies(sink_of(arguments, self.rows.place(work, row)[0].h))
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(softmax.state.rows):
                 mine = row + 8 * r
@@ -78,6 +86,29 @@ class Epilogue:
                     if const_expr(arguments.max_scores is not None):
                         largest = softmax.state.largest[r] * softmax.factor
                         put_statistic(arguments.max_scores, head, q, largest * LN_2)
+                    if const_expr(arguments.entropy is not None):
+                        put_statistic(arguments.entropy, head, q, entropies[r])
+
+    @cute.jit
+    def largest(
+        self,
+        arguments: Arguments,
+        work: Work,
+        row: Int32,
+        lane: Int32,
+        softmax: cutlass.Constexpr[OnlineSoftmax],
+    ) -> None:
+        """Part of the rows in the largest scores of their heads: by one lane of a warp whose rows are of one
+        head, else by one of the four that have a row."""
+        places = [row + 8 * r for r in range(softmax.state.rows)]
+        found = [largest_seen(softmax, r, mine < self.rows.count(work)) for r, mine in enumerate(places)]
+        if const_expr(self.config.group == 1):
+            largest = largest_of_warp(functools.reduce(cute.arch.fmax, found))
+            put_largest(arguments, work.h, largest, lane % 32 == 0)
+        else:
+            for r in cutlass.range_constexpr(softmax.state.rows):
+                largest = softmax.reduce(found[r], cute.arch.fmax)
+                put_largest(arguments, self.rows.place(work, places[r])[0].h, largest, lane % 4 == 0)
 
     @cute.jit
     def store(self, mine: cutlass.Constexpr[Any], lane: Int32) -> None:

@@ -127,7 +127,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
         forward.accepts(problem, target, sizes)
         and problem.keys.loaded
         and problem.lengths == "packed"
-        and "max_scores" not in problem.statistics
+        and problem.statistics in ((), ("lse",))
         and problem.shares == ALIKE
         and not problem.skip
         and widths[1] <= widths[0] <= WIDEST

@@ -228,6 +228,13 @@ _FORWARD = (
     Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
     Argument("even_splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
     Argument("workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)),
+    Argument(
+        "max_logit",
+        Array("float32", ("q_heads",)),
+        "launch",
+        lambda one: "max_logit" in one.problem.statistics,
+    ),
+    Argument("entropy", PER_ROW, "launch", lambda one: one.problem.entropy, read_by=("kernel", MERGE)),
 )
 _AFTER_KEYS = replace(USED_KEYS, read_by=("kernel", MERGE)), FAULTS
 
@@ -251,6 +258,9 @@ BACKWARD = Schema(
         Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), "saved", read_by=(BEFORE, MAIN)),
         Argument("lse", PER_ROW, "saved", read_by=(BEFORE,)),
         Argument("dlse", Array("float32", PER_ROW.dims, unit=False), "saved", None, (BEFORE,)),
+        Argument("dentropy", Array("float32", PER_ROW.dims, unit=False), "saved", None, (BEFORE,)),
+        Argument("entropy", PER_ROW, "saved", None, (BEFORE,)),
+        Argument("pulled", Blocks("rows"), "launch", lambda one: one.problem.entropy, (BEFORE, MAIN)),
         Argument("lse2", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
         Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
         Argument("dq_sum", Blocks("sums"), "launch", _sums_dq, (BEFORE, MAIN, AFTER)),

@@ -101,7 +101,8 @@ class FewRowsPlan(Checked):
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
         width, chip = self.problem.head_dim_v, self.target.multiprocessors
-        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share)
+        beside = 1 + self.problem.entropy
+        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share, beside=beside)
 
     @property
     def tile_copies(self) -> TileCopies:

@@ -17,7 +17,7 @@ Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
 Adding = Literal["sum", "once", "once in pairs"]
 Weights = Literal["softmax", "softpick", "elementwise"]
-STATISTICS = ("lse", "max_scores")
+STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
@@ -123,6 +123,11 @@ class Problem:
             _require_one_of("gradients", adding, get_args(Adding))
 
     @property
+    def entropy(self) -> bool:
+        """True if entropies of rows are written."""
+        return "entropy" in self.statistics
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element of q, and of k and v where they are no 8-bit cache."""
         return 2
@@ -175,6 +180,7 @@ class Problem:
         ] * self.sinks
         extras += [f"{self.weights} weights"] * (self.weights != "softmax")
         extras += ["float32 output"] * self.wide_output + ["dropout"] * self.dropout
+        extras += ["entropies"] * self.entropy
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
         extras += self._of_loader()
         extras += self._of_heads()

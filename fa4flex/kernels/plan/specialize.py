@@ -57,10 +57,12 @@ def _dropout(facts: Facts) -> bool:
     return True
 
 
-def backward_problem(problem: Problem, facts: Facts, deterministic: bool) -> Problem:
-    """The problem of a backward pass from that of the forward pass, its mask by tables of key intervals."""
+def backward_problem(problem: Problem, facts: Facts, deterministic: bool, entropy: bool = False) -> Problem:
+    """The problem of a backward pass from that of the forward pass, its mask by tables of key intervals.
+    entropy: whether that has a gradient."""
     return replace(
         problem,
+        statistics=("lse", "entropy") if entropy else ("lse",),
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         met_alike=_met_alike(facts, problem),

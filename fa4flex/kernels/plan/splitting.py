@@ -46,6 +46,7 @@ class Splitting:
     uneven           sequences may be shorter than their tensor
     share            tiles of keys per split, where that is asked for
     seen             keys that a row sees, at most; None: all
+    beside           numbers that a split leaves of a row besides columns
     """
 
     tile_n: int
@@ -55,6 +56,7 @@ class Splitting:
     uneven: bool = False
     share: int | None = None
     seen: int | None = None
+    beside: int = 1
 
     def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
         """Splits of the keys of each of `pairs` (sequence, KV head) of up to kv_len keys, of `batch`
@@ -73,7 +75,7 @@ class Splitting:
             partial = 2 / self.tile_n * each
             most, even = _splits(pairs, tiles, self.multiprocessors, self.uneven and batch > 1, partial)
             even = self._even(pairs, most, even) if batch <= MOST_COMPARED else most
-        return Splits(most, even, most * rows * (self.width + 1) if most > 1 else 0)
+        return Splits(most, even, most * rows * (self.width + self.beside) if most > 1 else 0)
 
     def _even(self, pairs: int, most: int, even: int) -> int:
         """Splits of even batches, of which `even` are best, where there are blocks for `most`.

@@ -5,7 +5,8 @@ With P = exp(score' - max) / total, dP = dO V^T and D = rowsum(dO * O) - dLSE,
     dscore' = P * (dP - D)      dV = P^T dO      dsink = -sum(exp(sink - max) / total * D)
     dscore = dscore' * (d score' / d score)      dQ = scale dscore K      dK = scale dscore^T Q
 
-(FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse).
+(FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse). A
+gradient of the entropy adds to dscore': see entropy.py.
 
 Dropout multiplies P by Z, which is 0 or 1 / (1 - rate), after normalising: O = (P * Z) V, dV = (P * Z)^T dO
 and dP = Z * (dO V^T). D stays rowsum(dO * O), since sum_k P dP = sum_k P Z (dO V^T) = dO (P * Z) V = dO O. So
@@ -26,6 +27,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
 from fa4flex.runtime.cpu.captured import SharedGradients
+from fa4flex.runtime.cpu.entropy import Pulled
 from fa4flex.runtime.cpu.forward import sink_logits
 from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.scattered_backward import gradients as scattered_gradients
@@ -55,6 +57,10 @@ class Gradients:
     sinks: Tensor | None
 
 
+Upstream = tuple[Tensor, Tensor | None, Tensor | None]
+"""Gradients of the output [B, H, Sq, Dv], and of log-sum-exp and entropy [B, H, Sq], None for zeros."""
+
+
 @torch.no_grad()
 def backward(
     facts: Facts,
@@ -63,15 +69,16 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None = None,
     needs: Collection[int] = (),
+    dentropy: Tensor | None = None,
 ) -> Gradients:
     """Gradients of `forward(facts, inputs)`, whose result is `saved`.
 
-    dout [B, H, Sq, Dv] and dlse [B, H, Sq] (None: zero) may have any strides, expanded ones included.
+    dout [B, H, Sq, Dv], dlse and dentropy [B, H, Sq] (None: zero) may have any strides, expanded ones too.
     `needs` names the operand slots whose gradient is wanted.
     """
     facts, inputs = fitted_call(facts, inputs)
     shared = SharedGradients(facts, inputs, needs)
-    dq, dk, dv = accumulate(facts, inputs, saved, (dout, dlse), shared)
+    dq, dk, dv = accumulate(facts, inputs, saved, (dout, dlse, dentropy), shared)
     return Gradients(dq, dk, dv, *shared.result())
 
 
@@ -79,10 +86,10 @@ def accumulate(
     facts: Facts,
     inputs: Inputs,
     saved: Forward,
-    upstream: tuple[Tensor, Tensor | None],
+    upstream: Upstream,
     shared: SharedGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one call, from upstream (dout, dlse); gradients of operands and sinks go to `shared`.
+    """dq, dk, dv of one call; gradients of operands and sinks go to `shared`.
 
     All integers of `facts` fit in 64 bits.
     """
@@ -90,7 +97,7 @@ def accumulate(
         state = Accumulators(inputs, saved, upstream, shared)
         accumulate_weighted(facts, inputs, state, shared)
         return state.dq, state.dk.to(inputs.k.dtype), state.dv.to(inputs.v.dtype)
-    call = None if shared.operands else scattered(facts, inputs)
+    call = None if shared.operands or upstream[2] is not None else scattered(facts, inputs)
     result = None if call is None else scattered_gradients(call, saved, upstream, shared.sinks)
     if result is not None:
         return result
@@ -103,11 +110,9 @@ def accumulate(
 class Accumulators:
     """The accumulators of one backward pass; those of keys and values are at compute precision."""
 
-    def __init__(
-        self, inputs: Inputs, saved: Forward, upstream: tuple[Tensor, Tensor | None], shared: SharedGradients
-    ) -> None:
+    def __init__(self, inputs: Inputs, saved: Forward, upstream: Upstream, shared: SharedGradients) -> None:
         self.inputs, self.saved, self.shared = inputs, saved, shared
-        self.dout, self.dlse = upstream
+        self.dout, self.dlse, self.dentropy = upstream
         self.space = Workspace(inputs.precision)
         self.dq = torch.zeros_like(inputs.q, memory_format=torch.contiguous_format)
         self.dk = torch.zeros(inputs.k.shape, dtype=inputs.precision)
@@ -131,11 +136,22 @@ class _Rows:
         out = heads.queries(state.saved.out, rows)
         self.largest, self.delta = normalised(dout, out, dlse, largest, total, self.sinks)
         self.dout = dout.flatten(1, 2)
+        self.pulled: Pulled | None = None
+        self.logs = torch.zeros(())
+        if state.dentropy is not None:
+            assert state.saved.entropy is not None
+            given, entropy = (
+                heads.queries(x, rows).unsqueeze(-1) for x in (state.dentropy, state.saved.entropy)
+            )
+            self.pulled = Pulled.of(given, entropy, total)
 
     def run(self) -> None:
         heads = self.block.heads
         if self.sinks is not None and self.state.shared.sinks is not None:
-            share = ((self.sinks - self.largest).exp_() * self.delta).sum((-1, -2)).flatten()
+            delta = self.delta
+            if self.pulled is not None:
+                delta = delta + self.pulled.of_sinks(self.sinks, self.largest)
+            share = ((self.sinks - self.largest).exp_() * delta).sum((-1, -2)).flatten()
             self.state.shared.sinks[heads.start : heads.stop] -= share
         dq = self.space.take("dq", *self.queries.shape).zero_()
         for span in self.block.spans:
@@ -151,7 +167,10 @@ class _Rows:
             used = block.keep(self.space.take("kept", *weights.shape).copy_(weights), span)
             block.keep(dscores, span)
         matmul(used.flatten(1, 2).mT, self.dout, heads.keys(state.dv, span.keys), accumulate=True)
-        dscores.sub_(self.delta).mul_(weights)
+        dscores.sub_(self.delta)
+        if self.pulled is not None:
+            self.pulled.subtract(dscores, self.logs, weights)
+        dscores.mul_(weights)
         state.shared.add(block, span, scores, dscores)
         if slope is not None:
             dscores.mul_(slope)
@@ -184,4 +203,7 @@ class _Rows:
             weights.copy_(modified) if isinstance(modified, Tensor) else weights.fill_(modified)
             slope = None if by_score is ONE else slope
         self.block.hide(weights, span, -INFINITY)
-        return self.block.exponentials(weights.sub_(self.largest), span), slope
+        weights.sub_(self.largest)
+        if self.pulled is not None:
+            self.logs = weights.clone()
+        return self.block.exponentials(weights, span), slope

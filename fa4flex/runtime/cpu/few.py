@@ -181,6 +181,8 @@ def _are_few(inputs: Inputs) -> bool:
     walked = inputs.tile is not None or inputs.skip
     if walked or not 0 < q_len <= FEW_QUERIES or inputs.k.numel() == 0 or out_width == 0:
         return False
+    if inputs.entropy:
+        return False
     return batch * heads > 0 and batch * heads * q_len * kv_len * (width + out_width) <= FEW_PRODUCTS
 
 

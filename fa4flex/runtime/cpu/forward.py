@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.runtime.cpu import entropy
 from fa4flex.runtime.cpu.few import few_queries, single_queries
 from fa4flex.runtime.cpu.fused import attend as attend_fused
 from fa4flex.runtime.cpu.scattered import attend as attend_scattered
@@ -108,6 +109,7 @@ class _Rows:
         self.queries = scaled_queries(block, space)
         self.maximum: Tensor | None = None  # [groups, ratio, rows, 1]
         self.total = torch.zeros(())
+        self.moment = torch.zeros(())
         self.output = torch.zeros(())
         self.skipping = Skipping.of(block)
 
@@ -131,15 +133,21 @@ class _Rows:
                 return
             maximum = torch.maximum(maximum, self.maximum)
         shift = finite(maximum)
-        total = block.exponentials(scores.sub_(shift), span).sum(-1, keepdim=True)
+        scores.sub_(shift)
+        logs = scores.clone() if inputs.entropy else None
+        total = block.exponentials(scores, span).sum(-1, keepdim=True)
+        moment = self.moment if logs is None else entropy.moment_of(logs, scores)
         weights = block.keep(scores, span).flatten(1, 2)
         values = block.heads.keys(inputs.v, span.keys).to(inputs.precision)
         if self.maximum is None:
             self.output = self.space.take("output", *weights.shape[:2], values.shape[-1])
             matmul(weights, values, self.output)
-            self.total = total
+            self.total, self.moment = total, moment
         else:
             kept = (self.maximum - shift).exp_()
+            if logs is not None:
+                by = entropy.relative_to(self.maximum, shift)
+                self.moment = entropy.moved(self.moment, self.total, by, kept) + moment
             self.output.mul_(kept.flatten(1, 2))
             matmul(weights, values, self.output, accumulate=True)
             self.total = self.total.mul_(kept).add_(total)
@@ -157,8 +165,15 @@ class _Rows:
         heads.queries(result.max_scores, rows).copy_(self.maximum.squeeze(-1))
         shift, total = finite(self.maximum), self.total
         if sinks is not None:
-            shift, rescale, total = with_sinks(self.maximum, total, sinks)
+            own = total
+            shift, rescale, total = with_sinks(self.maximum, own, sinks)
             self.output.mul_(rescale.flatten(1, 2))
+            if result.entropy is not None:
+                by = entropy.relative_to(self.maximum, shift)
+                self.moment = entropy.with_sink(entropy.moved(self.moment, own, by, rescale), sinks, shift)
+        if result.entropy is not None:
+            found = entropy.entropy_of(self.moment, total)
+            heads.queries(result.entropy, rows).copy_(found.squeeze(-1))
         heads.queries(result.total, rows).copy_(total.squeeze(-1))
         inverse = total.reciprocal().masked_fill_(total == 0, 0)
         out = self.output.mul_(inverse.flatten(1, 2))

@@ -225,7 +225,7 @@ class Batch:
 
 def scattered(facts: Facts, inputs: Inputs) -> Scattered | None:
     """The call over the tiles of a block map, None where there is none, or walking does as well."""
-    if inputs.tile is not None or facts.kept is not None:
+    if inputs.tile is not None or facts.kept is not None or inputs.entropy:
         return None
     tiles = scattered_tiles(facts, inputs.shape, inputs.captured, inputs.precision, inputs.contents)
     return None if tiles is None else Scattered(facts, inputs, tiles)

@@ -17,8 +17,8 @@ from fa4flex.runtime.cpu.scattered import Batch, Scattered
 from fa4flex.runtime.cpu.softmax import Forward, normalised
 from fa4flex.runtime.cpu.tiles import exponential
 
-Upstream = tuple[Tensor, Tensor | None]
-"""Gradients of the output [B, H, Sq, Dv] and of the log-sum-exp [B, H, Sq]."""
+Upstream = tuple[Tensor, Tensor | None, Tensor | None]
+"""Gradients of the output [B, H, Sq, Dv] and of the log-sum-exp [B, H, Sq]; none of the entropy."""
 
 
 def gradients(

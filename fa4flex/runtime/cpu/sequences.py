@@ -15,7 +15,7 @@ from fa4flex.codegen.analyze.domain import Ragged
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import InputError
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cpu.backward import Gradients, accumulate
+from fa4flex.runtime.cpu.backward import Gradients, Upstream, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import attend, skipped
 from fa4flex.runtime.cpu.fused import attend as attend_fused
@@ -100,8 +100,8 @@ def inputs_of(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Input
         yield n, replace(inputs, q=q, k=k, v=v, sequence=n)
 
 
-def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
-    return result.lse, result.max_scores, result.total
+def _statistics(result: Forward) -> tuple[Tensor, ...]:
+    return result.lse, result.max_scores, result.total, *(() if result.entropy is None else (result.entropy,))
 
 
 @torch.no_grad()
@@ -143,13 +143,13 @@ def backward_sequences(
     inputs: Inputs,
     sequences: Sequences,
     saved: Forward,
-    upstream: tuple[Tensor, Tensor | None],
+    upstream: Upstream,
     needs: Collection[int] = (),
 ) -> Gradients:
-    """Gradients of `forward_sequences`, from upstream (dout, dlse) laid out as its out and lse."""
+    """Gradients of `forward_sequences`, from upstream ones that are laid out as its results."""
     check_within(inputs, sequences)
     facts, inputs = fitted_call(facts, inputs, extents_of(inputs, sequences))
-    dout, dlse = upstream
+    dout, *of_rows = upstream
     dq, dk, dv = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)
     )
@@ -157,8 +157,8 @@ def backward_sequences(
     for n, one in inputs_of(inputs, sequences):
         statistics = (sequences.of_statistics(x, n) for x in _statistics(saved))
         part = Forward(sequences.of_queries(saved.out, n), *statistics)
-        arguments = sequences.of_queries(dout, n), None if dlse is None else sequences.of_statistics(dlse, n)
-        grads = accumulate(facts, one, part, arguments, shared)
+        dlse, dentropy = (None if x is None else sequences.of_statistics(x, n) for x in of_rows)
+        grads = accumulate(facts, one, part, (sequences.of_queries(dout, n), dlse, dentropy), shared)
         sequences.of_queries(dq, n).copy_(grads[0])
         sequences.of_keys(dk, n).copy_(grads[1])
         sequences.of_keys(dv, n).copy_(grads[2])

@@ -22,19 +22,22 @@ class Forward:
 
     `total` [B, H, Sq] is the softmax's denominator relative to the largest of max_scores and sink. The
     backward pass needs it: an lse of -1e9 has no digits left for the logarithm of the number of keys.
+    `entropy` [B, H, Sq], see entropy.py; None where it is not wanted.
     """
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
     total: Tensor
+    entropy: Tensor | None = None
 
     @staticmethod
     def of_no_keys(inputs: Inputs, statistics: tuple[int, ...]) -> Forward:
         """Results of rows that attend to nothing, without sinks; `statistics` is the shape of all but out."""
         out = empty_output(inputs.q, inputs.v.shape[-1], inputs.output or inputs.q.dtype).zero_()
         lse = torch.full(statistics, -INFINITY, dtype=inputs.precision)
-        return Forward(out, lse, lse.clone(), torch.zeros_like(lse))
+        entropy = torch.zeros_like(lse) if inputs.entropy else None
+        return Forward(out, lse, lse.clone(), torch.zeros_like(lse), entropy)
 
 
 def finite(x: Tensor) -> Tensor:

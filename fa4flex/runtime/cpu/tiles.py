@@ -36,7 +36,8 @@ class Inputs:
     multiplies q.k before the score mod. `sequence` fixes the index `b` when the call is one sequence of
     a ragged batch. `compute` is the dtype of scores and sums, None for `precision`'s default; `output`
     that of the result, None for q's; `tile` (queries, keys) of the walk, None for one that suits the caches;
-    `contents` as a schedule has it; `skip` is the probability that a query may leave out.
+    `contents` as a schedule has it; `skip` is the probability that a query may leave out; `entropy`: whether
+    it is wanted.
     """
 
     q: Tensor
@@ -51,6 +52,7 @@ class Inputs:
     tile: tuple[int, int] | None = None
     contents: Contents = "compared"
     skip: float = 0.0
+    entropy: bool = False
 
     @property
     def shape(self) -> Shape:

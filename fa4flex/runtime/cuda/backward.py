@@ -102,13 +102,19 @@ class Compared(NamedTuple):
 def _compared(call: Call, saved: Saved, asked: Form) -> Compared:
     q, kv, operands, sinks, lengths, _, scale, heads_first, statistics = call
     beside, more = brought(kv, lengths)
-    out, lse, dout, dlse = saved
-    others = (lse, *operands) if dlse is None else (lse, dlse, *operands)
+    out, _, dout, *_ = saved
+    others = (*_of_rows(saved), *operands)
     if sinks is not None:
         others = *others, sinks
     gpu = simulated.gpu()
-    form = asked, beside, dlse is None, sinks is None, scale > 0, heads_first, statistics, gpu
+    absent = saved.dlse is None, saved.dentropy is None, sinks is None
+    form = asked, beside, absent, scale > 0, heads_first, statistics, gpu
     return Compared(form, more, others, (q, kv.k, kv.v, *more, out, dout, *others))
+
+
+def _of_rows(saved: Saved) -> list[Tensor]:
+    """Statistics of rows and their gradients."""
+    return [x for x in (saved.lse, *saved[3:]) if x is not None]
 
 
 def _known(shortlist: Shortlist[Known], call: Call, saved: Saved, compared: Compared) -> ReadyBackward | None:
@@ -137,7 +143,7 @@ def _remember(
     rows, valid = [*map(Row.of, tensors)], None
     if all(map(tma_able, (call.q, call.kv.k, call.kv.v, saved.out, saved.dout))):
         free, of_rows = ((0,), (1,)) if call.packed else ((0, 2 if call.heads_first else 1), (0, 2))
-        statistics = [x for x in (saved.lse, saved.dlse) if x is not None]
+        statistics = _of_rows(saved)
         rows = [
             *rows_of(call, call.kv, more),
             *[Row.of(x, free, unit=True) for x in (saved.out, saved.dout)],
@@ -158,8 +164,8 @@ _key_of_saved = key_function(BACKWARD, "saved")
 
 def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
     """Begin to compile all kernels of a call with gradients but that of its forward pass, which this process
-    compiles meanwhile. `dlse`: whether the log-sum-exp will have a gradient. What is wrong with the call is
-    left for the passes to say."""
+    compiles meanwhile. `dlse`: whether the log-sum-exp will have a gradient; an entropy that was asked for
+    has one. What is wrong with the call is left for the passes to say."""
     with contextlib.suppress(Fa4flexError), proving():
         require_not_capturing()
         prepare_ahead(chip_of(call).name)
@@ -172,7 +178,9 @@ def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
 def _compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
     _, *before = described(engine, call).kernels
     needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
-    longest, *others = _described(engine, call, needs, dlse, _deterministic(engine)).kernels
+    arriving = {"dlse": dlse, "dentropy": "entropy" in call.statistics}
+    names = tuple([name for name, there in arriving.items() if there])
+    longest, *others = _described(engine, call, needs, names, _deterministic(engine)).kernels
     for lowered, signature in (longest, *before, *others):
         lowered.compile_ahead(signature)
 
@@ -181,18 +189,18 @@ def _described(
     engine: Engine,
     call: Call,
     needs: Sequence[int],
-    dlse: bool,
+    arriving: tuple[str, ...],
     deterministic: bool,
     answers: Answers = NO_ANSWERS,
 ) -> Described:
-    """Everything that decides the launch of a backward pass. answers: of other calls, to questions about
-    speed."""
+    """Everything that decides the launch of a backward pass. arriving: which of dlse and dentropy do;
+    answers: of other calls, to questions about speed."""
     from fa4flex.lower import lower_backward
 
-    schedule = replace(engine.schedule, deterministic=deterministic)
-    lower = partial(lower_backward, needs=needs)
+    schedule, entropy = replace(engine.schedule, deterministic=deterministic), "dentropy" in arriving
+    lower = partial(lower_backward, needs=needs, entropy=entropy)
     lowered, value, reach = lowered_for(engine, call, schedule, lower, answers, queries=not deterministic)
-    signature = signature_of(engine.kinds, call, ("dlse",) * dlse)
+    signature = signature_of(engine.kinds, call, (*arriving, *(("entropy",) if entropy else ())))
     lengths = lengths_kernel(engine.kinds, call, lowered)
     tables = tables_kernel(engine.kinds, call, lowered, value.captured)
     kernels = [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
@@ -208,7 +216,8 @@ def _make_ready(
     answers: Sequence[Answers] = (),
 ) -> ReadyBackward:
     """answers: those of earlier calls that look like this one, to questions about speed."""
-    describe = partial(_described, engine, call, needs, saved.dlse is not None, deterministic)
+    arriving = tuple([x for x in ("dlse", "dentropy") if getattr(saved, x) is not None])
+    describe = partial(_described, engine, call, needs, arriving, deterministic)
     chosen = describe()
     other = meanwhile(engine, chosen, answers, describe)
     if other is None:

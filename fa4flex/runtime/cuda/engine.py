@@ -384,6 +384,10 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     return replace(_ready(engine, call, other.serving), reach=other.reach, until=other.awaited)
 
 
+ABSENT = ("tables", "order", "faults", "max_logit", "entropy", *NO_LENGTHS._fields)
+"""Parameters that launches of plain calls of the same sizes have none for."""
+
+
 def _ready(engine: Engine, call: Call, made: Described) -> Ready:
     lowered, value = made.lowered, made.given
     captured = value.captured
@@ -394,7 +398,7 @@ def _ready(engine: Engine, call: Call, made: Described) -> Ready:
     if call.kv.seqused_k is None:
         constants["used_keys"] = None
     conversions = conversions_of(schema, call=call._replace(lengths=NO_LENGTHS))
-    absent = constants | dict.fromkeys(("tables", "order", "faults", *NO_LENGTHS._fields))
+    absent = constants | dict.fromkeys(ABSENT)
 
     def repeated(extents: dict[str, Any]) -> Callable[..., None]:
         return launch_function(schema, kernel.launch, REPEATED, absent | extents, {})

@@ -26,9 +26,10 @@ _EXACT = (
 
 def attend(program: Published, call: Call) -> Results:
     """(out, lse, None) of a call with heads first, or packed."""
-    if "max_scores" in call.statistics:
+    beyond = [name for name in call.statistics if name != "lse"]
+    if beyond:
         raise UnsupportedError(
-            "max_scores inside torch.func.grad, vmap or jvp, or of tensors with tangents",
+            f"{' and '.join(beyond)} inside torch.func.grad, vmap or jvp, or of tensors with tangents",
             "out and lse",
             "leave it out, or ask for it in a call of its own, outside",
         )
@@ -57,6 +58,12 @@ def second_derivatives(
     tangents   one for each gradient: of q, k, v, sinks, and the operands in slots `needs`
     """
     refuse_skip(program.precision.skip, *_EXACT)
+    if len(upstream) > 2:
+        raise UnsupportedError(
+            "a second derivative through the entropy",
+            "second derivatives through out and lse, and first ones through the entropy",
+            "leave out create_graph=True, or the entropy",
+        )
     turned, shares = call.turned(), (1, *call.shares)
     recipe, tensors = _split(program, _of_kv_heads(turned))
     fixed = 3 + recipe.sinks

@@ -35,13 +35,13 @@ from fa4flex.exact import exactly
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.call import NO_LENGTHS, Call
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results, largest_of_heads
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.attend import Module, Wanted, buffers_of, module
 from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, classifier
 from fa4flex.runtime.flex.compiled import Attend, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting
-from fa4flex.runtime.flex.refusals import places_of, refuse_precision, refuse_schedule
+from fa4flex.runtime.flex.refusals import places_of, refuse_entropy, refuse_precision, refuse_schedule
 from fa4flex.runtime.kv_heads import of_kv_heads
 from fa4flex.torch_internals import current_stream
 
@@ -65,9 +65,9 @@ class Engine:
         self._tokens: Followed[tuple[Tensor, ...]] = Followed(MOST_MASKS, 4)
         self._masks: Followed[Blocks] = Followed(MOST_MASKS, 4)
 
-    def attend(self, call: Call) -> Outputs:
+    def attend(self, call: Call) -> Results:
         """Results of a call with heads first: out in q's layout, lse and max_scores [B, H, Sq], or [H, Tq] of
-        packed inputs; differentiable.
+        packed inputs, max_logit where it is wanted; differentiable.
 
         Raises UnsupportedError for what torch cannot express, PastTheEnd for short captured tensors.
         """
@@ -190,7 +190,7 @@ class Ready:
     def __post_init__(self) -> None:
         self.taken = tuple(dict.fromkeys((*self.score, *self.mask)))
 
-    def __call__(self, call: Call) -> Outputs:
+    def __call__(self, call: Call) -> Results:
         parts = self.parts(call, self.recent)
         self.recent = parts.recent
         return self.results(self.compute(parts), call)
@@ -235,7 +235,7 @@ class Ready:
     def compute(self, parts: Parts) -> Outputs:
         return self.attend(*self.arguments(parts))
 
-    def results(self, result: Outputs, call: Call) -> Outputs:
+    def results(self, result: Outputs, call: Call) -> Results:
         """Results in the layout of q."""
         out, lse, largest = result
         if call.sinks is not None and lse is not None and call.lengths.seqused_q is not None:
@@ -244,10 +244,13 @@ class Ready:
             out = out[..., : call.kv.v.shape[-1]]
         if out.dtype is not self.output:
             out = out.to(self.output)
-        if call.lengths.cu_seqlens_q is None:
-            return out, lse, largest
-        lse, largest = (None if x is None else x[0] for x in (lse, largest))
-        return out[0].transpose(0, 1), lse, largest
+        if call.lengths.cu_seqlens_q is not None:
+            lse, largest = (None if x is None else x[0] for x in (lse, largest))
+            out = out[0].transpose(0, 1)
+        if "max_logit" in call.statistics:
+            assert largest is not None
+            return out, lse, largest, largest_of_heads(largest), None
+        return out, lse, largest
 
     def _of_used(self, lse: Tensor, call: Call) -> Tensor:
         """Log-sum-exps, -inf in rows past the ends of sequences: these have no sinks either."""
@@ -309,14 +312,15 @@ def _made(engine: Engine, call: Call) -> Ready:
     wanting = frozenset(i for i, x in enumerate(call.operands) if grad and x.requires_grad)
     refuse_schedule(engine.schedule, on_cpu, bool(wanting))
     refuse_precision(engine.precision, q.dtype, on_cpu)
+    refuse_entropy(statistics)
     shape = _shape(call)
     if call.lengths is not NO_LENGTHS:
         facts = (ragged.packed_facts if q.ndim == 3 else ragged.padded_facts)(facts, first)
     operands = (*call.operands, *engine.tokens(call))
     setting = _proved(engine.facts, facts, call, operands, shape)
     setting = replace(setting, learned=wanting, copied=frozenset() if on_cpu else places_of(facts, wanting))
-    wanted = Wanted(call.scale, "lse" in statistics, "max_scores" in statistics, call.sinks is not None,
-                    engine.schedule.tile)  # fmt: skip
+    largest = "max_scores" in statistics or "max_logit" in statistics
+    wanted = Wanted(call.scale, "lse" in statistics, largest, call.sinks is not None, engine.schedule.tile)
     made = module(facts, setting, wanted)
     trains = grad and call.wants_gradients
     compiled = not on_cpu or not (trains or wanted.lse or wanted.max_scores or wanted.sinks)

@@ -16,7 +16,7 @@ served too.
 from __future__ import annotations
 
 from fa4flex.exact import exactly
-from fa4flex.runtime.call import Call
+from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.flex.compiled import Compiled, Graph, Outputs
 from fa4flex.runtime.flex.engine import Parts, Ready, Recent
 
@@ -35,7 +35,7 @@ class Repeat:
         self.graph: Graph | None = None
         self.recent: Recent | None = None
 
-    def __call__(self, call: Call, *_: object) -> Outputs | None:
+    def __call__(self, call: Call, *_: object) -> Results | None:
         """The results, in the layout of q; None for another scale, and for other numbers that proofs read."""
         ready, graph, numbers = self.ready, self.graph, call.scalars
         if exactly(call.scale) != self.scale:
@@ -46,16 +46,16 @@ class Repeat:
         parts = ready.parts(turned, self.recent)
         self.recent = parts.recent
         result = ready.compute(parts) if graph is None or not graph.holds() else graph(ready.flat(parts))
-        out, lse, largest = ready.results(result, turned)
-        return call.turn(out), lse, largest
+        out, *statistics = ready.results(result, turned)
+        return call.turn(out), *statistics
 
-    def first(self, call: Call) -> Outputs:
+    def first(self, call: Call) -> Results:
         """The same of the call that this was made for, and from now on by the graph that computes it."""
         turned = call.turned()
         parts = self.ready.parts(turned, None)
         self.recent = parts.recent
-        out, lse, largest = self.ready.results(self._watched(parts), turned)
-        return call.turn(out), lse, largest
+        out, *statistics = self.ready.results(self._watched(parts), turned)
+        return call.turn(out), *statistics
 
     def _watched(self, parts: Parts) -> Outputs:
         ready, attend = self.ready, self.ready.attend

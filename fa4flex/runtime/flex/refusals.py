@@ -42,6 +42,16 @@ def refuse_schedule(schedule: Schedule, on_cpu: bool, captured_gradients: bool) 
         )
 
 
+def refuse_entropy(statistics: tuple[str, ...]) -> None:
+    """Raise UnsupportedError for a statistic that torch's kernels do not compute."""
+    if "entropy" in statistics:
+        raise UnsupportedError(
+            'the entropy with backend "flex": torch returns log-sum-exps and largest scores of rows',
+            "lse, max_scores and max_logit",
+            f'leave the entropy out, or use backend="auto" {INSTEAD}',
+        )
+
+
 def refuse_precision(precision: Precision, dtype: torch.dtype, on_cpu: bool) -> None:
     """Raise UnsupportedError for dtypes that torch's kernels do not compute with or write, and for what they
     cannot leave out."""

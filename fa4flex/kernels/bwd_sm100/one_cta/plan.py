@@ -69,7 +69,7 @@ def plan_one_cta(request: Request) -> OneCtaPlan:
 ONE_CTA = Pipeline(
     "Blackwell backward",
     "backward",
-    lambda problem, target, sizes: target.family == "sm100",
+    lambda problem, target, sizes: target.family == "sm100" and not problem.entropy,
     plan_one_cta,
     drops=True,
     weights=SUMMED_OR_NOT,

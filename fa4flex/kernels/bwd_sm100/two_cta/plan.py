@@ -130,7 +130,9 @@ def plan_two_cta(request: Request) -> TwoCtaPlan:
 TWO_CTA = Pipeline(
     "Blackwell backward by pairs of CTAs",
     "backward",
-    lambda problem, target, sizes: target.family == "sm100" and pays_in_pairs(problem, sizes),
+    lambda problem, target, sizes: (
+        target.family == "sm100" and not problem.entropy and pays_in_pairs(problem, sizes)
+    ),
     plan_two_cta,
     drops=True,
     weights=SUMMED_OR_NOT,

@@ -14,7 +14,7 @@ from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
 from fa4flex.compiler.background import Awaited
 from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.kernels.plan.splitting import Splitting
-from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths, more_than_rows
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
@@ -65,8 +65,8 @@ class Remembered:
 
 
 PARAMETERS = (
-    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counters", "order", "splits", "even_splits",
-    "workspace", "faults", *SequenceLengths._fields
+    "call", "out", "lse", "max_scores", "max_logit", "entropy", "tables", "max_q_len", "counters", "order",
+    "splits", "even_splits", "workspace", "faults", *SequenceLengths._fields
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
@@ -85,7 +85,7 @@ class Ready:
                 keys than contiguous ones
     dtype, width   of the output
     kv_heads    heads of k and v
-    statistics  which of lse and max_scores are computed
+    statistics  which are computed
     reach       extents of the calls that it serves
     gaps        whether there are query rows that no sequence uses, which kernels do not write
     counted     whether blocks take tiles from a counter
@@ -99,6 +99,7 @@ class Ready:
     answers     to questions about speed that the kernel was planned with
     until       what is to replace it, where it serves until a faster kernel is compiled
     remembered  what the last call had made that the next may use
+    beside      whether there are max_logit and entropy among results
     more        whether a call does more than launch
     """
 
@@ -120,10 +121,13 @@ class Ready:
     answers: Answers = NO_ANSWERS
     until: Awaited | None = None
     remembered: Remembered = field(default_factory=Remembered)
+    beside: bool = field(init=False)
     more: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        more = self.gaps or self.paged or not self.lengths is self.tables is self.watch is None
+        beside = more_than_rows(self.statistics)
+        more = beside or self.gaps or self.paged or not self.lengths is self.tables is self.watch is None
+        object.__setattr__(self, "beside", beside)
         object.__setattr__(self, "more", more)
 
     def __call__(self, call: Call, extents: Extents | None = None, sized: Sized | None = None) -> Results:
@@ -137,13 +141,15 @@ class Ready:
             out = torch.empty_like(q)
         else:
             out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
-        lse = largest = tables = order = taken = parts = told = None
+        lse = largest = of_heads = entropy = tables = order = taken = parts = told = None
         if self.statistics:
             lse, largest = self._statistics(q, layouts, rows)
         lengths = NO_LENGTHS
         if self.more:
+            if self.beside:
+                of_heads, entropy = self._beside(q, layouts)
             if self.gaps:
-                _fill(out, lse, largest)
+                _fill(out, entropy, lse, largest)
             if self.lengths is not None:
                 lengths, order = self.lengths(call)
             if self.tables is not None:
@@ -158,10 +164,9 @@ class Ready:
             parts = torch.empty_like(like_parts)
         elif floats is not None:
             parts = q.new_empty(floats, dtype=_FLOAT)
-        self.launch(
-            call, out, lse, largest, tables, layouts.length, taken, order, splits, even, parts, told, *lengths
-        )
-        return out, lse, largest
+        more = tables, layouts.length, taken, order, splits, even, parts, told
+        self.launch(call, out, lse, largest, of_heads, entropy, *more, *lengths)
+        return (out, lse, largest, of_heads, entropy) if self.beside else (out, lse, largest)
 
     def sized(self, call: Call, extents: Extents | None = None) -> Sized:
         layouts = self.layouts(call)
@@ -237,10 +242,22 @@ class Ready:
         )
         return lse, largest
 
+    def _beside(self, q: Tensor, layouts: Layouts) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for max_logit, which kernels raise, and for the entropy."""
+        heads = layouts.rows[-2]
+        of_heads = entropy = None
+        if "max_logit" in self.statistics:
+            of_heads = q.new_full((heads,), -math.inf, dtype=_FLOAT)
+        if "entropy" in self.statistics:
+            entropy = q.new_empty(layouts.rows, dtype=_FLOAT)
+        return of_heads, entropy
 
-def _fill(out: Tensor, *statistics: Tensor | None) -> None:
+
+def _fill(out: Tensor, entropy: Tensor | None, *statistics: Tensor | None) -> None:
     """Fill the output and statistics as for rows without keys."""
     out.zero_()
+    if entropy is not None:
+        entropy.zero_()
     for x in statistics:
         if x is not None:
             x.fill_(-math.inf)

@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 class Saved(NamedTuple):
     """Results of the forward pass, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H,
-    S], dlse None where nothing depends on the log-sum-exp. Packed: [T, H, D] and [H, T]."""
+    S], dlse None where nothing depends on the log-sum-exp; dentropy and entropy like these, None where
+    nothing depends on that. Packed: [T, H, D] and [H, T]."""
 
     out: Tensor
     lse: Tensor
     dout: Tensor
     dlse: Tensor | None
+    dentropy: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -47,8 +50,8 @@ class Gradients(NamedTuple):
 
 
 PARAMETERS = (
-    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts", "tables", "turns",
-    "gradients", "cleared", "counters", *SequenceLengths._fields,
+    "call", "saved", "pulled", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts", "tables",
+    "turns", "gradients", "cleared", "counters", *SequenceLengths._fields,
 )  # fmt: skip
 """Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
 
@@ -96,6 +99,7 @@ class ReadyBackward:
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
         lse2, delta = (_rows_like(saved.lse, padded) for _ in range(2))
+        pulled = None if saved.dentropy is None else _rows_like(saved.lse, padded)
         dq_sum = None
         if not self.stores_dq:
             dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
@@ -113,8 +117,9 @@ class ReadyBackward:
             tables, turns = None, (done, *(tables or (None, None, None)))
         cleared = q.new_empty(of_heads, dtype=torch.int32) if self.clears else None
         taken = counters(q.get_device()) if self.counted else None
-        self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
-        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
+        given = pulled, lse2, delta
+        self.launch(call, saved, *given, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
+        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, given)
         if sums is None:
             return Gradients(dq, dk, dv, dsinks, ())
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
@@ -180,8 +185,15 @@ def _parts(parts: int, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
     return dk.new_empty(shape).split(widths, -1)
 
 
-def _of_sinks(sinks: Tensor, packed: bool, lse2: Tensor, delta: Tensor) -> Tensor:
+def _of_sinks(sinks: Tensor, packed: bool, rows: tuple[Tensor | None, Tensor, Tensor]) -> Tensor:
     """Gradient of the sinks: d lse / d sink is the sink's own share of the denominator, which has no value to
-    bring. Rows that are none, or see nothing, have lse2 inf."""
-    share = (sinks.detach().float()[:, None] * math.log2(math.e) - lse2).exp2()
-    return (share * delta).sum(-1 if packed else (0, 2)).to(sinks.dtype)
+    bring. Rows (pulled, lse2, delta) that are none, or see nothing, have lse2 inf."""
+    pulled, lse2, delta = rows
+    logs = sinks.detach().float()[:, None] * math.log2(math.e) - lse2
+    if pulled is not None:
+        delta = delta - pulled * logs.clamp(min=LEAST)
+    return (logs.exp2() * delta).sum(-1 if packed else (0, 2)).to(sinks.dtype)
+
+
+LEAST = -1000.0
+"""Logarithm of base 2 of shares that are 0, which are multiplied by it."""
