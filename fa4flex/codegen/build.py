@@ -290,7 +290,7 @@ def _traced_dropout(dropout: Any, kind: ModKind, captures: Captures) -> Traced:
 
 
 _TRACED: dict[ModKind, Callable[..., Traced]] = {"dropout": _traced_dropout}
-"""What stands in for running a function on proxies, by kind."""
+"""Functions that trace what is not run on proxies, by kind."""
 
 
 def _reader(
