@@ -337,8 +337,8 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    attn, wanted = Attention(variant), {"return_lse": return_lse, "return_aux": return_aux}
-    return attn(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, **wanted)
+    wanted: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux}
+    return Attention(variant)(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, **wanted)
 
 
 def _returned(results: Results, statistics: Statistics, return_aux: Any, return_lse: bool) -> Any:

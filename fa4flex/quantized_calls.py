@@ -39,7 +39,7 @@ def run(variant: Variant, codes: Quantized, statistics: Statistics) -> Results:
     out, *statistics_made = calls.run(
         changed(variant, **settings), None, (same[0], same[1], same[2]), codes.varlen, None, statistics
     )
-    return out.to(variant.precision.output_dtype(codes.dtype)), *statistics_made  # type: ignore[return-value]
+    return out.to(variant.precision.output_dtype(codes.dtype)), *statistics_made
 
 
 def _shift(bias: Tensor, codes: Quantized) -> Callable[..., Any]:

@@ -67,8 +67,9 @@ def shifted(facts: Facts, heads: bool = False) -> Shifted:
     }
     memo: dict[Expr, Expr] = {}
     order = {slot: at for at, slot in enumerate(read)}
-    results = [renumber(root, tensors, order, memo) for root in roots]
-    return Shifted(analyze(*results, weights=facts.weights), tuple(meaning[slot] for slot in read))
+    score, mask, *rest = [renumber(root, tensors, order, memo) for root in roots]
+    result = analyze(score, mask, rest[0] if rest else None, facts.weights)
+    return Shifted(result, tuple(meaning[slot] for slot in read))
 
 
 @dataclass(frozen=True, eq=False)

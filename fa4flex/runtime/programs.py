@@ -164,7 +164,8 @@ def read(text: str) -> Published:
         raise _unreadable(str(error)) from error
     if version != FORMAT or len(roots) not in (2, 3):
         raise _unreadable("it was written by another version")
-    return publish(analyze(*roots, weights=weights), schedule, precision, backend)
+    score, mask, *rest = roots
+    return publish(analyze(score, mask, rest[0] if rest else None, weights), schedule, precision, backend)
 
 
 def _unreadable(why: str) -> InputError:
