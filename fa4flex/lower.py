@@ -22,6 +22,7 @@ from fa4flex.codegen.emit import (
     emit_mass,
     emit_sequences,
     emit_tables,
+    emit_tangents,
 )
 from fa4flex.codegen.emit.module import Captions
 from fa4flex.codegen.evaluate import Captured
@@ -44,7 +45,7 @@ from fa4flex.kernels.sequences.plan import plan_sequences
 from fa4flex.primitives.schedule import Schedule
 
 EMIT: dict[Direction, Callable[..., Source]] = {
-    "forward": emit_forward, "backward": emit_backward, "mass": emit_mass,
+    "forward": emit_forward, "backward": emit_backward, "tangents": emit_tangents, "mass": emit_mass,
 }  # fmt: skip
 """Emitters of passes, whose plans are checked, and whose sources people read under names of their own."""
 
@@ -188,6 +189,18 @@ def lower_mass(arguments: Given) -> Lowered:
     plan: Any = dispatch.plan_mass(facts, problem, target, sizes=sizes)
     source = _emitted(emit_mass, facts, plan)
     return Lowered("mass", facts, problem, plan, source, (), sizes.valid, sizes.answers)
+
+
+def lower_tangents(arguments: Given, moved: tuple[str, ...] = ("q", "k", "v")) -> Lowered:
+    """A forward pass with tangents of those of q, k and v that are `moved`. Errors likewise."""
+    target = arguments.target.leaving(arguments.schedule.sm_margin)
+    sizes = Sizes(arguments.inputs, arguments.answers)
+    problem = replace(_proved(arguments), **{"moved": moved, **arguments.changes})
+    plan: Any = dispatch.plan_tangents(arguments.facts, problem, target, arguments.schedule, sizes)
+    source = _emitted(emit_tangents, arguments.facts, plan)
+    return Lowered(
+        "tangents", arguments.facts, problem, plan, source, valid=sizes.valid, answers=sizes.answers
+    )
 
 
 def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:

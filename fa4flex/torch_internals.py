@@ -98,6 +98,27 @@ transform_level: Callable[[], int | None] = _private(
 """Level of the innermost transform of torch.func, None outside of all."""
 
 
+_innermost: Callable[[], Any] | None = _private(
+    "_C._functorch.peek_interpreter_stack",
+    "time: tangents within torch.func are computed by PyTorch operations",
+)
+
+
+def pushes_alone() -> bool:
+    """True if torch.func.jvp is the one transform of torch.func that there is. False where this torch does
+    not tell."""
+    if _innermost is None or transform_level() != 1:
+        return False
+    return str(_innermost().key()).endswith("Jvp")
+
+
+single_level: Callable[[], AbstractContextManager[Any]] | None = _private(
+    "_functorch.utils.enable_single_level_autograd_function",
+    "time: tangents within torch.func of tensors with gradients are computed by PyTorch operations",
+)
+"""Within, functions of autograd take tensors outside of transforms by the C++ class alone."""
+
+
 def _has_no_storage(x: Tensor) -> bool:
     try:
         x.untyped_storage()
@@ -231,6 +252,14 @@ def _dispatch_keys() -> tuple[Any, Any] | None:
 
 _force_keys = _needed("_C._ForceDispatchKeyGuard", _OF_FLEX)
 _KEYS = _dispatch_keys()
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor inside one of a transform of torch.func; another as it is."""
+    if not is_wrapped(x):
+        return x
+    inner: Tensor = _torch.unwrapped(x)
+    return inner
 
 
 def outside_operators() -> AbstractContextManager[Any]:

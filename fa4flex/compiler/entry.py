@@ -20,7 +20,7 @@ from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, S
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_lists.kernel import BlockListArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
-from fa4flex.kernels.common.arguments import BackwardArguments, arguments_of
+from fa4flex.kernels.common.arguments import BackwardArguments, TangentArguments, arguments_of
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
@@ -55,6 +55,7 @@ def _backward(kernel: Any, problem: Problem) -> list[Launch]:
 LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "forward": _forward,
     "backward": _backward,
+    "tangents": lambda kernel, problem: [(kernel, TangentArguments)],
     "tables": lambda kernel, problem: [(kernel, BlockTableArguments)],
     "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],
     "append": lambda kernel, problem: [(kernel, AppendArguments)],

@@ -54,6 +54,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_rows),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
+    Unloaded("tangents", "sm90", "jvp_sm90", "JVP_SM90"),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
     Unloaded("mass", "sm90", "mass_sm90", "MASS_SM90"),
     Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),
@@ -139,6 +140,16 @@ def plan_forward(
     """
     request = ForwardRequest(facts, problem, target, schedule, sizes, rescale_threshold)
     plan: ForwardPlan = choose("forward", problem, target, sizes).plan(request)
+    plan.check_resources()
+    return plan
+
+
+def plan_tangents(
+    facts: Facts, problem: Problem, target: Target, schedule: Schedule = Schedule(), sizes: Sizes = UNKNOWN
+) -> ForwardPlan:
+    """The plan of a kernel of attention and its tangents. Errors as of a forward kernel."""
+    request = ForwardRequest(facts, problem, target, schedule, sizes)
+    plan: ForwardPlan = choose("tangents", problem, target, sizes).plan(request)
     plan.check_resources()
     return plan
 

@@ -409,4 +409,5 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
         return said + blockwise * (not program.facts.softmax)
     if "direction" in problem:
         return lines
-    return [*lines, f"backward: {view.backward.in_a_line()}", f"key_mass: {view.mass.in_a_line()}"]
+    passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}
+    return [*lines, *(f"{name}: {one.in_a_line()}" for name, one in passes.items())]

@@ -29,20 +29,14 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 ARCH = "sm_90a"
 SIZES = ("q_len", "kv_len", "batch", "heads")
-DIRECTIONS = ("forward", "backward", "mass")
+DIRECTIONS = ("forward", "backward", "tangents", "mass")
 NONE = 1e-9
 """Share of tiles that stands for none: a bound is that of some."""
 
 _SHOWN = (
-    "forward kernel",
-    "backward kernel",
-    "mass kernel",
-    "tile:",
-    "softmax:",
-    "order:",
-    "candidates",
-    "bound:",
-)
+    "forward kernel", "backward kernel", "tangents kernel", "mass kernel", "tile:", "products:", "softmax:",
+    "order:", "candidates", "bound:",
+)  # fmt: skip
 _MASKS = {
     "none": "every tile of keys is full: no mask code",
     "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",
@@ -82,7 +76,7 @@ class KernelView:
         return self._lowered(self.shown)
 
     def _lowered(self, program: Program) -> Lowered:
-        from fa4flex.lower import Given, lower_backward, lower_forward, lower_mass
+        from fa4flex.lower import Given, lower_backward, lower_forward, lower_mass, lower_tangents
 
         changes = {k: x for k, x in self.problem.items() if k not in SIZES}
         target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
@@ -94,6 +88,8 @@ class KernelView:
         value = Given(program.facts, schedule, inputs, captured, target, changes=changes)
         if direction == "forward":
             return lower_forward(value)
+        if direction == "tangents":
+            return lower_tangents(value)
         if direction == "mass":
             return lower_mass(value)
         wanted = enumerate(captured.operands)
@@ -118,12 +114,20 @@ class KernelView:
     @property
     def backward(self) -> KernelView:
         """The backward pass of the same call."""
-        return replace(self, problem={**self.problem, "direction": "backward"})
+        return self._of("backward")
+
+    @property
+    def tangents(self) -> KernelView:
+        """The forward pass of the same call with tangents of q, k and v."""
+        return self._of("tangents")
+
+    def _of(self, direction: str) -> KernelView:
+        return replace(self, problem={**self.problem, "direction": direction})
 
     @property
     def mass(self) -> KernelView:
         """The sums of probabilities per key of the same call."""
-        return replace(self, problem={**self.problem, "direction": "mass"})
+        return self._of("mass")
 
     def plan(self) -> str:
         """Tiles, warp roles, registers, memory map, topology and expected bound."""

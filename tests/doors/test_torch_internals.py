@@ -250,6 +250,8 @@ SLOWER: dict[str, tuple[Callable[[], Results], ...]] = {
     "_C._functorch.is_functorch_wrapped_tensor": (trained, derived),
     "autograd.forward_ad._current_level": (trained, by_flex, derived),
     "_is_functional_tensor": (derived,),
+    "_C._functorch.peek_interpreter_stack": (derived,),
+    "_functorch.utils.enable_single_level_autograd_function": (derived,),
     "_C._autograd._top_saved_tensors_default_hooks": (trained, by_flex),
     "_C._dynamo.guards.TensorGuards": (trained, by_flex),
     "_C._dynamo.guards.GlobalStateGuard": (trained, by_flex),

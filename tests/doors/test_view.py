@@ -376,6 +376,14 @@ def test_explain_says_how_sums_per_key_are_made() -> None:
     assert "key_mass: PyTorch operations" in text and "not built: a mass kernel for sm_100a" in text
 
 
+def test_explain_says_how_tangents_are_made() -> None:
+    attn = fa4flex.compile(mask=causal)
+    assert "tangents: a kernel, tile 128 queries x" in attn.explain(512, arch="sm_90a")
+    text = flat(attn.explain(512, arch="sm_100a"))
+    assert "tangents: PyTorch operations" in text and "not built: a tangents kernel for sm_100a" in text
+    assert "products: 6 where" in attn.source("plan", direction="tangents", arch="sm_90a")
+
+
 def test_explain_claims_a_closed_form_only_where_it_holds() -> None:
     ids = torch.tensor([0, 1, 0, 2])
     text = flat(fa4flex.compile(mask=document(ids)).explain(4))

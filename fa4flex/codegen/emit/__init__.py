@@ -1,7 +1,15 @@
 """Plan + expressions -> the source of a small module: hooks, and the kernel they go into."""
 
 from fa4flex.codegen.emit.block_tables import emit_tables
-from fa4flex.codegen.emit.module import emit_backward, emit_forward, emit_mass, emit_sequences
+from fa4flex.codegen.emit.module import (
+    emit_backward,
+    emit_forward,
+    emit_mass,
+    emit_sequences,
+    emit_tangents,
+)
 from fa4flex.codegen.emit.source import Source
 
-__all__ = ["Source", "emit_backward", "emit_forward", "emit_mass", "emit_sequences", "emit_tables"]
+__all__ = [
+    "Source", "emit_backward", "emit_forward", "emit_mass", "emit_sequences", "emit_tables", "emit_tangents",
+]  # fmt: skip

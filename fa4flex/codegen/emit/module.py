@@ -77,6 +77,18 @@ def emit_mass(
     return Source(captions.title, Module(facts, plan, captions, origins or {}, MASS).text())
 
 
+def emit_tangents(
+    facts: Facts,
+    plan: Any,
+    title: str | Captions = "attention",
+    origins: Mapping[Expr, Origin] | None = None,
+) -> Source:
+    """The module of a kernel of attention and its tangents: the forward's hooks, and the score's derivative.
+    Errors likewise."""
+    captions = title if isinstance(title, Captions) else Captions(title)
+    return Source(captions.title, Module(facts, plan, captions, origins or {}, TANGENTS).text())
+
+
 def emit_sequences(facts: Facts, plan: Any) -> Source:
     """The module of the kernel that corrects lengths and sorts tiles: of the mask the key intervals alone."""
     captions = Captions("sequences")
@@ -90,17 +102,20 @@ class Pass:
     kernel      the class that a module makes its kernel of
     pairs       whether a thread holds keys next to each other, whose captured numbers may be read as one
     slope       whether the derivative of the score is asked for
+    ordered     whether maxima are taken of what the score becomes
     """
 
     word: str
     kernel: str
     pairs: bool
     slope: bool
+    ordered: bool = True
 
 
 FORWARD = Pass("forward", "Forward", True, False)
-BACKWARD = Pass("backward", "Backward", False, True)
+BACKWARD = Pass("backward", "Backward", False, True, ordered=False)
 MASS = Pass("sums per key", "Mass", False, False)
+TANGENTS = Pass("tangents", "Tangents", True, True)
 SEQUENCES = Pass("lengths", "Sequences", False, False)
 
 
@@ -164,7 +179,7 @@ class Module:
         if facts.weights.kind == "elementwise":
             self._fill_weight(facts)
             return
-        units = in_units(facts.score, self._lowering, problem.positive_scale, ordered=not which.slope)
+        units = in_units(facts.score, self._lowering, problem.positive_scale, ordered=which.ordered)
         self._factor = units.factor
         scores = {"start": units.start, "score": units.y}
         self._roots = {name: x for name, x in scores.items() if x is not None}

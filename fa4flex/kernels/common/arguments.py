@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fa4flex.kernels.plan.arguments import BACKWARD, TABLES, TURNS, forward_schema
+from fa4flex.kernels.plan.arguments import BACKWARD, TABLES, TANGENTS, TURNS, forward_schema
 from fa4flex.kernels.plan.keys import Keys
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def named(name: str, names: tuple[str, ...]) -> Any:
 _Tables: Any = named("Tables", TABLES.names)
 _Turns: Any = named("Turns", TURNS.names)
 _BackwardArguments: Any = named("BackwardArguments", BACKWARD.read_by("kernel"))
+_TangentArguments: Any = named("TangentArguments", TANGENTS.read_by("kernel"))
 
 
 class Tables(_Tables):
@@ -86,6 +87,11 @@ def arguments_of(keys: Keys) -> type[Arguments]:
     """The class of the arguments of a forward kernel over keys of such a source."""
     fields = named("Arguments", forward_schema(keys).read_by("kernel"))
     return type("Arguments", (fields, Arguments), {"loader": _loader(keys)})
+
+
+class TangentArguments(_TangentArguments, Arguments):
+    """Those of a forward kernel, and tq, tk, tv, tout, tlse: tangents of q, k and v, None for what has none,
+    and of out and lse, which look like what they are of."""
 
 
 def _loader(keys: Keys) -> type[KeyLoader] | None:

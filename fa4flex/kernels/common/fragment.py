@@ -153,6 +153,23 @@ def computed_once(x: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> Flo
     )
 
 
+@dsl_user_op
+def thread_here(*, loc: Any = None, ip: Any = None) -> Int32:
+    """The number of this thread, read here: what follows from one that was read before tiles is computed
+    before them, and kept in registers."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [],
+            "mov.u32 $0, %tid.x;",
+            "=r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
 def quad_reduce(x: Float32, combine: Any) -> Float32:
     """Combine over the four lanes that share a row of an accumulator."""
     for distance in (1, 2):
@@ -170,5 +187,6 @@ __all__ = [
     "packed",
     "quad_reduce",
     "rows_and_columns",
+    "thread_here",
     "widened",
 ]

@@ -55,16 +55,18 @@ def tile_ring(
     readers: int,
     gather_warps: int = 0,
     kind: type = GatheringProductRing,
+    tiles: int = 1,
 ) -> Any:
     """A ring on Hopper, whose stages TMA fills, or so many warps that gather rows, and `readers` warps free.
-    tile: (rows, columns, stage). kind: of the ring where warps gather."""
+    tile: (rows, columns, stage). kind: of the ring where warps gather. tiles: of this size that a stage has,
+    where TMA fills it."""
     thread = pipeline.Agent.Thread
     stage = cute.select(tile.layout, mode=[0, 1])
     ring = pipeline.PipelineTmaAsync.create(
         num_stages=cute.size(tile, mode=[2]),
         producer_group=lanes_of(gather_warps) if gather_warps else pipeline.CooperativeGroup(thread),
         consumer_group=pipeline.CooperativeGroup(thread, readers),
-        tx_count=0 if gather_warps else cute.size_in_bytes(tile.element_type, stage),
+        tx_count=0 if gather_warps else tiles * cute.size_in_bytes(tile.element_type, stage),
         barrier_storage=barriers,
         defer_sync=True,
     )

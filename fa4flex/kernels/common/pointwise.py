@@ -205,6 +205,13 @@ class Fragment:
             for r, c, at in self._pinned(scores, places):
                 scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
 
+    def by_groups(
+        self, hook: Pointwise, made: Any, kv_first: Int32, guard: bool, row_terms: tuple[tuple[Any, ...], ...]
+    ) -> Any:
+        """(r, c, at) of all elements of a tile, one group of columns after another: of each, `made` (row,
+        column) is computed before the next begins. row_terms: of the hook, row by row."""
+        return self._pinned(made, self._places(kv_first, guard, row_terms).elements(hook))
+
     def _pinned(self, scores: Any, places: Any) -> Any:
         rows, columns = len(self.row_offsets), len(self.columns)
         for c in range(0, columns, GROUP):
@@ -287,17 +294,24 @@ class Fragment:
             for i in range(count)
         ]
 
-    def mask(self, scores: cute.Tensor, kv_first: Int32, allowed: Words | None) -> None:
-        """scores (row, column): what is not allowed becomes `hidden`. `allowed` is what that returned for
-        this tile; where it is None, the rows' spans decide."""
+    def mask(
+        self,
+        scores: cute.Tensor,
+        kv_first: Int32,
+        allowed: Words | None,
+        tangents: cute.Tensor | None = None,
+    ) -> None:
+        """scores (row, column): what is not allowed becomes `hidden`, and its tangent 0. `allowed` is what
+        that returned for this tile; where it is None, the rows' spans decide."""
+        both = scores, tangents
         if allowed is None:
-            self._limit(scores, kv_first)
+            self._limit(both, kv_first)
             return
         for r, words in enumerate(allowed):
             for i, bits in enumerate(words):
-                self._keep(scores, r, i * WORD, WORD, bits)
+                self._keep(both, r, i * WORD, WORD, bits)
 
-    def _limit(self, scores: cute.Tensor, kv_first: Int32) -> None:
+    def _limit(self, both: tuple[cute.Tensor, cute.Tensor | None], kv_first: Int32) -> None:
         origin = kv_first + self.first_column
         for r, spans in enumerate(self.rows.spans):
             ends = [
@@ -305,13 +319,18 @@ class Fragment:
             ]
             for start in range(0, len(self.columns), RUN):
                 bits = functools.reduce(operator.or_, (between(lo, hi, start) for lo, hi in ends))
-                self._keep(scores, r, start, RUN, bits)
+                self._keep(both, r, start, RUN, bits)
 
-    def _keep(self, scores: cute.Tensor, r: int, start: int, most: int, bits: Int32) -> None:
-        """Row r: `hidden` where a column from `start` on has no bit."""
+    def _keep(
+        self, both: tuple[cute.Tensor, cute.Tensor | None], r: int, start: int, most: int, bits: Int32
+    ) -> None:
+        """Row r of scores and their tangents: `hidden` and 0 where a column from `start` on has no bit."""
+        scores, tangents = both
         for place in range(min(most, len(self.columns) - start)):
             allowed = (bits & bit(place)) != 0
             scores[r, start + place] = select_(allowed, scores[r, start + place], Float32(self.rows.hidden))
+            if tangents is not None:
+                tangents[r, start + place] = select_(allowed, tangents[r, start + place], Float32(0.0))
 
 
 def apply_output(hooks: Hooks, fragment: Fragment, out: cute.Tensor, width: Any) -> None:

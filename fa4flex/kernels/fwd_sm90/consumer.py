@@ -107,7 +107,7 @@ class Consumer:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 128
-        every, state = self.products(mma, shared, lane, group), running(2, self.config.statistics)
+        every, state = self.products(mma, shared, lane, group), self.running()
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
         self.open_turns(group)
@@ -214,6 +214,10 @@ class Consumer:
     ) -> None:
         """Tile after tile of a block."""
         self.scheduler.walk(grid, arguments, pipes.next, attend, states)
+
+    def running(self) -> Running:
+        """Running numbers of a thread's rows."""
+        return running(2, self.config.statistics)
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
         tiles = shared.q[None, None, group], shared.k, shared.v

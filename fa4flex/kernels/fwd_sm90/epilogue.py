@@ -57,7 +57,7 @@ class Epilogue:
         if const_expr(self.config.lengths == "dense" and mine.transfers.out is not None):
             self.store(mine, lane)
         else:
-            self.store_rows(arguments, work, out, row, lane)
+            self.store_rows(arguments.out, work, out, row, lane)
 
     @cute.jit
     def statistics(
@@ -149,14 +149,14 @@ class Epilogue:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_rows(self, arguments: Arguments, work: Work, out: cute.Tensor, row: Int32, lane: Int32) -> None:
+    def store_rows(self, target: cute.Tensor, work: Work, out: cute.Tensor, row: Int32, lane: Int32) -> None:
         """Registers to global memory: rows end where the sequence does."""
         for r in cutlass.range_constexpr(2):
-            chunks = chunks_of(out[r, None], arguments.out.element_type, lane)
+            chunks = chunks_of(out[r, None], target.element_type, lane)
             mine = row + 8 * r
             if mine < self.rows.count(work):
                 head, q = self.rows.place(work, mine)
-                if const_expr(cute.rank(arguments.out) == 4):
-                    put_chunks(arguments.out[head.b, q, head.h, None], chunks)
+                if const_expr(cute.rank(target) == 4):
+                    put_chunks(target[head.b, q, head.h, None], chunks)
                 else:
-                    put_chunks(arguments.out[head.q_offset + q, head.h, None], chunks)
+                    put_chunks(target[head.q_offset + q, head.h, None], chunks)

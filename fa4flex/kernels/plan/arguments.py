@@ -31,7 +31,7 @@ from fa4flex.kernels.plan.problem import Problem
 TAKEN, COUNTERS = 2, 4096
 """Counters of a launch, int32, zero before and after it: those by which blocks take tiles, and all."""
 
-Source = Literal["call", "call.lengths", "call.kv", "saved", "launch"]
+Source = Literal["call", "call.lengths", "call.kv", "saved", "tangents", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -61,8 +61,8 @@ class Argument:
     name       of the parameter and of the field that kernels read, and unless `field` says another, of the
                field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", "call.kv", the source of keys, or "saved" by
-               the forward pass; "launch": it is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.kv", the source of keys, "saved" by the
+               forward pass, or the "tangents" of a call; "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -248,6 +248,23 @@ def forward_schema(keys: Keys) -> Schema:
 
 FORWARD = forward_schema(CONTIGUOUS)
 
+
+def _moves(name: str) -> Callable[[Pass], bool]:
+    return lambda one: name in one.problem.moved
+
+
+TANGENTS = Schema(
+    (
+        *FORWARD.rows,
+        Argument("tq", Heads("q_len", "q_heads", "head_dim"), "tangents", _moves("q"), field="q"),
+        Argument("tk", Heads("kv_len", "kv_heads", "head_dim"), "tangents", _moves("k"), field="k"),
+        Argument("tv", Heads("kv_len", "kv_heads", "head_dim_v"), "tangents", _moves("v"), field="v"),
+        Argument("tout", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch"),
+        Argument("tlse", PER_ROW, "launch"),
+    )
+)
+"""Arguments of a forward pass with tangents: of q, k and v, None for what has none, and of out and lse."""
+
 BEFORE, MAIN, AFTER, SUMS = "preprocess", "kernel", "postprocess", "sum_parts"
 BACKWARD = Schema(
     (
@@ -396,6 +413,7 @@ SCHEMAS: dict[str, Schema] = {
     "append": APPEND,
     "forward": FORWARD,
     "backward": BACKWARD,
+    "tangents": TANGENTS,
     "lists": BLOCK_LISTS,
     "mass": MASS,
     "tables": BLOCK_TABLES,

@@ -19,7 +19,7 @@ from fa4flex.kernels.plan.topology import Topology
 SUMMED_OR_NOT: tuple[Weights, ...] = ("softmax", "elementwise")
 """Weights of pipelines whose kernels take the score hook's number for the weight, too."""
 
-Direction = Literal["forward", "backward", "mass", "tables", "sequences", "append", "lists"]
+Direction = Literal["forward", "backward", "tangents", "mass", "tables", "sequences", "append", "lists"]
 
 
 class Plan(Protocol):

@@ -49,6 +49,7 @@ class Problem:
     dropout                normalised weights are dropped
     weights                how they are made of scores: "softmax"; "elementwise": the score is the weight;
                            "softpick", which no kernel computes
+    moved                  of forward mode: which of "q", "k" and "v" have tangents
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -101,6 +102,7 @@ class Problem:
     skip: float = 0.0
     dropout: bool = False
     weights: Weights = "softmax"
+    moved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_dtype("dtype", self.dtype, get_args(Half))
@@ -182,6 +184,7 @@ class Problem:
         extras += ["float32 output"] * self.wide_output + ["dropout"] * self.dropout
         extras += ["entropies"] * self.entropy
         extras += [f"gradients of {len(self.gradients)} of them"] * bool(self.gradients)
+        extras += [f"tangents of {', '.join(self.moved)}"] * bool(self.moved)
         extras += self._of_loader()
         extras += self._of_heads()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic

@@ -100,6 +100,8 @@ class Engine:
         self.mass: LaunchCache[Any] = LaunchCache(MOST_READY)
         """Launches that runtime/cuda/mass.py keeps, likewise."""
         self.known_backward: Shortlist[Known] = Shortlist()
+        self.tangents: LaunchCache[Any] = LaunchCache(MOST_READY)
+        """Launches that runtime/cuda/tangents.py keeps, by key; None where there is no kernel."""
         self._changing = threading.Lock()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
@@ -342,7 +344,7 @@ def _by_work(plan: ForwardPlan) -> bool:
     return plan.order == "by_work"
 
 
-def _sorted(plan: ForwardPlan) -> tuple[int, int] | None:
+def sorted_tiles(plan: ForwardPlan) -> tuple[int, int] | None:
     """Queries and keys of tiles that are sorted: their rows may be those of several heads; None where none
     are."""
     if not _by_work(plan):
@@ -366,7 +368,7 @@ def described(engine: Engine, call: Call, answers: Answers = NO_ANSWERS) -> Desc
 
     lowered, value, reach = lowered_for(engine, call, engine.schedule, lower_forward, answers)
     signature = signature_of(engine.kinds, call, ("order",) if _by_work(lowered.plan) else ())
-    lengths = lengths_kernel(engine.kinds, call, lowered, _sorted(lowered.plan))
+    lengths = lengths_kernel(engine.kinds, call, lowered, sorted_tiles(lowered.plan))
     tables = tables_kernel(engine.kinds, call, lowered, value.captured)
     kernels = [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
     return Described(lowered, value, signature, reach, kernels)
@@ -415,7 +417,7 @@ def _ready(engine: Engine, call: Call, made: Described) -> Ready:
         plan.config().dynamic,
         call.kv.seqused_k is not None,
         _splitting(plan, value),
-        lengths_of(engine.kinds, call, lowered, engine.counted, _sorted(plan)),
+        lengths_of(engine.kinds, call, lowered, engine.counted, sorted_tiles(plan)),
         tables_of(engine.kinds, call, lowered, captured, engine.counted),
         engine.watch_integers if engine.watches_integers else None,
         bits=captured.bits,

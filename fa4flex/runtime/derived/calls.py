@@ -12,7 +12,8 @@ from torch import Tensor
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import refuse_skip
 from fa4flex.runtime.call import Call, Results
-from fa4flex.runtime.derived.parts import Attention, Pull, Recipe, applied
+from fa4flex.runtime.derived import together
+from fa4flex.runtime.derived.parts import Attention, Pull, Recipe, applied, laid, laid_rows
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.kv_heads import of_kv_heads, repeated, summed
 from fa4flex.runtime.programs import Published
@@ -34,6 +35,9 @@ def attend(program: Published, call: Call) -> Results:
             "leave it out, or ask for it in a call of its own, outside",
         )
     refuse_skip(program.precision.skip, *_EXACT)
+    results = together.attend(program, call)
+    if results is not None:
+        return results
     recipe, tensors = _split(program, _of_kv_heads(call))
     if any(map(is_functional, tensors)):
         raise UnsupportedError(
@@ -71,10 +75,9 @@ def second_derivatives(
     dout, *rest = upstream
     dout = call.turn(dout)
     dlse = rest[0] if rest else dout.new_zeros(_rows(call), dtype=_dtype(program, call))
-    above = [_laid(dout, recipe.packed), _laid_rows(dlse, recipe.packed)]
+    above = [laid(dout, recipe.packed), laid_rows(dlse, recipe.packed)]
     given = [
-        repeated(_laid(call.turn(x), recipe.packed), shares[n]) if n < 3 else x
-        for n, x in enumerate(tangents)
+        repeated(laid(call.turn(x), recipe.packed), shares[n]) if n < 3 else x for n, x in enumerate(tangents)
     ]
     level = Pull(Attention(recipe.kinds(len(tensors))), by)
     floating = tuple([n for n, x in enumerate((*tensors, *above)) if x.is_floating_point()])
@@ -100,7 +103,7 @@ def _split(program: Published, call: Call) -> tuple[Recipe, list[Tensor]]:
         )
     sinks = [] if call.sinks is None else [call.sinks]
     recipe = Recipe(program, tuple(call.scalars), call.scale, bool(sinks), call.lengths)
-    qkv = [_laid(x, recipe.packed) for x in (call.q, call.kv.k, call.kv.v)]
+    qkv = [laid(x, recipe.packed) for x in (call.q, call.kv.k, call.kv.v)]
     return recipe, [*qkv, *sinks, *call.operands]
 
 
@@ -109,17 +112,8 @@ def _of_kv_heads(call: Call) -> Call:
     return call._replace(kv=Contiguous(*of_kv_heads(call.kv.k, call.kv.v)))
 
 
-def _laid(x: Tensor, packed: bool) -> Tensor:
-    """Packed tokens [T, H, D] as [1, H, T, D]."""
-    return x.transpose(0, 1).unsqueeze(0) if packed else x
-
-
 def _unlaid(x: Tensor, packed: bool) -> Tensor:
     return x.squeeze(0).transpose(0, 1) if packed else x
-
-
-def _laid_rows(x: Tensor, packed: bool) -> Tensor:
-    return x.unsqueeze(0) if packed else x
 
 
 def _rows(call: Call) -> Any:

@@ -76,6 +76,16 @@ class Recipe:
         yield from found
 
 
+def laid(x: Tensor, packed: bool) -> Tensor:
+    """Packed tokens [T, H, D] as [1, H, T, D]."""
+    return x.transpose(0, 1).unsqueeze(0) if packed else x
+
+
+def laid_rows(x: Tensor, packed: bool) -> Tensor:
+    """Packed rows [H, T] as [1, H, T]."""
+    return x.unsqueeze(0) if packed else x
+
+
 class Like(NamedTuple):
     """Shape and dtype of a result."""
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from fa4flex.kernels.block_tables.plan import TablesPlan
     from fa4flex.lower import Lowered
 
-READ_BY = {"forward": ("tables",), "backward": ("spans", "tables"), "mass": ("spans", "tables")}
+READ_BY = {
+    "forward": ("tables",), "tangents": ("tables",),
+    "backward": ("spans", "tables"), "mass": ("spans", "tables"),
+}  # fmt: skip
 """Forms of masks for which a pass reads tables."""
 
 
@@ -71,7 +74,7 @@ def on_the_host(call: Call, lowered: Lowered, numbers: tuple[int | float, ...]) 
     check_lengths(call)
     shape, tile, captured = call.extents(), lowered.plan.tile, Captured(call.operands, numbers)
     maps = maps_of(call, lowered, captured)
-    if lowered.direction == "forward":
+    if lowered.direction != "backward":
         # A padded batch has tiles that no sequence uses, and whose pointers are read like any others.
         made = to_device(maps, shape, call.q.device, 1 if call.packed else -(-shape.q_len // tile[0]))
         return _without_ends(made, lowered.problem.row_ends, shape)

@@ -1,0 +1,1 @@
+"""The Hopper kernel of attention and its tangents."""
