@@ -2,7 +2,8 @@
 
 With S = q k^T, its tangent is T = tq k^T + q tk^T, which a score mod multiplies by its derivative. With P for
 exp(S - m), P v adds to the output's accumulator, and (P T) v + P tv to its tangent's; what is pushed in a
-row is the sum of P T. All three are rescaled with the maximum. T is counted from its mean over the first tile.
+row is the sum of P T. All three are rescaled with the maximum. T is counted from its mean over the first
+tile.
 
 Scores and operands of values would together take more registers than there are: a warpgroup waits for the
 values of a tile before it multiplies the next one's scores. It takes turns with the other one, whose products
