@@ -62,18 +62,21 @@ def statistics_of(return_aux: Any, return_lse: bool = False) -> Statistics:
     return tuple([name for name in STATISTICS if name in return_aux])
 
 
-def check_entropy(variant: Variant) -> None:
-    """Raise UnsupportedError for variants of which no entropy is computed."""
-    for given, why in (
-        (variant.dropout, "its gradient would be that of dropped weights"),
-        (variant.precision.skip or None, "what is left out has an entropy, too"),
-    ):
-        if given is not None:
-            raise UnsupportedError(
-                f"the entropy of rows with {'skip=' * isinstance(given, float)}{given!r}: {why}",
-                "the entropy of all weights, before dropout",
-                "ask for it in a call without dropout and skip",
-            )
+def check_beside(variant: Variant, wanted: Statistics) -> None:
+    """Raise UnsupportedError for statistics that a variant with dropout, or which skips, does not have."""
+    if variant.dropout is not None and "entropy" in wanted:
+        raise UnsupportedError(
+            f"the entropy of rows with {variant.dropout!r}, whose gradient would be that of dropped weights",
+            "the entropy of all weights",
+            "ask for it in a call without dropout",
+        )
+    names = [name for name in ("max_logit", "entropy") if name in wanted]
+    if variant.precision.skip and names:
+        raise UnsupportedError(
+            f"{' and '.join(names)} with Precision(skip={variant.precision.skip:g}), of what is left out too",
+            "the log-sum-exp, or statistics of all keys",
+            "ask for them in a call without skip",
+        )
 
 
 def merged_aux(parts: Sequence[Aux], lses: Tensor, lse: Tensor) -> Aux:

@@ -36,7 +36,7 @@ class SkippingSoftmax(Softmax):
     def tile(self, at: At, row: Int32, state: Running, keys: KeyTiles) -> SkippingTile:
         tile = super().tile(at, row, state, keys)
         depth = depth_of(tile.softmax, keys.count * self.config.tile_n, self.config.skip)
-        return SkippingTile(tile.fragment, tile.softmax, depth)
+        return SkippingTile(tile.fragment, tile.softmax, tile.dropout, depth)
 
     @cute.jit
     def step(
@@ -58,7 +58,7 @@ class SkippingSoftmax(Softmax):
         self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)
         if keep:
-            pairs = self.probabilities(tile, place, rows, pipes)
+            pairs = self.probabilities(tile, place, rows, pipes, kv_first)
             total = tile.softmax.state.total
             total[0] = total_of(pairs, total[0])
         else:

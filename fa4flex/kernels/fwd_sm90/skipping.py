@@ -36,7 +36,8 @@ class SkippingConsumer(Consumer):
         kept = cute.make_rmem_tensor((1,), Int32)
         kept[0] = Int32(1)
         depth = depth_of(tile.softmax, mine.keys.count * self.config.tile_n, self.config.skip)
-        return SkippingTile(tile.pipes, tile.products, tile.group, tile.fragment, tile.softmax, kept, depth)
+        own = {"kept": kept, "depth": depth}
+        return SkippingTile(**{name: getattr(tile, name) for name in Tile.__dataclass_fields__}, **own)
 
     @cute.jit
     def step(
