@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
     from fa4flex.primitives.qk_norm import QKNorm
-    from fa4flex.primitives.quantized import Quantized
     from fa4flex.primitives.rotary import Rotary
     from fa4flex.primitives.schedule import Schedule
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
     from fa4flex.quantization.quantize import quantize
+    from fa4flex.quantization.quantized import Quantized
     from fa4flex.runtime.auxiliary import Aux
     from fa4flex.weights import key_mass, probabilities
 
@@ -71,7 +71,7 @@ _HOME = {
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
     "QKNorm": "fa4flex.primitives.qk_norm",
-    "Quantized": "fa4flex.primitives.quantized",
+    "Quantized": "fa4flex.quantization.quantized",
     "Rotary": "fa4flex.primitives.rotary",
     "Schedule": "fa4flex.primitives.schedule",
     **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),

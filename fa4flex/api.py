@@ -22,10 +22,10 @@ from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
-from fa4flex.primitives.quantized import Quantized
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import launch
 from fa4flex.runtime.auxiliary import aux_of, statistics_of
 from fa4flex.runtime.call import Results, Statistics

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fa4flex import calls
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.quantized import Quantized
 from fa4flex.primitives.score import as_score
+from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.compute import on_gpu
 from fa4flex.variant import Variant, changed, default_scale

@@ -101,7 +101,7 @@ def key_mass_of(
 ) -> Tensor:
     """`key_mass` of a variant."""
     _check_reduce(reduce)
-    made = second_pass.run(variant, caller, tensors, varlen)
+    made = _run(variant, caller, tensors, varlen, None)
     return _reduced(made, tensors[1], variant, reduce, made.ndim - 2)
 
 
@@ -116,8 +116,24 @@ def probabilities_of(
     rows, reduce = chosen
     _check_reduce(reduce)
     places = _places(rows, tensors, variant)
-    made = second_pass.run(variant, caller, tensors, varlen, places)
+    made = _run(variant, caller, tensors, varlen, places)
     return _reduced(made, tensors[1], variant, reduce, made.ndim - 3)
+
+
+def _run(
+    variant: Variant,
+    caller: Caller | None,
+    tensors: second_pass.Tensors,
+    varlen: Varlen | None,
+    places: Tensor | None,
+) -> Tensor:
+    """The second pass, eager or traced."""
+    bare = second_pass.checked(variant, tensors, varlen)
+    if torch.compiler.is_dynamo_compiling():
+        from fa4flex.runtime import graphs
+
+        return graphs.second_pass(*second_pass.heads_first(bare, tensors), varlen, places)
+    return second_pass.eager(bare, caller, tensors, varlen, places)
 
 
 def _reduced(made: Tensor, k: Tensor, variant: Variant, reduce: Reduce, dim: int) -> Tensor:

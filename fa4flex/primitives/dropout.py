@@ -24,16 +24,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of, show
-
-if TYPE_CHECKING:
-    from fa4flex.variant import Variant
 
 ONE = 1 << 16
 """Threshold of dropping all pairs: probabilities are multiples of 1 / ONE."""
@@ -121,7 +118,7 @@ def as_dropout(value: Any) -> Dropout | None:
     return value if value.threshold else None
 
 
-def check_beside(variant: Variant) -> None:
+def check_beside(variant: Any) -> None:
     """Raise UnsupportedError for what dropout cannot be combined with yet."""
     if variant.dropout is None:
         return

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from fa4flex.primitives.base import Family, Made, Mod, kind_of, settle
 from fa4flex.primitives.precision import refuse_skip
 from fa4flex.primitives.score import ModScore, ScoreMod, as_score
 from fa4flex.primitives.sinks import Sinks
-
-if TYPE_CHECKING:
-    from fa4flex.variant import Variant
 
 Kind = Literal["softmax", "softpick", "elementwise"]
 
@@ -172,7 +169,7 @@ def normalizer_family(make: Callable[..., Any]) -> Family[Normalizer]:
 # --- in a variant -------------------------------------------------------------------------------------------
 
 
-def check_composition(variant: Variant) -> None:
+def check_composition(variant: Any) -> None:
     """Raise UnsupportedError for what a variant's normaliser does not go together with."""
     normalizer = variant.normalizer
     if normalizer is None or normalizer.kind == "softmax":
@@ -198,7 +195,7 @@ def refuse_flex(what: str) -> UnsupportedError:
     )
 
 
-def check_statistics(variant: Variant, wanted: tuple[str, ...]) -> None:
+def check_statistics(variant: Any, wanted: tuple[str, ...]) -> None:
     """Raise UnsupportedError for statistics of a call that the variant's normaliser does not have."""
     normalizer = variant.normalizer
     if normalizer is None or normalizer.kind == "softmax" or not wanted:

@@ -114,3 +114,7 @@ def of_blocks(codes: Tensor, scales: Tensor, whole: Tensor, form: Format) -> Ten
     """Numbers [T, H, D] that codes of `in_blocks` stand for."""
     numbers = form.numbers(codes).unflatten(-1, (-1, form.block))
     return (numbers * (scales.float() * whole[:, None]).unsqueeze(-1)).flatten(-2)
+
+
+FORMATS: dict[str, Format] = {form.name: form for form in (INT8, E4M3, MXFP8, NVFP4)}
+"""Formats of queries and keys, by name."""

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.quantized import Keys, Quantized, Values
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.arrangement import Arrangement, repeated
-from fa4flex.quantization.formats import E4M3, INT8, MXFP8, NVFP4, TILE, Format, in_blocks
+from fa4flex.quantization.formats import E4M3, FORMATS, TILE, Format, in_blocks
+from fa4flex.quantization.quantized import Keys, Quantized, Values
 from fa4flex.quantization.rotation import Rotation
 from fa4flex.quantization.tokens import Tokens
-
-FORMATS: dict[str, Format] = {form.name: form for form in (INT8, E4M3, MXFP8, NVFP4)}
 
 _REFUSED = {
     "float8_e5m2": ("twice the error of e4m3 at the same speed: scales give the range", "float8_e4m3"),

@@ -45,9 +45,9 @@ from fa4flex.runtime.output import Rows, applied, by_operator, whole_of
 from fa4flex.runtime.output_values import OutputCall
 from fa4flex.runtime.packing import asked_for, results_by_operator
 from fa4flex.runtime.programs import contract, publish
-from fa4flex.runtime.second_pass import SecondCall, Tensors, check_lse
+from fa4flex.runtime.second_pass import SecondCall, Tensors, check_lse, checked
 from fa4flex.runtime.second_pass import by_operator as pass_by_operator
-from fa4flex.runtime.second_pass import run as run_second_pass
+from fa4flex.runtime.second_pass import eager as eager_second_pass
 from fa4flex.torch_internals import (
     HigherOrderOperator,
     capture_mods,
@@ -298,7 +298,7 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[s
 
 
 def second_pass(variant: Variant, tensors: Tensors, varlen: Varlen | None, rows: Tensor | None) -> Tensor:
-    """Counterpart of `runtime.second_pass.run`, of tensors with heads first, or packed."""
+    """Counterpart of `runtime.second_pass.eager`, of tensors with heads first, or packed."""
     q, k, _ = autocast.cast(*tensors)
     check_lse(q, tensors[2], varlen)
     lengths: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -399,7 +399,8 @@ def _eager_second_pass(variant: Variant, tensors: Tensors, options: dict[str, An
     """A second pass of eager mode."""
     lengths = options["lengths"]
     varlen = None if all(x is None for x in lengths) else Varlen(*lengths)
-    return run_second_pass(variant, None, tensors, varlen, options["chosen"]), None, None
+    bare = checked(variant, tensors, varlen)
+    return eager_second_pass(bare, None, tensors, varlen, options["chosen"]), None, None
 
 
 # --- from graphs to a program -------------------------------------------------------------------------------

@@ -78,24 +78,13 @@ class SecondCall(NamedTuple):
 # --- calls ------------------------------------------------------------------------------------------------
 
 
-def run(
-    variant: Variant,
-    caller: launch.Caller | None,
-    tensors: Tensors,
-    varlen: Varlen | None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Probabilities of rows, or sums of all rows if `rows` is None, of a variant in its layout, with
-    gradients. Sinks and an output function have no part in it: these are inside lse, or come after."""
+def checked(variant: Variant, tensors: Tensors, varlen: Varlen | None) -> Variant:
+    """The variant as second passes know it. Sinks and an output function have no part in them: these are
+    inside lse, or come after. Raises InputError or UnsupportedError."""
     _refuse_others(variant)
-    bare = changed(variant.core, sinks=None)
     check_types(tensors)
     check_descriptions(varlen, None)
-    if torch.compiler.is_dynamo_compiling():
-        from fa4flex.runtime import graphs
-
-        return graphs.second_pass(*heads_first(bare, tensors), varlen, rows)
-    return _eager(bare, caller, tensors, varlen, rows)
+    return changed(variant.core, sinks=None)
 
 
 def heads_first(variant: Variant, tensors: Tensors) -> tuple[Variant, Tensors]:
@@ -107,13 +96,15 @@ def heads_first(variant: Variant, tensors: Tensors) -> tuple[Variant, Tensors]:
 
 
 @on_the_host
-def _eager(
+def eager(
     variant: Variant,
     caller: launch.Caller | None,
     tensors: Tensors,
     varlen: Varlen | None,
     rows: Tensor | None,
 ) -> Tensor:
+    """Probabilities of rows, or sums of all rows if `rows` is None, of a variant that was `checked`, in its
+    layout, with gradients."""
     now: launch.Calling | None = None
     try:
         now = launch.calling(variant, caller)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Quantized, UnsupportedError, Varlen, quantize, reference
-from fa4flex.quantization.formats import E4M3, INT8, NVFP4, in_blocks, of_blocks
-from fa4flex.quantization.quantize import FORMATS
+from fa4flex.quantization.formats import E4M3, FORMATS, INT8, NVFP4, in_blocks, of_blocks
 from fa4flex.quantization.rotation import Rotation
 from fa4flex.variants import alibi, causal, softcap
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
+from fa4flex.runtime.cpu.accumulators import Accumulators
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.entropy import Pulled
 from fa4flex.runtime.cpu.forward import sink_logits
@@ -37,7 +38,6 @@ from fa4flex.runtime.cpu.tiles import (
     Inputs,
     Span,
     Walk,
-    Workspace,
     fitted_call,
     matmul,
     raw_scores,
@@ -105,18 +105,6 @@ def accumulate(
     for block in Walk(facts, inputs):
         _Rows(block, state).run()
     return state.dq, state.dk.to(inputs.k.dtype), state.dv.to(inputs.v.dtype)
-
-
-class Accumulators:
-    """The accumulators of one backward pass; those of keys and values are at compute precision."""
-
-    def __init__(self, inputs: Inputs, saved: Forward, upstream: Upstream, shared: SharedGradients) -> None:
-        self.inputs, self.saved, self.shared = inputs, saved, shared
-        self.dout, self.dlse, self.dentropy = upstream
-        self.space = Workspace(inputs.precision)
-        self.dq = torch.zeros_like(inputs.q, memory_format=torch.contiguous_format)
-        self.dk = torch.zeros(inputs.k.shape, dtype=inputs.precision)
-        self.dv = torch.zeros(inputs.v.shape, dtype=inputs.precision)
 
 
 class _Rows:

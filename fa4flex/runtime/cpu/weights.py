@@ -14,7 +14,6 @@ No exponential is above 1, and total is never 0: either some u is near 1, or m i
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
+from fa4flex.runtime.cpu.accumulators import Accumulators
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.softmax import INFINITY, Forward
 from fa4flex.runtime.cpu.tiles import (
@@ -34,9 +34,6 @@ from fa4flex.runtime.cpu.tiles import (
     raw_scores,
     scaled_queries,
 )
-
-if TYPE_CHECKING:
-    from fa4flex.runtime.cpu.backward import Accumulators
 
 
 def attend(facts: Facts, inputs: Inputs) -> Forward:
