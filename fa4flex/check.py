@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa4flex import reference
 from fa4flex.primitives.dropout import Dropout
-from fa4flex.primitives.normalizer import SOFTMAX
+from fa4flex.primitives.weights import SOFTMAX
 from fa4flex.view.sizes import implied, setting
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout, as_dropout, check_beside, drawn, stand_in
 from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.normalizer import (
-    SOFTMAX,
     Normalizer,
-    Weights,
     as_normalizer,
     check_composition,
     sinks_of,
@@ -32,6 +30,7 @@ from fa4flex.primitives.precision import Precision, check_skip
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.score import ScoreMod, as_score
 from fa4flex.primitives.sinks import Sinks
+from fa4flex.primitives.weights import SOFTMAX, Weights
 
 Layout = Literal["bhsd", "bshd"]
 Backend = Literal["auto", "flex"]

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fa4flex.primitives.normalizer import SOFTMAX
+from fa4flex.primitives.weights import SOFTMAX
 from fa4flex.runtime import compute
 from fa4flex.runtime.gradients import Outline
 from fa4flex.variants._cases import scored

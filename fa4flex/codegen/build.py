@@ -28,7 +28,7 @@ from fa4flex.codegen.trace.paths import Guard, Reader, reader_of, root
 from fa4flex.codegen.trace.traced import ModKind, renumber
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.base import Mod as AnyMod
-from fa4flex.primitives.normalizer import SOFTMAX, Weights
+from fa4flex.primitives.weights import SOFTMAX, Weights
 from fa4flex.variant import Variant
 
 Mod = Callable[..., Any]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +27,7 @@ from fa4flex.primitives.base import Family, Made, Mod, kind_of, settle
 from fa4flex.primitives.precision import refuse_skip
 from fa4flex.primitives.score import ModScore, ScoreMod, as_score
 from fa4flex.primitives.sinks import Sinks
-
-Kind = Literal["softmax", "softpick", "elementwise"]
-
-
-class Weights(NamedTuple):
-    """The rule by which programs make weights of modified scores; of an elementwise one the modified score is
-    the weight."""
-
-    kind: Kind = "softmax"
-    eps: float = 0.0
-
-    @property
-    def summed(self) -> bool:
-        """True if weights of a row are divided by a sum over it."""
-        return self.kind != "elementwise"
-
-
-SOFTMAX = Weights()
+from fa4flex.primitives.weights import SOFTMAX, Kind, Weights
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -25,10 +25,10 @@ from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.traced import ModKind
 from fa4flex.errors import Fa4flexError
 from fa4flex.kernels.plan.problem import STATISTICS
-from fa4flex.primitives.normalizer import Weights
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.primitives.weights import Weights
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Call, Results, SequenceLengths, Statistics, results_of
 from fa4flex.runtime.checks import (

@@ -19,9 +19,9 @@ from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
 from fa4flex.primitives.dropout import refuse_flex
-from fa4flex.primitives.normalizer import SOFTMAX, Weights
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.weights import SOFTMAX, Weights
 from fa4flex.runtime.call import Call
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variant import Backend

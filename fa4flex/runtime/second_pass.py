@@ -16,6 +16,7 @@ from fa4flex.errors import EarlierError, Fa4flexError, InputError, UnsupportedEr
 from fa4flex.operators import OPERATORS
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.primitives.weights import SOFTMAX
 from fa4flex.runtime import autocast, compute, launch
 from fa4flex.runtime.call import NO_LENGTHS, SequenceLengths, lengths_of
 from fa4flex.runtime.checks import check_descriptions, check_strided, in_transforms
@@ -81,10 +82,13 @@ class SecondCall(NamedTuple):
 def checked(variant: Variant, tensors: Tensors, varlen: Varlen | None) -> Variant:
     """The variant as second passes know it. Sinks and an output function have no part in them: these are
     inside lse, or come after. Raises InputError or UnsupportedError."""
-    _refuse_others(variant)
+    bare = changed(variant.core, sinks=None)
+    if bare.normalizer is not None and bare.weights == SOFTMAX:  # a constant of the sum is inside lse, too
+        bare = changed(bare, normalizer=None)
+    _refuse_others(bare)
     check_types(tensors)
     check_descriptions(varlen, None)
-    return changed(variant.core, sinks=None)
+    return bare
 
 
 def heads_first(variant: Variant, tensors: Tensors) -> tuple[Variant, Tensors]:
@@ -158,7 +162,7 @@ def _refuse_others(variant: Variant) -> None:
     another attention."""
     for owner, known in ((variant, _KNOWN), (variant.precision, _PRECISION)):
         for one in fields(owner):
-            if one.name not in known and getattr(owner, one.name) != one.default:
+            if one.init and one.name not in known and getattr(owner, one.name) != one.default:
                 raise UnsupportedError(
                     f"probabilities of a variant with {one.name}={getattr(owner, one.name)!r}",
                     "a softmax of scores under masks, with or without sinks",

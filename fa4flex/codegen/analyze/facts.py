@@ -17,7 +17,7 @@ from fa4flex.codegen.analyze.intervals import (
     query_intervals,
 )
 from fa4flex.codegen.expr import TRUE, Expr, sym
-from fa4flex.primitives.normalizer import SOFTMAX, Weights
+from fa4flex.primitives.weights import SOFTMAX, Weights
 
 SCORE = sym("score")
 
