@@ -143,12 +143,13 @@ CALLS: dict[str, Callable[[], list[Step]]] = {
     "sinks": lambda: [Step(QKV, {"sinks": SINKS})],
     "dropout": lambda: [Step(QKV, {"dropout": x}) for x in (DROPOUT, fa4flex.Dropout(0.7, -1), 0.0)],
     "return_lse": lambda: [Step(QKV, {"return_lse": True})],
+    "return_aux": lambda: [Step(QKV, {"return_aux": x}) for x in (("lse",), ("lse", "max_logit"))],
 }
 """For each parameter of a call, calls that bring it."""
 
 
-def exact(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
-    """out and lse of the formula, [B, H, S, D]."""
+def exact(variant: Variant, step: Step, statistics: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of the formula, [B, H, S, D], and others put into `statistics`."""
     given = {name: x for name, x in step.options.items() if name in ("blocks", "scale", "sinks", "dropout")}
     if isinstance(given.get("blocks"), BlockMask):
         own, mod = BlockMap.from_torch(given["blocks"])
@@ -159,6 +160,7 @@ def exact(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
     given = {"scale": variant.scale, "sinks": sinks, "output_mod": variant.output_mod}
     given["dropout"] = variant.dropout
     given["normalizer"] = variant.normalizer
+    given["statistics"] = statistics
     return reference.attention(q, k, v, variant.score_mod, variant.allowed, **given)
 
 
@@ -166,11 +168,18 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def check(found: Any, variant: Variant, step: Step) -> None:
-    out, lse = exact(variant, step)
-    found, found_lse = found if step.options.get("return_lse") else (found, None)
+    statistics: dict[str, Tensor] = {}
+    out, lse = exact(variant, step, statistics)
+    aux = step.options.get("return_aux")
+    found, found_lse = found if step.options.get("return_lse") or aux else (found, None)
     found = found.transpose(1, 2) if variant.layout == "bshd" else found
     assert found.dtype == variant.precision.output_dtype(step.qkv[0].dtype)
     close = TOLERANCES[found.dtype]
+    if aux:
+        of_heads, found_lse = found_lse.max_logit, found_lse.lse
+        assert (of_heads is None) == ("max_logit" not in aux)
+        if of_heads is not None:
+            torch.testing.assert_close(of_heads.double(), statistics["max_logit"], atol=close, rtol=close)
     torch.testing.assert_close(found.double(), out, atol=close, rtol=close)
     if found_lse is not None:
         torch.testing.assert_close(found_lse.double(), lse, atol=close, rtol=close)
@@ -368,6 +377,7 @@ ON_GPU: dict[str, list[dict[str, Any]]] = {
     "scale": [{"scale": 0.75}, {"scale": -0.75}],
     "sinks": [{"sinks": SINKS}],
     "return_lse": [{"return_lse": True}],
+    "return_aux": [{"return_aux": ("lse",)}, {"return_aux": ("lse", "max_logit")}],
 }
 
 
