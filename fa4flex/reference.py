@@ -261,7 +261,7 @@ def probabilities(
 
 
 def skip_bound(skip: float, v: Tensor, allowed: Tensor, sinks: bool = False) -> Tensor:
-    """What each element of an output may be off by under `Precision(skip=skip)`: [B, H, Sq, Dv], float64.
+    """Bound of the error of each element of an output under `Precision(skip=skip)`: [B, H, Sq, Dv], float64.
 
     v [B, Hkv, Skv, Dv], allowed [B, H, Sq, Skv]. It is skip times the range of the channel's values at the
     allowed keys, with 0 among them where there are sinks; 0 for a query without keys.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,8 +50,12 @@ class Precision:
     output: torch.dtype | None = None
     skip: float = 0.0
 
+    skip_text: ClassVar[str]
+    """The same in digits, which graphs hold."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip", _share(self.skip))
+        object.__setattr__(self, "skip_text", repr(self.skip))
         name = str(self.compute).removeprefix("torch.")
         if name in _NOT_BUILT:
             reason, instead = _NOT_BUILT[name]
@@ -93,7 +97,7 @@ def _share(skip: object) -> float:
 
 
 BY_FLEX = 'backend "flex"', "torch's kernels leave out no tile for its scores"
-"""What torch's flex_attention is refused with, and why."""
+"""Name of torch's flex_attention in refusals, and the reason."""
 
 
 def check_skip(precision: Precision, composed: dict[str, Any]) -> None:

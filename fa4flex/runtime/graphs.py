@@ -121,7 +121,7 @@ class _Attention(HigherOrderOperator):
         if not isinstance(scale, Tensor):
             scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         schedule = Schedule(**_plain(options["schedule"]))
-        precision = Precision(**_plain(options["precision"]))
+        precision = _precision(options)
         facts = analyze(result.facts.score, result.facts.mask, weights=Weights(*options["weights"]))
         if options["dropout"] is not None:
             seed, threshold = options["dropout"]
@@ -151,7 +151,7 @@ def _read(
 def _of_output(out: Tensor, function: Graph, mask: Graph, options: dict[str, Any]) -> Tensor:
     """An output function of `out`."""
     result, operands, scalars = _read((function, mask), options["context"], "output")
-    precision = Precision(**_plain(options["precision"]))
+    precision = _precision(options)
     starts, used = options["rows"]
     lengths, whole = SequenceLengths(starts, None, used), whole_of(out, options["heads_first"])
     call = OutputCall(out, operands, lengths, None, whole, scalars, options["heads_first"])
@@ -167,7 +167,7 @@ def _of_second_pass(
     if not isinstance(scale, Tensor):
         scale = default_scale(int(q.shape[-1])) if scale is None else float(scale)
     schedule = Schedule(**_plain(options["schedule"]))
-    precision = Precision(**_plain(options["precision"]))
+    precision = _precision(options)
     program = publish(found.facts, schedule, precision, options["backend"])
     lengths = SequenceLengths(*options["lengths"])
     call = SecondCall(q, k, lse, options["chosen"], operands, lengths, scalars, scale)
@@ -242,13 +242,20 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
         **{name: name in statistics for name in STATISTICS[1:]},
         "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
         "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
+        # As text: Dynamo takes a float for an input, and compiles such a graph twice under dynamic shapes.
+        "skip": variant.precision.skip_text,
         "backend": variant.backend,
         "dropout": None if dropout is None else (dropout.seed, dropout.threshold),
-        "weights": tuple(variant.weights),
+        "weights": tuple(variant.weights) if variant.weights.kind == "softpick" else variant.weights[:1],
     }
 
 
-_OF_SCHEDULE, _OF_PRECISION = (tuple([f.name for f in fields(kind)]) for kind in (Schedule, Precision))
+_OF_SCHEDULE = tuple([f.name for f in fields(Schedule)])
+_OF_PRECISION = tuple([f.name for f in fields(Precision) if f.name != "skip"])
+
+
+def _precision(options: Mapping[str, Any]) -> Precision:
+    return Precision(**_plain(options["precision"]), skip=float(options["skip"]))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,6 +333,7 @@ def output(variant: Variant, out: Tensor, varlen: Varlen | None) -> Tensor:
         "rows": (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q),
         "heads_first": heads_first,
         "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
+        "skip": variant.precision.skip_text,
         "context": tuple([context.get(name) for name in CONTEXT]),
         "contract": _CONTRACT,
     }

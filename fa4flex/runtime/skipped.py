@@ -1,4 +1,4 @@
-"""What `Precision(skip=...)` leaves out of a call, counted in a forward pass of its own."""
+"""Keys that `Precision(skip=...)` leaves out of a call, counted in a forward pass of its own."""
 
 from __future__ import annotations
 

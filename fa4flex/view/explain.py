@@ -128,7 +128,7 @@ def _composition(program: Program) -> list[str]:
 
 
 def _skip(skip: float, sinks: bool) -> list[str]:
-    """What may be left out, and what that can do to results."""
+    """Lines that say what may be left out, and what that can do to results."""
     zero = ", and 0" * sinks
     return [
         f"skip        key tiles are left out that hold at most {skip:g} of a query's probability together",

@@ -224,7 +224,7 @@ def test_gradients_of_captured_tensors_and_sinks(kernel: Kernel) -> None:
 
 
 def test_without_a_kernel(kernel: Kernel) -> None:
-    """Where there is none for a call, it is computed block by block, with gradients and without."""
+    """A call without a kernel is computed block by block, with gradients and without."""
     x, t = drawn()
     results, tangents = torch.func.jvp(attend({}), tuple(x), tuple(t))
     same([*results, *tangents], by_gradients(formula({}), x, t))

@@ -1,5 +1,5 @@
-"""What `Precision(skip=...)` leaves out never costs more than it says: outputs, log-sum-exps and gradients of
-random scores, masks, maps, sinks and groups of heads.
+"""Tiles that `Precision(skip=...)` leaves out never cost more than it says: outputs, log-sum-exps and gradients
+of random scores, masks, maps, sinks and groups of heads.
 
 FA4FLEX_RANDOM_SKIPS: how many heads with scores of their own are drawn.
 """
@@ -21,7 +21,7 @@ PARTS = 10
 
 
 def rounding(case: Case, size: Tensor) -> Tensor:
-    """What sums of so large numbers are off by besides: their probabilities have the scores' last digits."""
+    """Errors of sums of so large numbers besides: their probabilities have the scores' last digits."""
     top = case.scores.masked_fill(~case.allowed, 0).abs().amax(-1, keepdim=True) + 1
     return 64 * torch.finfo(torch.float64).eps * top * (size + 1)
 

@@ -25,7 +25,7 @@ SKIP = 0.25
 MANY = 130
 """Queries of a call that kernels for many rows take."""
 TABLE = torch.zeros(HEADS, MANY, KEYS)
-"""What scores are besides q.k: the kernels read it, tests write it."""
+"""Scores besides q.k: the kernels read it, tests write it."""
 KEPT = torch.ones(MANY, KEYS, dtype=torch.bool)
 """A mask that is no union of key intervals."""
 
@@ -108,7 +108,7 @@ LEFT_OUT: dict[tuple[str, str], set[str]] = {
     ("sm_100a", "many"): {"special functions"},
     ("sm_100a", "few"): set(),
 }
-"""What is less than these shares of it where tiles are left out."""
+"""Shares: less than these of it where tiles are left out."""
 ROWS = {"many": MANY, "few": 3}
 
 

@@ -219,7 +219,7 @@ def ragged(padded: bool, width: int) -> tuple[list[list[Tensor]], fa4flex.Varlen
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 def test_sequences(padded: bool, sinks: Tensor | None) -> None:
-    """What lies past an end is NaN, and never read; rows that no sequence uses are 0."""
+    """Memory past an end is NaN, and never read; rows that no sequence uses are 0."""
     (qkv, tangents), varlen = ragged(padded, random.choice((64, 128)))
     attn = fa4flex.compile(softcap(3.0), causal, sinks=sinks)
     how, seed = random.choice((*TIMINGS, ("random", random.randrange(99))))

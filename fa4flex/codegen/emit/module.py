@@ -157,6 +157,7 @@ class Module:
         self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
         self._printer.names.reserve(*facts.roots)
         self._factor: Expr | None = None
+        self._weights = facts.weights.kind
         self._dropout: tuple[int, int] | None = None
         """Slots of the seed and of the threshold of dropout."""
         self._roots: dict[str, Expr] = {}
@@ -377,8 +378,7 @@ class Module:
         items += ["factor=factor"] * (self._factor is not None)
         if self._dropout is not None:
             items.append("dropout=Dropped(seed={}, threshold={})".format(*self._dropout))
-        kind = self._plan.problem.weights
-        items += [f'weights="{kind}"'] * (kind != "softmax")
+        items += [f'weights="{self._weights}"'] * (self._weights != "softmax")
         items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():

@@ -34,7 +34,7 @@ class Transfers(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a warp loads from and to, the same for all of a block's steps."""
+    """Tensors that a warp loads from and to, the same for all of a block's steps."""
 
     transfers: Transfers
     shared: Shared

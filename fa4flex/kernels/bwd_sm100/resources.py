@@ -21,7 +21,7 @@ NUMBERS = ("lse2", "delta")
 """Statistics of rows, in rings of their own."""
 
 OF_QUERIES = ("q", "q_t", "lse2")
-"""What comes into stages with a tile of queries; all else that comes into stages comes with its dO."""
+"""Operands that come into stages with a tile of queries; all others come with its dO."""
 
 
 class Operand(NamedTuple):

@@ -148,7 +148,7 @@ class DqStore:
                         self.copy(copies, views, parity, tile, work.tile)
                     part, at = shared.dq[None, w, stage], QueryTile(h, tile)
                     if const_expr(config.stores_dq):
-                        self.store(moved.dq, w, part, work, at)
+                        self.store(moved.dq, w, part, shared.q.element_type, work, at)
                     else:
                         self.add(w if config.ctas == 1 else rank, part, arguments, work, at)
                     cute.arch.cp_async_bulk_commit_group()
@@ -172,12 +172,12 @@ class DqStore:
                     turn = Turn(following[0], following[1], done)
         return Stages(stage, parity), steps
 
-    def store(self, dq: Any, w: int, part: cute.Tensor, work: KeyWork, at: QueryTile) -> None:
-        """Store a warpgroup's part of a tile of dQ. What lies past the end is not written."""
+    def store(self, dq: Any, w: int, part: cute.Tensor, kind: Any, work: KeyWork, at: QueryTile) -> None:
+        """Store a warpgroup's part of a tile of dQ, of this dtype. What lies past the end is not written."""
         config = self.config
         ((rows, columns),), ((down, across),) = config.dq_shapes, config.dq_tiles(w)
         whole = sequence(dq.tma_tensor, work.q_offset, at.head, work.b)
-        staged = dq_rows(config, part, dq.tma_tensor.element_type)
+        staged = dq_rows(config, part, kind)
         staged = cute.make_tensor(staged.iterator, cute.append(staged.layout, cute.make_layout(1)))
         from_shared, to_global = partition(dq, staged, cute.local_tile(whole, (rows, columns), (None, None)))
         down = at.tile * (config.tile_m // rows) + down

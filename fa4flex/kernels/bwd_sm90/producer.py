@@ -42,7 +42,7 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """What the producer loads from and to, the same for all tiles of keys of a block."""
+    """Tensors that the producer loads from and to, the same for all tiles of keys of a block."""
 
     transfers: Transfers
     shared: Shared

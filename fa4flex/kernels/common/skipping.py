@@ -17,7 +17,7 @@ from fa4flex.kernels.common.softmax import OnlineSoftmax
 
 
 def depth_of(softmax: OnlineSoftmax, keys: Int32, skip: float) -> Float32:
-    """How far, in units of y, a score that is left out lies below the ceiling of its row; of so many keys."""
+    """Distance, in units of y, of a score that is left out below the ceiling of its row; of so many keys."""
     below = cute.math.log2(keys.to(Float32), fastmath=True) + (softmax.threshold - math.log2(skip))
     return below * cute.arch.rcp_approx(softmax.factor)
 

@@ -63,7 +63,7 @@ def skipping_topology(
 
 
 def _asked_producer(stages: int) -> Role:
-    """Whether a tile of values is brought or not, its stage is full."""
+    """Stages of values are full with a tile that is brought, and without one that is not."""
     ahead = [Event(action, "k", n, ahead=True) for n in range(stages) for action in ("acquire", "load")]
     values = (
         *(Event("wait", "asked"), Event("read", "asked"), Event("acquire", "v")),

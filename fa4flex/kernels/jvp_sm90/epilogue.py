@@ -52,7 +52,7 @@ class Epilogue(forward.Epilogue):
         self.store_rows(arguments.tout, work, tout, row, lane)
 
     def tangents(self, softmax: OnlineSoftmax, finished: list[Finished]) -> tuple[list[Any], list[Any]]:
-        """By row, what the output is multiplied by in its tangent, and the tangent of the log-sum-exp. With c
+        """Factors of the output in its tangent, by row, and the tangent of the log-sum-exp. With c
         the centre and s the share of the keys beside a sink: r / Z + c (s - 1), and r / Z + c s."""
         state: Any = softmax.state
         falls, rises = [], []

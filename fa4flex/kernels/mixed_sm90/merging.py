@@ -29,7 +29,7 @@ class RowParts(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a lane has of a row: the largest log-sum-exp of its parts, the finite one that exponents are taken
+    """A lane's part of a row: the largest log-sum-exp of its parts, the finite one that exponents are taken
     from, and the sums of some columns (together, 1)."""
 
     lane: Int32

@@ -17,7 +17,7 @@ from fa4flex.runtime.cpu.tiles import Block
 
 
 def depth(skip: float, keys: int) -> float:
-    """How far below some other score of its row each score of a tile lies that is left out."""
+    """Least distance of each score of a tile that is left out below some other score of its row."""
     return math.log(max(keys, 1)) - math.log(skip)
 
 
