@@ -1,5 +1,5 @@
-"""Tiles that `Precision(skip=...)` leaves out never cost more than it says: outputs, log-sum-exps and gradients
-of random scores, masks, maps, sinks and groups of heads.
+"""Tiles that `Precision(skip=...)` leaves out never cost more than it says: outputs, log-sum-exps and
+gradients of random scores, masks, maps, sinks and groups of heads.
 
 FA4FLEX_RANDOM_SKIPS: how many heads with scores of their own are drawn.
 """
