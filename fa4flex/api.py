@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention", "attention", "compile", "flex_attention", "synchronize"]
 
+_LSE = ("lse",)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention:
@@ -120,7 +122,10 @@ class Attention:
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
         if dropout is not None:
             variant = at_call(variant, dropout=dropout)
-        statistics = statistics_of(return_aux, return_lse)
+        if return_aux is None:
+            statistics = _LSE if return_lse else ()
+        else:
+            statistics = statistics_of(return_aux, return_lse)
         if isinstance(q, Quantized):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
             results = quantized_calls.run(variant, q, statistics)

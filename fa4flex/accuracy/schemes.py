@@ -56,7 +56,8 @@ class Scheme:
         scores /= given.q.shape[-1] ** 0.5
         lse = scores.logsumexp(-1)
         values = given.v
-        weighted = torch.stack([self._product(s, v) for s, v in zip(scores[0], values[0])]).unsqueeze(0)
+        each = [self._product(s, v) for s, v in zip(scores[0], values[0])]
+        weighted = torch.stack(each).unsqueeze(0)
         out = weighted * (scores.amax(-1) - lse).exp().unsqueeze(-1)
         return out * given.scale.double() + given.offset.double(), lse
 

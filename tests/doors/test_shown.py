@@ -14,7 +14,9 @@ from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.cuda.launches.ready_tangents import Tangents
 from fa4flex.runtime.cuda.mass import key_mass
+from fa4flex.runtime.cuda.tangents import run_tangents
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import alibi, causal, document, sliding_window
 from fa4flex.view import gpu
@@ -60,6 +62,9 @@ def test_what_is_shown_is_what_is_launched(
     engine, call = call_of(attn)
     if direction == "forward":
         engine.run(call)
+    elif direction == "tangents":
+        moved = (torch.randn_like(x) for x in (call.q, call.kv.k, call.kv.v))
+        run_tangents(engine, call._replace(statistics=("lse",)), Tangents(*moved))
     elif direction == "mass":
         keys = Contiguous(call.kv.k, call.kv.k)
         key_mass(engine, call._replace(kv=keys), torch.randn(call.q.shape[:3]))
@@ -94,6 +99,6 @@ def test_another_direction_is_refused() -> None:
 )
 def test_every_plan_is_explained(arch: str, direction: str) -> None:
     attn = fa4flex.compile(score_mod=alibi, mask=causal)
-    for width in (64, 128, 192):
+    for width in (64, 128, 192)[: 2 if direction == "tangents" else 3]:
         text = attn.source("plan", head_dim=width, head_dim_v=min(width, 128), arch=arch, direction=direction)
         assert text.startswith(f"{direction} kernel for {arch}") and "shared memory:" in text
