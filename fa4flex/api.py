@@ -252,7 +252,7 @@ class Attention:
         """The program at a stage as readable text, each line with the user's line that it came from.
 
         "trace", "facts" and "gradient" hold for every call; "flex" is what torch's flex_attention is given.
-        "plan", "forward" (the generated kernel module; "backward" and "mass", of `key_mass`, likewise) and
+        "plan", "forward" (the generated kernel module; "backward", "tangents" and "mass" likewise) and
         "ptx" are those of a GPU, at a head_dim of 128 in bfloat16 unless `problem` says otherwise:
         attn.source("forward", head_dim=64, dtype="float16").
         """

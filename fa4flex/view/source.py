@@ -26,6 +26,7 @@ GPU_STAGES: dict[str, Callable[[KernelView], str]] = {
     "forward": lambda view: view.source.text,  # of the pass that `direction` names
     "source": lambda view: view.source.text,
     "backward": lambda view: view.backward.source.text,
+    "tangents": lambda view: view.tangents.source.text,
     "mass": lambda view: view.mass.source.text,
     "ptx": lambda view: view.ptx(),
 }
@@ -34,7 +35,7 @@ COMMENT_COLUMN, CODE_WIDTH = 48, 64
 
 def source(program: Program, stage: str = "trace", **problem: Any) -> str:
     """The program at `stage`: "trace", "facts", "gradient", "flex"; for GPUs "plan", "forward",
-    "backward", "mass" and "ptx".
+    "backward", "tangents", "mass" and "ptx".
 
     `problem` says for which sizes (batch, heads, q_len, kv_len), chip (arch), pass (direction) and fields of
     Problem (head_dim, dtype, lengths, ...) GPU stages are shown. Raises InputError for other stages, and for

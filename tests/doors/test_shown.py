@@ -12,11 +12,11 @@ from test_gpu_calls import Recorder, call_of
 import fa4flex
 from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.target import SM90A
+from fa4flex.runtime.cuda import tangents
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.launches.ready_tangents import Tangents
 from fa4flex.runtime.cuda.mass import key_mass
-from fa4flex.runtime.cuda.tangents import run_tangents
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.variants import alibi, causal, document, sliding_window
 from fa4flex.view import gpu
@@ -64,7 +64,7 @@ def test_what_is_shown_is_what_is_launched(
         engine.run(call)
     elif direction == "tangents":
         moved = (torch.randn_like(x) for x in (call.q, call.kv.k, call.kv.v))
-        run_tangents(engine, call._replace(statistics=("lse",)), Tangents(*moved))
+        tangents._make_ready(engine, call._replace(statistics=("lse",)), Tangents(*moved))
     elif direction == "mass":
         keys = Contiguous(call.kv.k, call.kv.k)
         key_mass(engine, call._replace(kv=keys), torch.randn(call.q.shape[:3]))

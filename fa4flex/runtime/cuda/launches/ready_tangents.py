@@ -47,7 +47,9 @@ PARAMETERS = (
 )  # fmt: skip
 """Parameters of the launch function; other arguments are the same for all calls that look alike."""
 
-ABSENT = "max_scores", "splits", "even_splits", "workspace", "used_keys", "faults"
+ABSENT = (
+    "max_scores", "max_logit", "entropy", "splits", "even_splits", "workspace", "used_keys", "faults",
+)  # fmt: skip
 """Arguments of forward passes that it does not have."""
 
 
