@@ -122,6 +122,7 @@ class Attention:
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
         if dropout is not None:
             variant = at_call(variant, dropout=dropout)
+        statistics: Statistics
         if return_aux is None:
             statistics = _LSE if return_lse else ()
         else:

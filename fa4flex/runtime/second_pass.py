@@ -80,9 +80,9 @@ class SecondCall(NamedTuple):
 
 
 def checked(variant: Variant, tensors: Tensors, varlen: Varlen | None) -> Variant:
-    """The variant as second passes know it. Sinks and an output function have no part in them: these are
-    inside lse, or come after. Raises InputError or UnsupportedError."""
-    bare = changed(variant.core, sinks=None)
+    """The variant as second passes know it. Sinks, dropout and an output function have no part in them: these
+    are inside lse, or come after. Raises InputError or UnsupportedError."""
+    bare = changed(variant.core, sinks=None, dropout=None)
     if bare.normalizer is not None and bare.weights == SOFTMAX:  # a constant of the sum is inside lse, too
         bare = changed(bare, normalizer=None)
     _refuse_others(bare)
