@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import Sizes
+from helpers import called
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from variant_table import TABLE
@@ -32,7 +33,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
 def of_call(attn: Any, given: list[Tensor], **options: Any) -> list[Tensor]:
     """Output, log-sum-exp and gradients."""
     inputs = [x.detach().requires_grad_() for x in given]
-    out, lse = attn(*inputs, return_lse=True, **options)
+    out, lse = called(attn, *inputs, **options)
     return [out, lse, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 
