@@ -43,7 +43,7 @@ def plan(mask_form: str, **problem: Any) -> Any:
         **problem,
     }
     return SimpleNamespace(
-        problem=SimpleNamespace(**given),
+        problem=SimpleNamespace(**given, dtype="bfloat16"),
         target=SimpleNamespace(name="sm_90a"),
         module="fa4flex.kernels.fwd_sm90",
         config=lambda: Config(128, 128, 128, 128),
