@@ -101,6 +101,8 @@ def modified(hooks: Hooks, at: At) -> Any:
     if hooks.start is not None:
         at = at.but(score=at.score + hooks.start.element(rates(hooks.start, at.but(score=None))))
     y = at.score if hooks.score is None else hooks.score.element(rates(hooks.score, at))
+    if hooks.elementwise:
+        return Float32(y)
     return math.where(factor > 0.0, Float32(y) * factor, Float32(math.NAN))
 
 
@@ -184,4 +186,4 @@ def run(
             options="--enable-tvm-ffi",
         )
     compiled(scores, taken, operands, scalars, scale)
-    return scores / LOG2_E, taken.bool()
+    return scores if hooks.elementwise else scores / LOG2_E, taken.bool()
