@@ -13,6 +13,7 @@ import torch
 from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
+from fa4flex.kernels.plan.arguments import BACKWARD
 from fa4flex.runtime.cuda import backward
 from ptxsim.active import simulated
 from ptxsim.doors.capture import capturing
@@ -22,6 +23,7 @@ from ptxsim.run.launch import Result, Shape, execute, module_of, program_of
 from ptxsim.run.program import Program
 from ptxsim.run.timing import Timing
 
+SUMS = BACKWARD.names.index("dq_sum")
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 
 
@@ -37,11 +39,17 @@ class Own:
     results: tuple[Tensor, Tensor, Tensor]
     expected: tuple[Tensor, Tensor, Tensor]
 
+    @property
+    def sums(self) -> Tensor | None:
+        """Sums of dQ; None where a block writes it itself."""
+        sums: Tensor | None = self.kept[SUMS]
+        return sums
+
     def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
         """Runs once more, into poisoned outputs and cleared sums; the counts of what blocks cleared, too, and
         the tile counter, which a launch that does not end leaves as it is."""
         at = self.launch
-        first = 0.0 if self.results[0] is self.kept[9] else math.nan
+        first = 0.0 if self.results[0] is self.sums else math.nan
         for x, start in zip(self.results, (first, math.nan, math.nan), strict=True):
             x.fill_(start)
         for counts in self.kept[-2:]:
@@ -86,7 +94,7 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
     assert not gpu.findings, gpu.report()
     launch = seen[2]
     (tensors,) = given
-    sums, dq, dk, dv = tensors[9:13]
+    sums, dq, dk, dv = (tensors[BACKWARD.names.index(name)] for name in ("dq_sum", "dq", "dk", "dv"))
     results = dq if sums is None else sums, dk, dv
     assert all(int((~x.isnan()).sum()) >= y.numel() for x, y in zip(results, qkv, strict=True))
     return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
@@ -99,8 +107,8 @@ def kept_arguments(given: list[tuple[Any, ...]]) -> Iterator[None]:
 
     def kept(schema: Any, launch: Any, *rest: Any) -> Any:
         def poisoned(*tensors: Any) -> None:
-            if tensors[9] is not None:
-                tensors[9].fill_(math.nan)
+            if tensors[SUMS] is not None:
+                tensors[SUMS].fill_(math.nan)
             given.append(tensors)
             launch(*tensors)
 

@@ -46,7 +46,7 @@ def main_kernel(masked: bool, width: Width, stores: bool = False) -> Own:
         long_steps() if width == LONG else contextlib.nullcontext(),
     ):
         own = captured("sm_90a", attn, (q, k, v), sms=1)
-    assert (own.kept[9] is None) == stores
+    assert (own.sums is None) == stores
     blocks = {PAIRS: 2 * HEADS, **dict.fromkeys(ALONE, HEADS)}
     assert own.launch.grid == (blocks.get(width, 1), 1, 1)
     return own

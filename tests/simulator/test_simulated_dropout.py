@@ -24,7 +24,7 @@ def _by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("computed in PyTorch operations")
 
-    for name in ("on_gpu", "backward_on_gpu"):
+    for name in ("forward_on_gpu", "backward_on_gpu"):
         monkeypatch.setattr(blockwise, name, refuse)
 
 
