@@ -14,6 +14,7 @@ import torch
 from mutants import Mutant, can_matter, clean_to_its_end, mutants, unsaid
 
 import ptxsim
+from fa4flex.torch_internals import is_wrapped
 from ptxsim.doors import device
 from ptxsim.run import launch as launching
 from ptxsim.run.launch import Result
@@ -103,7 +104,10 @@ def _bounded() -> Iterator[None]:
     def memory(**more: Any) -> HostMemory:
         made = HostMemory(strict=True, **more)
         for tensor in gc.get_objects():
-            if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+            plain = type(tensor) is torch.Tensor and not is_wrapped(
+                tensor
+            )  # those of transforms have no memory
+            if plain and tensor.device.type == "cpu" and tensor.numel():
                 storage = tensor.untyped_storage()
                 made.register("a tensor", storage.data_ptr(), storage.nbytes())
         return made
