@@ -28,7 +28,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import launch
 from fa4flex.runtime.auxiliary import aux_of, statistics_of
-from fa4flex.runtime.call import Results, Statistics
+from fa4flex.runtime.call import LSE, Results, Statistics
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.variant import Backend, Layout, Variant, at_call, compose
 from fa4flex.weights import Rows, key_mass_of, probabilities_of, refuse_sources
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from fa4flex.view.mask import MaskView
 
 __all__ = ["Attention", "attention", "compile", "flex_attention", "synchronize"]
-
-_LSE = ("lse",)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +122,7 @@ class Attention:
             variant = at_call(variant, dropout=dropout)
         statistics: Statistics
         if return_aux is None:
-            statistics = _LSE if return_lse else ()
+            statistics = LSE if return_lse else ()
         else:
             statistics = statistics_of(return_aux, return_lse)
         if isinstance(q, Quantized):

@@ -90,6 +90,7 @@ class Variant:
                 scored = function if scored is None else scored >> function
         object.__setattr__(self, "scored", scored)
         object.__setattr__(self, "weights", weights)
+        check_beside(self)
 
     @property
     def core(self) -> Variant:
@@ -166,6 +167,41 @@ def compose(
     for options that do not exist.
     """
     _check_options(data)
+    mask, blocks = _mask_and_map(mask, blocks)
+    backend = data.pop("backend", "auto")
+    if backend not in _BACKENDS:
+        raise InputError(
+            f"backend={backend!r}",
+            '"auto" or "flex" (torch\'s flex_attention)',
+            'leave it at "auto": kernels where there are some, else what the device has',
+        )
+    _check_scale(scale)
+    _check_types({"blocks": blocks, **data})
+    if layout not in _LAYOUTS:
+        raise InputError(
+            f"layout={layout!r}",
+            '"bhsd" (batch, heads, sequence, head_dim) or "bshd"',
+            "transpose other layouts: a strided view costs no copy",
+        )
+    check_skip(data.get("precision", _PRECISION), {"backend": backend})
+    return Variant(
+        score_mod=None if score_mod is None else as_score(score_mod),
+        mask=None if mask is None else as_mask(mask),
+        blocks=blocks,
+        sinks=sinks if sinks is None or isinstance(sinks, Sinks) else Sinks(sinks),
+        scale=None if scale is None else float(scale),
+        layout=layout,
+        precision=data.get("precision", _PRECISION),
+        schedule=data.get("schedule", _SCHEDULE),
+        backend=backend,
+        output_mod=None if output_mod is None else as_output(output_mod),
+        dropout=as_dropout(dropout),
+        normalizer=None if normalizer is None else as_normalizer(normalizer),
+    )
+
+
+def _mask_and_map(mask: Any, blocks: BlockMap | BlockMask | None) -> tuple[Any, BlockMap | None]:
+    """The mask_mod and the map of what was given as either. Raises InputError where one is given twice."""
     if isinstance(mask, (BlockMask, BlockMap)):
         if blocks is not None:
             raise InputError(
@@ -183,38 +219,7 @@ def compose(
                 "put both into the BlockMask's mask_mod, or build the map with fa4flex.BlockMap",
             )
         mask = own if own is not None else mask
-    backend = data.pop("backend", "auto")
-    if backend not in _BACKENDS:
-        raise InputError(
-            f"backend={backend!r}",
-            '"auto" or "flex" (torch\'s flex_attention)',
-            'leave it at "auto": kernels where there are some, else what the device has',
-        )
-    _check_scale(scale)
-    _check_types({"blocks": blocks, **data})
-    if layout not in _LAYOUTS:
-        raise InputError(
-            f"layout={layout!r}",
-            '"bhsd" (batch, heads, sequence, head_dim) or "bshd"',
-            "transpose other layouts: a strided view costs no copy",
-        )
-    check_skip(data.get("precision", _PRECISION), {"backend": backend})
-    result = Variant(
-        score_mod=None if score_mod is None else as_score(score_mod),
-        mask=None if mask is None else as_mask(mask),
-        blocks=blocks,
-        sinks=sinks if sinks is None or isinstance(sinks, Sinks) else Sinks(sinks),
-        scale=None if scale is None else float(scale),
-        layout=layout,
-        precision=data.get("precision", _PRECISION),
-        schedule=data.get("schedule", _SCHEDULE),
-        backend=backend,
-        output_mod=None if output_mod is None else as_output(output_mod),
-        dropout=as_dropout(dropout),
-        normalizer=None if normalizer is None else as_normalizer(normalizer),
-    )
-    check_beside(result)
-    return result
+    return mask, blocks
 
 
 _PRECISION, _SCHEDULE = Precision(), Schedule()
@@ -246,10 +251,7 @@ def at_call(
         arguments["sinks"] = _sinks_of_call(sinks)
     if dropout is not None:
         arguments["dropout"] = as_dropout(dropout)
-    result = changed(variant, **arguments)
-    if dropout is not None:
-        check_beside(result)
-    return result
+    return changed(variant, **arguments)
 
 
 def changed(variant: Variant, **fields: Any) -> Variant:

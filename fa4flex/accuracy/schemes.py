@@ -122,12 +122,10 @@ def _quantized(qk: Any, pv: Any) -> Callable[[QKV], Operands]:
         if codes.v_scale is None or codes.v_offset is None:
             return Operands(q, k, bias, v, torch.ones(1), torch.zeros(1))
         scale, offset = (x.unsqueeze(2) for x in (codes.v_scale, codes.v_offset))
-        return Operands(q, k, bias, ((v - offset) / scale).to(E4M3_DTYPE).float(), scale, offset)
+        return Operands(q, k, bias, E4M3.numbers(E4M3.codes((v - offset) / scale)), scale, offset)
 
     return operands
 
-
-E4M3_DTYPE = torch.float8_e4m3fn
 
 SCHEMES = (
     Scheme("bfloat16", _as_given, "bfloat16"),

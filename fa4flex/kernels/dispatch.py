@@ -139,8 +139,7 @@ def plan_forward(
     contradict each other.
     """
     request = ForwardRequest(facts, problem, target, schedule, sizes, rescale_threshold)
-    plan: ForwardPlan = choose("forward", problem, target, sizes).plan(request)
-    plan.check_resources()
+    plan: ForwardPlan = _planned("forward", request)
     return plan
 
 
@@ -149,8 +148,7 @@ def plan_tangents(
 ) -> ForwardPlan:
     """The plan of a kernel of attention and its tangents. Errors as of a forward kernel."""
     request = ForwardRequest(facts, problem, target, schedule, sizes)
-    plan: ForwardPlan = choose("tangents", problem, target, sizes).plan(request)
-    plan.check_resources()
+    plan: ForwardPlan = _planned("tangents", request)
     return plan
 
 
@@ -163,8 +161,7 @@ def plan_backward(
 ) -> BackwardPlan:
     """The plan of a backward kernel, which fits the chip. Raises UnsupportedError where there is none."""
     request = Request(facts, problem, target, schedule, sizes)
-    plan: BackwardPlan = choose("backward", problem, target, sizes).plan(request)
-    plan.check_resources()
+    plan: BackwardPlan = _planned("backward", request)
     return plan
 
 
@@ -176,7 +173,11 @@ def plan_mass(
     sizes: Sizes = UNKNOWN,
 ) -> Any:
     """The plan of a kernel for sums of probabilities per key. Raises UnsupportedError where there is none."""
-    request = Request(facts, problem, target, schedule, sizes)
-    plan = choose("mass", problem, target, sizes).plan(request)
+    return _planned("mass", Request(facts, problem, target, schedule, sizes))
+
+
+def _planned(direction: Direction, request: Request) -> Any:
+    """The plan by the first pipeline that accepts the request's problem, which fits the chip."""
+    plan: Any = choose(direction, request.problem, request.target, request.sizes).plan(request)
     plan.check_resources()
     return plan

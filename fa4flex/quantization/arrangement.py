@@ -61,10 +61,6 @@ class Arrangement:
         return Tokens.dense(x.shape[0], length, used, x.device)
 
 
-def heads_of(x: Tensor, layout: str, packed: bool) -> int:
-    return x.shape[1] if packed or layout == "bhsd" else x.shape[2]
-
-
 def repeated(x: Tensor, heads: int) -> Tensor:
     """x [T, Hkv, ...] for each query head."""
     return torch.repeat_interleave(x, heads // x.shape[1], 1)

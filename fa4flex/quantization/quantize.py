@@ -138,15 +138,12 @@ def _values(
     offset = None if mean is None else mean - keys.means(E4M3.numbers(codes)) * scale
     columns = torch.zeros(keys.tiles * TILE + 1, *v.shape[1:], dtype=torch.uint8, device=v.device)
     columns[keys.column] = codes.view(torch.uint8)
-    turned = columns[:-1].view(E4M3_DTYPE)
+    turned = columns[:-1].view(codes.dtype)
     if place.packed:
         turned = turned.permute(1, 2, 0)
     else:
         turned = turned.unflatten(0, (keys.sequences, -1)).permute(0, 2, 3, 1)
     return turned.contiguous(), scale, offset
-
-
-E4M3_DTYPE = torch.float8_e4m3fn
 
 
 # --- checks -------------------------------------------------------------------------------------------------

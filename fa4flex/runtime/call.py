@@ -19,6 +19,10 @@ Statistics = tuple[str, ...]
 """Statistics wanted of "lse", "max_scores", "max_logit" and "entropy", in this order."""
 
 
+LSE: Statistics = ("lse",)
+"""Statistics of a call that asks for its log-sum-exp alone."""
+
+
 def results_of(made: tuple[Any, ...], statistics: Statistics) -> Results:
     """Results of what computed a call: of programs.Forward, or results themselves."""
     return (*made[:3], *made[-2:]) if more_than_rows(statistics) else made[:3]

@@ -241,9 +241,7 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
         "heads_first": True,
         **{name: name in statistics for name in STATISTICS[1:]},
         "schedule": {name: getattr(variant.schedule, name) for name in _OF_SCHEDULE},
-        "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
-        # As text: Dynamo takes a float for an input, and compiles such a graph twice under dynamic shapes.
-        "skip": variant.precision.skip_text,
+        "precision": _told(variant.precision),
         "backend": variant.backend,
         "dropout": None if dropout is None else (dropout.seed, dropout.threshold),
         "weights": tuple(variant.weights) if variant.weights.kind == "softpick" else variant.weights[:1],
@@ -254,8 +252,16 @@ _OF_SCHEDULE = tuple([f.name for f in fields(Schedule)])
 _OF_PRECISION = tuple([f.name for f in fields(Precision) if f.name != "skip"])
 
 
+def _told(precision: Precision) -> dict[str, Any]:
+    """Fields of a precision as options. The number is text: Dynamo takes a float for an input, and compiles
+    such a graph twice under dynamic shapes."""
+    return {"skip": precision.skip_text, **{name: getattr(precision, name) for name in _OF_PRECISION}}
+
+
 def _precision(options: Mapping[str, Any]) -> Precision:
-    return Precision(**_plain(options["precision"]), skip=float(options["skip"]))
+    """The precision that `_told` has told of."""
+    told = _plain(options["precision"])
+    return Precision(**{**told, "skip": float(told["skip"])})
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,8 +338,7 @@ def output(variant: Variant, out: Tensor, varlen: Varlen | None) -> Tensor:
     options = {
         "rows": (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q),
         "heads_first": heads_first,
-        "precision": {name: getattr(variant.precision, name) for name in _OF_PRECISION},
-        "skip": variant.precision.skip_text,
+        "precision": _told(variant.precision),
         "context": tuple([context.get(name) for name in CONTEXT]),
         "contract": _CONTRACT,
     }

@@ -40,10 +40,11 @@ def plan(mask_form: str, **problem: Any) -> Any:
         "wide_index": False,
         "positive_scale": True,
         "mask_form": mask_form,
+        "dtype": "bfloat16",
         **problem,
     }
     return SimpleNamespace(
-        problem=SimpleNamespace(**given, dtype="bfloat16"),
+        problem=SimpleNamespace(**given),
         target=SimpleNamespace(name="sm_90a"),
         module="fa4flex.kernels.fwd_sm90",
         config=lambda: Config(128, 128, 128, 128),

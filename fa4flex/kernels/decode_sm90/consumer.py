@@ -162,15 +162,15 @@ class Consumer:
         v_state.advance()
         return k_state, v_state
 
-    def softmax(
+    def scores(
         self,
         products: Products,
         rows: tuple[Mine, ...],
         pipes: Pipes,
         keys: Keys,
         k_state: pipeline.PipelineState,
-    ) -> None:
-        """Scores and probabilities of one key tile."""
+    ) -> tuple[cute.Tensor, list[cute.Tensor]]:
+        """Modified scores of one key tile, as accumulators and by row."""
         scores, grids, early = self.begin(products, rows, keys.tile, keys.masked)
         if keys.following is not None:
             self.read_starts(rows, keys.following, keys.masked)
@@ -180,6 +180,18 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         self.modify(rows, grids, early, keys.tile, keys.masked)
+        return scores, grids
+
+    def softmax(
+        self,
+        products: Products,
+        rows: tuple[Mine, ...],
+        pipes: Pipes,
+        keys: Keys,
+        k_state: pipeline.PipelineState,
+    ) -> None:
+        """Scores and probabilities of one key tile."""
+        scores, grids = self.scores(products, rows, pipes, keys, k_state)
         if not self.hooks.elementwise:
             self.take_maxima(products.out, rows, grids)
         self.probabilities(rows, grids)

@@ -139,15 +139,7 @@ class AskingConsumer(Consumer):
     ) -> States:
         """Scores of this key tile, then values of the one before, if there is one."""
         (k_state, v_state), rows, products = states, whole.rows, whole.products
-        scores, grids, early = self.begin(products, rows, keys.tile, keys.masked)
-        if const_expr(keys.following is not None):
-            self.read_starts(rows, keys.following, keys.masked)
-        whole.pipes.k.consumer_wait(k_state)
-        k = products.k[None, None, None, k_state.index]
-        multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
-        warpgroup.wait_group(0)
-        whole.pipes.k.consumer_release(k_state)
-        self.modify(rows, grids, early, keys.tile, keys.masked)
+        scores, grids = self.scores(products, rows, whole.pipes, keys, k_state)
         softmaxes = [mine.softmax for mine in rows]
         highest = [highest_of(one, grid) for one, grid in zip(softmaxes, grids)]
         count = Boolean(False)

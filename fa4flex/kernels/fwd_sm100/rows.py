@@ -6,6 +6,7 @@ a store for each element, which compiling a kernel would spend half of its time 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from cutlass import Float32, cute
@@ -53,13 +54,15 @@ def add(a: Pair, b: Pair) -> Pair:
 
 
 @dsl_user_op
-def maximum(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+def _of_three(
+    instruction: str, a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None
+) -> Float32:
     """One instruction on Blackwell."""
     return Float32(
         llvm.inline_asm(
             T.f32(),
             [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)],
-            "max.f32 $0, $1, $2, $3;",
+            f"{instruction} $0, $1, $2, $3;",
             "=f,f,f,f",
             has_side_effects=False,
             is_align_stack=False,
@@ -68,20 +71,10 @@ def maximum(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = No
     )
 
 
-@dsl_user_op
-def maximum_or_nan(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """NaN where one of them is."""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)],
-            "max.NaN.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+maximum = partial(_of_three, "max.f32")
+"""The largest of three numbers."""
+maximum_or_nan = partial(_of_three, "max.NaN.f32")
+"""The same, and NaN where one of them is."""
 
 
 def largest_or_nan(row: list[Float32], before: Float32 | None = None) -> Float32:

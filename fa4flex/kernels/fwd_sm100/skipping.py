@@ -51,9 +51,7 @@ class SkippingSoftmax(Softmax):
         """The key tile of this number, the i-th of its row, whose scores come in this phase."""
         key_tile, i, phase = which
         kv_first = key_tile * self.config.tile_n
-        words = self.allowed(tile, kv_first) if masked else None
-        cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
-        rows, largest = self.taken(tile, place, kv_first, words)
+        rows, largest = self.awaited(tile, place, pipes.s_full, (kv_first, phase), masked)
         keep = cute.arch.vote_any_sync(some_count(tile.softmax, [largest], tile.depth))
         self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)

@@ -166,9 +166,7 @@ class Softmax:
         """The key tile of this number, the i-th of its row, whose scores come in this phase."""
         key_tile, i, phase = which
         kv_first = key_tile * self.config.tile_n
-        words = self.allowed(tile, kv_first) if masked else None
-        cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
-        rows, largest = self.taken(tile, place, kv_first, words)
+        rows, largest = self.awaited(tile, place, pipes.s_full, (kv_first, phase), masked)
         if const_expr(tile.softmax.online):
             self.raise_maximum(tile.softmax, largest)
         self.hand_scale(tile, place, shared, pipes, i)
@@ -176,6 +174,16 @@ class Softmax:
         if const_expr(tile.softmax.online):
             total = tile.softmax.state.total
             total[0] = total_of(pairs, total[0])
+
+    def awaited(
+        self, tile: Tile, place: Place, full: Any, of_tile: tuple[Int32, Int32], masked: bool
+    ) -> tuple[list[list[Float32]], Float32]:
+        """Modified scores of the key tile that starts at a key, once they are there in a phase, and the
+        largest."""
+        kv_first, phase = of_tile
+        words = self.allowed(tile, kv_first) if masked else None
+        cute.arch.mbarrier_wait(full + place.tile, phase)
+        return self.taken(tile, place, kv_first, words)
 
     @property
     def fragments(self) -> int:

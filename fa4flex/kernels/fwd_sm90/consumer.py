@@ -276,16 +276,7 @@ class Consumer:
     ) -> States:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
         (k_state, v_state), pipes, products = states, tile.pipes, tile.products
-        # Between a turn and its last product, nothing should be computed that could have been before.
-        begun = self.begin(tile, key_tile, masked)
-        k = products.k[None, None, None, k_state.index]
-        v = products.v[None, None, None, v_state.index]
-        pipes.k.consumer_wait(k_state)
-        if const_expr(self.hooks.start is not None):
-            compute_before(begun.scores[cute.size(begun.scores) - 1])
-        self.take_turn(tile.group)
-        self.multiply_queries(products, begun, k)
-        pipes.v.consumer_wait(v_state)
+        begun, v = self.issue(tile, key_tile, states, masked)
         multiply(products.values, products.out, products.p, v, True)
         self.give_turn(self.next(tile.group))
         warpgroup.wait_group(1)
@@ -330,6 +321,22 @@ class Consumer:
             if end < self.config.tile_n:
                 tile.pipes.v.consumer_wait(v_state)
                 zero_past(tile.products.v_shared[None, None, v_state.index], end, WRITTEN.at(tile.group))
+
+    def issue(self, tile: Tile, key_tile: Int32, states: States, masked: bool) -> tuple[Begun, cute.Tensor]:
+        """Take a turn, issue the product of this tile's scores in it, and wait for the values of the one
+        before, which are returned. Between a turn and its last product, nothing should be computed that could
+        have been before."""
+        (k_state, v_state), pipes, products = states, tile.pipes, tile.products
+        begun = self.begin(tile, key_tile, masked)
+        k = products.k[None, None, None, k_state.index]
+        v = products.v[None, None, None, v_state.index]
+        pipes.k.consumer_wait(k_state)
+        if self.hooks.start is not None:
+            compute_before(begun.scores[cute.size(begun.scores) - 1])
+        self.take_turn(tile.group)
+        self.multiply_queries(products, begun, k)
+        pipes.v.consumer_wait(v_state)
+        return begun, v
 
     def begin(self, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
         """Scores to accumulate into, and what the variant computes without them."""

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.barriers import any_of
-from fa4flex.kernels.common.fragment import as_operand, compute_before, multiply, narrow
+from fa4flex.kernels.common.fragment import as_operand, multiply, narrow
 from fa4flex.kernels.common.keys import RowEnds
 from fa4flex.kernels.common.skipping import depth_of, highest_of, some_count
 from fa4flex.kernels.common.softmax import passed, raise_maxima, rescale
@@ -49,15 +49,7 @@ class SkippingConsumer(Consumer):
     ) -> States:
         """Scores of this key tile, and values of the one before if it is kept."""
         (k_state, v_state), pipes, products = states, tile.pipes, tile.products
-        begun = self.begin(tile, key_tile, masked)
-        k = products.k[None, None, None, k_state.index]
-        v = products.v[None, None, None, v_state.index]
-        pipes.k.consumer_wait(k_state)
-        if const_expr(self.hooks.start is not None):
-            compute_before(begun.scores[cute.size(begun.scores) - 1])
-        self.take_turn(tile.group)
-        self.multiply_queries(products, begun, k)
-        pipes.v.consumer_wait(v_state)
+        begun, v = self.issue(tile, key_tile, states, masked)
         if tile.kept[0] != 0:
             multiply(products.values, products.out, products.p, v, True)
             self.give_turn(self.next(tile.group))
