@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
+    from fa4flex.quantization.descales import Descales
     from fa4flex.quantization.quantize import quantize
     from fa4flex.quantization.quantized import Quantized
     from fa4flex.runtime.auxiliary import Aux
@@ -64,6 +65,7 @@ _HOME = {
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
+    "Descales": "fa4flex.quantization.descales",
     "Dropout": "fa4flex.primitives.dropout",
     "KVScales": "fa4flex.primitives.kv_scales",
     "Normalizer": "fa4flex.primitives.normalizer",
@@ -88,11 +90,12 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "Aux", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "Normalizer",
-    "OutputMod", "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks",
-    "TraceError", "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention",
-    "compile", "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities",
-    "quantize", "reference", "register_op", "synchronize", "trees", "variants",
+    "Attention", "Aux", "BlockMap", "Descales", "Dropout", "Fa4flexError", "InputError", "KVScales",
+    "Mask", "Normalizer", "OutputMod", "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule",
+    "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append", "as_mask", "as_output",
+    "as_score", "attention", "compile", "flex_attention", "key_mass", "merge", "nn", "parallel",
+    "patch_sdpa", "probabilities", "quantize", "reference", "register_op", "synchronize", "trees",
+    "variants",
 ]  # fmt: skip
 
 

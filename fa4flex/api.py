@@ -127,7 +127,7 @@ class Attention:
             statistics = statistics_of(return_aux, return_lse)
         if isinstance(q, Quantized):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
-            results = quantized_calls.run(variant, q, statistics)
+            results = calls.run_codes(variant, self._caller, q, statistics)
         else:
             qkv: Any = (q, k, v)
             results = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)

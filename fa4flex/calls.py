@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex import quantized_calls
 from fa4flex.codegen.build import Bound
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
@@ -15,7 +16,8 @@ from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import launch
+from fa4flex.quantization.quantized import Quantized
+from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.auxiliary import check_beside
 from fa4flex.runtime.call import LSE, Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
@@ -40,6 +42,8 @@ def run(
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
         call = Jagged.of(qkv, variant.layout, {"varlen": varlen, "paging": paging, "kv_scales": scales})
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
+    if variant.precision.coded:
+        return _of_rounded(variant, caller, qkv, varlen, paging, statistics, scales)
     if statistics and statistics != LSE:
         check_beside(variant, statistics)
     if variant.normalizer is not None:
@@ -54,6 +58,43 @@ def run(
         return graphs.run(variant, q, source_of(k, v, paging, scales), varlen, statistics)
     eager = _beside_modes if function_modes() else _run
     return eager(variant, caller, qkv, varlen, paging, statistics, scales)
+
+
+def run_codes(
+    variant: Variant, caller: launch.Caller | None, codes: Quantized, statistics: Statistics
+) -> Results:
+    """The results of `variant` for what codes stand for."""
+    if variant.dropout is not None:
+        variant = variant.seeded(codes.q.device)
+    try:
+        quantized_calls.check_formats(variant, codes)
+        now = quantized_calls.decoded(variant, codes, statistics)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
+    kept = caller is not None and not torch.compiler.is_dynamo_compiling()
+    inner = caller.of_codes() if kept else None  # type: ignore[union-attr]
+    with autocast.off(codes.q):
+        out, *more = run(now.variant, inner, now.qkv, codes.varlen, None, statistics)
+    return out.to(now.dtype), *more
+
+
+def _of_rounded(
+    variant: Variant,
+    caller: launch.Caller | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+    scales: KVScales | None,
+) -> Results:
+    """The results for q, k and v rounded as the variant's precision says."""
+    try:
+        codes = quantized_calls.coded(variant, qkv, varlen, paging, scales)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
+    return run_codes(variant, caller, codes, statistics)
 
 
 def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:

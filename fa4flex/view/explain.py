@@ -20,6 +20,8 @@ from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.normalizer import Normalizer
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.products import GIVEN
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
@@ -121,6 +123,8 @@ def _composition(program: Program) -> list[str]:
         lines.append(
             f"sinks       {variant.sinks.now().shape[0]} logits, one per query head, in the denominator"
         )
+    if variant.precision.coded:
+        lines += _codes(variant.precision)
     if variant.precision.skip:
         lines += _skip(variant.precision.skip, variant.sinks is not None)
     lines.append(f"layout      {variant.layout}")
@@ -136,6 +140,21 @@ def _skip(skip: float, sinks: bool) -> list[str]:
         f"  log-sum-exp: lower by at most {-math.log1p(-skip):.3g}",
         "  backward: leaves out nothing; probabilities are exp(score - lse), at most"
         f" 1 / (1 - {skip:g}) of the exact ones",
+    ]
+
+
+def _codes(precision: Precision) -> list[str]:
+    """Lines that say what is rounded at each call, and what computes with it."""
+    given = precision.pv == GIVEN
+    values = "as they are given" if given else f"{precision.pv}, minus the mean of each channel"
+    sums = "go to float32 after each tile" if precision.promote else "may stay in accumulators"
+    return [
+        f"products    q.k of {precision.qk}: keys minus their mean, both rotated; values {values}",
+        "  rounded at each call, as fa4flex.quantize does; mean of the keys: a bias of each query, which",
+        "  log-sum-exps, sinks and score mods see",
+        "  no kernel multiplies codes yet: what they stand for is computed, on a CPU in float32, on a GPU by",
+        "  kernels of 16 bits" + f"; sums of 8-bit products {sums}" * (not given),
+        "  backward: products of 16 bits, of what the codes stand for; gradients pass straight through",
     ]
 
 

@@ -236,6 +236,50 @@ def test_fields_of_one_attention_change(name: str, backend: Any) -> None:
             check(fa4flex.Attention(variant, caller)(*turned(variant, step)), variant, step)
 
 
+PRECISIONS: dict[str, Precision] = {
+    "compute": Precision(compute="float64"),
+    "output": Precision(output=torch.bfloat16),
+    "skip": Precision(skip=0.3),
+    "qk": Precision(qk="nvfp4"),
+    "pv": Precision(qk="int8", pv="float8_e4m3"),
+    "promote": Precision(qk="int8", pv="float8_e4m3", promote=False),
+}
+"""A value other than the default, for each field of a precision that has one."""
+
+
+def rounded(precision: Precision, qkv: Tensors, variant: Variant) -> tuple[Tensor, Tensor]:
+    """out and lse of the formula over what a precision makes of the tensors."""
+    if not precision.coded:
+        return exact(variant, Step(qkv))
+    codes = fa4flex.quantize(*qkv, qk=precision.qk, pv=precision.pv)  # type: ignore[arg-type]
+    q, k, v, bias = codes.dequantize()
+    assert bias is not None
+    scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    shift = fa4flex.as_score(lambda s, b, h, i, j: s + scale * bias[b, h, i])
+    mod = shift if variant.score_mod is None else shift >> variant.score_mod
+    return exact(changed(variant, score_mod=mod), Step((q, k, v)))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_fields_of_a_precision_change(name: str) -> None:
+    """Between each two precisions, calls and modules give what each alone gives."""
+    assert set(PRECISIONS) == {f.name for f in fields(Precision)} - {"backward"}
+    made = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, HEADS, S, 32, generator=made) for _ in range(3))
+    for other in (Precision(), PRECISIONS["pv"]):
+        for others in other_fields("precision"):
+            pair, caller = [compose(**others, precision=x) for x in (other, PRECISIONS[name])], Caller()
+            for which in ORDER:
+                variant = pair[which]
+                found, of_rows = fa4flex.Attention(variant, caller)(q, k, v, return_lse=True)
+                out, lse = rounded(variant.precision, (q, k, v), variant)
+                assert found.dtype == variant.precision.output_dtype(q.dtype)
+                close = TOLERANCES[found.dtype] if not variant.precision.skip else 0.3 * 8
+                torch.testing.assert_close(found.double(), out, atol=close, rtol=close)
+                if not variant.precision.skip:
+                    torch.testing.assert_close(of_rows.double(), lse, atol=1e-5, rtol=1e-5)
+
+
 Door = Callable[[Variant], Callable[..., Any]]
 
 
@@ -398,6 +442,23 @@ def test_fields_change_on_a_gpu(recorder: Named, name: str, trains: bool) -> Non
                 recorder,
                 lambda v=variant, x=now, caller=caller: fa4flex.Attention(v, caller)(*x),
                 lambda v=variant, x=now: fa4flex.Attention(v, Caller())(*x),
+            )
+
+
+@pytest.mark.parametrize("trains", (False, True))
+@pytest.mark.parametrize("name", ("qk", "pv"))
+def test_rounding_changes_on_a_gpu(recorder: Named, name: str, trains: bool) -> None:
+    made = torch.Generator().manual_seed(3)
+    qkv = [torch.randn(1, HEADS, 192, 32, generator=made).bfloat16().requires_grad_(trains) for _ in range(3)]
+    for others in other_fields("blocks"):
+        given = {key: larger(x) for key, x in others.items() if key != "blocks"}
+        pair = [compose(**given, precision=x) for x in (Precision(qk="int8"), PRECISIONS[name])]
+        caller = Caller()
+        for which in ORDER:
+            launched_as_alone(
+                recorder,
+                lambda v=pair[which], caller=caller: fa4flex.Attention(v, caller)(*qkv),
+                lambda v=pair[which]: fa4flex.Attention(v, Caller())(*qkv),
             )
 
 
