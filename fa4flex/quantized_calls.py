@@ -15,14 +15,14 @@ from torch import Tensor
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.precision import of_numbers
 from fa4flex.primitives.score import as_score
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.quantize import quantize
 from fa4flex.quantization.quantized import Quantized
-from fa4flex.runtime import autocast
+from fa4flex.runtime import autocast, compute
 from fa4flex.runtime.call import Statistics
 from fa4flex.runtime.checks import check_descriptions, check_strided
-from fa4flex.runtime.compute import on_gpu
 from fa4flex.runtime.sharding import is_dtensor
 from fa4flex.variant import Variant, changed, default_scale
 
@@ -47,12 +47,12 @@ def decoded(variant: Variant, codes: Quantized, statistics: Statistics) -> Decod
         )
     exact = codes.dequantize()
     scale = default_scale(exact.q.shape[-1]) if variant.scale is None else variant.scale
-    settings: dict[str, Any] = {"scale": scale, "precision": variant.precision.of_numbers}
+    settings: dict[str, Any] = {"scale": scale, "precision": of_numbers(variant.precision)}
     if exact.bias is not None and _sees_bias(variant, statistics):
         shift = as_score(_shift(exact.bias * scale, codes))
         settings["score_mod"] = shift if variant.score_mod is None else shift >> variant.score_mod
     kind = exact.q.dtype
-    if on_gpu(codes.q):
+    if compute.on_gpu(codes.q):
         kind = torch.bfloat16 if codes.dtype == torch.float32 else codes.dtype
     q, k, v = (x.to(kind) for x in exact[:3])
     return Decoded(changed(variant, **settings), (q, k, v), variant.precision.output_dtype(codes.dtype))

@@ -94,21 +94,6 @@ class Precision:
             raise UnsupportedError(f"output={name!r}: {reason}", expected, instead)
         raise InputError(f"output={self.output!r}", expected, "leave it out for the dtype of q")
 
-    @property
-    def of_numbers(self) -> Precision:
-        """The precision of attention over what codes stand for."""
-        return replace(self, qk=GIVEN, pv=GIVEN, promote=True) if self.coded else self
-
-    def told(self) -> dict[str, Any]:
-        """All fields, of which `read` makes the same again, as JSON has them."""
-        value = {one.name: getattr(self, one.name) for one in fields(self)}
-        return value | {"output": None if self.output is None else str(self.output).removeprefix("torch.")}
-
-    @staticmethod
-    def read(told: dict[str, Any]) -> Precision:
-        output = told["output"]
-        return Precision(**{**told, "output": None if output is None else getattr(torch, output)})
-
     def compute_dtype(self, inputs: torch.dtype) -> torch.dtype:
         """The dtype of scores, softmax and sums for inputs of dtype `inputs`."""
         if self.compute != "auto":
@@ -160,3 +145,21 @@ def refuse_codes(precision: Precision, beside: str, instead: str) -> None:
             "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
             instead,
         )
+
+
+def of_numbers(precision: Precision) -> Precision:
+    """The precision of attention over what codes stand for."""
+    return replace(precision, qk=GIVEN, pv=GIVEN, promote=True) if precision.coded else precision
+
+
+def told(precision: Precision) -> dict[str, Any]:
+    """All fields, of which `read` makes the same again, as JSON has them."""
+    value = {one.name: getattr(precision, one.name) for one in fields(precision)}
+    output = None if precision.output is None else str(precision.output).removeprefix("torch.")
+    return value | {"output": output}
+
+
+def read(told: dict[str, Any]) -> Precision:
+    """The precision that `told` has told of."""
+    output = told["output"]
+    return Precision(**{**told, "output": None if output is None else getattr(torch, output)})

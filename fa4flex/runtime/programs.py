@@ -17,6 +17,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
+from fa4flex.primitives import precision as precisions
 from fa4flex.primitives.dropout import refuse_flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -79,7 +80,7 @@ class Published:
                 self.facts.score, self.facts.mask, *(() if self.facts.kept is None else (self.facts.kept,))
             ),
             "schedule": asdict(self.schedule),
-            "precision": self.precision.told(),
+            "precision": precisions.told(self.precision),
             "backend": self.backend,
         }
         if not self.facts.softmax:
@@ -152,7 +153,7 @@ def read(text: str) -> Published:
         fields = json.loads(text)
         if fields["format"] != FORMAT:
             raise ValueError("it was written by another version")
-        roots, precision = parse(fields["program"]), Precision.read(fields["precision"])
+        roots, precision = parse(fields["program"]), precisions.read(fields["precision"])
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
         weights = Weights(*fields.get("weights", SOFTMAX))
         if len(roots) not in (2, 3):

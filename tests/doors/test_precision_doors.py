@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fa4flex
 from fa4flex import InputError, Paging, Precision, UnsupportedError, Varlen, quantize, reference
 from fa4flex.check import check
+from fa4flex.primitives.precision import read, told
 from fa4flex.primitives.products import KEYS, VALUES
 from fa4flex.quantization.formats import FORMATS
 from fa4flex.runtime.key_sources import Contiguous
@@ -97,7 +98,7 @@ def test_every_field_is_told_and_read_again() -> None:
     """As programs' text holds it, and as a user reads it. `backward` has one value only."""
     assert {x.name for x in fields(Precision)} - {"backward"} == set(CHANGED)
     for name, one in CHANGED.items():
-        again = Precision.read(json.loads(json.dumps(one.told())))
+        again = read(json.loads(json.dumps(told(one))))
         assert again == one and getattr(one, name) != getattr(Precision(), name)
         assert eval(repr(one), {"Precision": Precision, "torch": torch}) == one
         assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one

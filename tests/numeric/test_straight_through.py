@@ -252,7 +252,7 @@ def losses(precision: Precision, steps: int, seed: int) -> list[float]:
     model = Model(fa4flex.compile(mask=causal, precision=precision))
     optimiser, found = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _ in range(steps):
-        text = torch.randint(0, 16, (16, 64))
+        text = torch.randint(0, 16, (8, 64))
         given = model(text)[:, 5::8]
         loss = functional.cross_entropy(given.flatten(0, 1), text[:, :-5:8].flatten())
         optimiser.zero_grad()
@@ -262,9 +262,9 @@ def losses(precision: Precision, steps: int, seed: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_training_reaches_the_same_loss(seed: int) -> None:
     """The first steps of benchmarks/train_character_model.py --kinds, whose 1,000 take minutes."""
-    exact, rounded = (losses(p, 120, seed) for p in (Precision(), Precision(qk="int8", pv="float8_e4m3")))
-    assert exact[-1] < exact[0] - 0.3  # it learns
-    mean = [sum(x[-20:]) / 20 for x in (exact, rounded)]
-    assert abs(mean[1] - mean[0]) < 0.01 * exact[0]
+    exact, rounded = (losses(p, 45, seed) for p in (Precision(), Precision(qk="int8", pv="float8_e4m3")))
+    assert exact[-1] < exact[0] - 0.7  # it learns
+    assert abs(sum(rounded) - sum(exact)) < 0.01 * sum(exact)
