@@ -112,6 +112,7 @@ def test_packed_tokens(block: int | None, seed: int) -> None:
         made = Descales(of_q, of_k, of_v, block).quantized(
             q, k8.view(E4M3), v8.view(E4M3), varlen=Varlen(cu, seqused_k=used), dtype=torch.float32
         )
+        assert made.dequantize().k.isfinite().all() and made.dequantize().v.isfinite().all()
         out = fa4flex.attention(made)
         first = 0
         for n, (a, b) in enumerate(itertools.pairwise(cu.tolist())):
