@@ -160,6 +160,8 @@ def told(precision: Precision) -> dict[str, Any]:
 
 
 def read(told: dict[str, Any]) -> Precision:
-    """The precision that `told` has told of."""
-    output = told["output"]
-    return Precision(**{**told, "output": None if output is None else getattr(torch, output)})
+    """The precision that `told` has told of, among other things; fields that an older version did not know
+    have their defaults. Raises KeyError without the first two, which all versions know."""
+    given = {one.name: told[one.name] for one in fields(Precision) if one.name in told}
+    given["compute"], output = told["compute"], told["output"]
+    return Precision(**{**given, "output": None if output is None else getattr(torch, output)})

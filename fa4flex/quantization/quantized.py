@@ -68,9 +68,9 @@ class Quantized:
     dtype: torch.dtype
     """dtype of q as it was given, and of outputs."""
     k_scales: Literal["tile", "token"] = "tile"
-    """What a scale of k belongs to: of tokens, k_scale is [B, Hkv, Skv], packed [Hkv, Tk]."""
+    """Granularity of k_scale: that of tokens is [B, Hkv, Skv], packed [Hkv, Tk]."""
     v_scales: Literal["channel", "token"] = "channel"
-    """The same of v: with scales of tokens, v is e4m3 in the layout that was given, v_scale as k's."""
+    """Granularity of v_scale: with that of tokens, v is e4m3 in the layout that was given."""
     given: tuple[Tensor, Tensor, Tensor] | None = None
     """Tensors that were rounded, to which gradients pass; None where none requires some."""
 

@@ -34,7 +34,7 @@ Forward = tuple[Tensor, ...]
 where it is not asked for. Where one of them is asked for, max_logit [H] and entropy follow, empty where they
 are not."""
 
-FORMAT = 3
+FORMAT = 2
 """Version of programs' text and of the operators' meaning; exported programs of another one are refused."""
 
 
@@ -80,7 +80,7 @@ class Published:
                 self.facts.score, self.facts.mask, *(() if self.facts.kept is None else (self.facts.kept,))
             ),
             "schedule": asdict(self.schedule),
-            "precision": precisions.told(self.precision),
+            **precisions.told(self.precision),
             "backend": self.backend,
         }
         if not self.facts.softmax:
@@ -153,7 +153,7 @@ def read(text: str) -> Published:
         fields = json.loads(text)
         if fields["format"] != FORMAT:
             raise ValueError("it was written by another version")
-        roots, precision = parse(fields["program"]), precisions.read(fields["precision"])
+        roots, precision = parse(fields["program"]), precisions.read(fields)
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
         weights = Weights(*fields.get("weights", SOFTMAX))
         if len(roots) not in (2, 3):

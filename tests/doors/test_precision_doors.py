@@ -95,7 +95,7 @@ CHANGED: dict[str, Precision] = {
 
 
 def test_every_field_is_told_and_read_again() -> None:
-    """As programs' text holds it, and as a user reads it. `backward` has one value only."""
+    """Programs' text, copies and repr hold all fields. `backward` has one value only."""
     assert {x.name for x in fields(Precision)} - {"backward"} == set(CHANGED)
     for name, one in CHANGED.items():
         again = read(json.loads(json.dumps(told(one))))

@@ -83,7 +83,7 @@ def test_each_granularity(dtype: torch.dtype, block: int | None, seed: int) -> N
 
 
 def test_scales_of_tiles_stay_those_of_tiles(seed: int) -> None:
-    """What kernels want: a scale of 128 keys, of channels, and values transposed."""
+    """Kernels want a scale of 128 keys, of channels, and values transposed."""
     q, k, v = codes()
     for of_k in (None, 0.5, scale(KV_HEADS), scale(BATCH, KV_HEADS)):
         made = Descales(k=of_k, v=of_k).quantized(q, k, v)

@@ -190,7 +190,7 @@ def test_numbers_of_codes_have_the_gradients_of_what_was_rounded(seed: int) -> N
 
 
 def test_second_derivatives(seed: int) -> None:
-    """Of the rule itself: rounding adds nothing to them."""
+    """They are those of the rule itself: rounding adds nothing."""
     given = {name: x[:1, :, :8] for name, x in drawn().items() if name in "qkv"}
     given["q"] = given["q"][:, :2]
 
