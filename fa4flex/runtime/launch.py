@@ -212,7 +212,8 @@ def run(
     if any_autocast() and autocast.active(q) and (cast := kv.cast(q)) is not None:
         with autocast.off(q):
             return run(now, *cast, varlen, statistics)
-    refuse_codes(now.variant.precision, *_BELOW)
+    if now.variant.precision.coded:
+        refuse_codes(now.variant.precision, *_BELOW)
     kv.check(q, varlen, now.variant)
     seen = observed(q, kv.k, kv.v)
     if not seen:
