@@ -15,6 +15,7 @@ had not been. Centring and the bias are differentiated as they are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -68,40 +69,47 @@ def quantize(
     _check(q, k, v, place)
     _refuse_transforms(q, k, v)
     with autocast.off(q):
-        return _made((q, k, v), place, (qk, pv), (rotate, center_k, center_v), seed)
+        return _Rounding(qk, pv, rotate, center_k, center_v, seed).of((q, k, v), place)
 
 
-def _made(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    place: Arrangement,
-    formats: tuple[Keys, Values],
-    steps: tuple[bool, bool, bool],
-    seed: int,
-) -> Quantized:
-    """Codes of checked tensors. steps: rotate, center_k and center_v of `quantize`."""
-    (q, k, v), (qk, pv), (rotate, center_k, center_v) = qkv, formats, steps
-    form, queries, keys = FORMATS[qk], place.of_queries(q), place.of_keys(k)
-    of_q, of_k, of_v = (place.tokens(x.detach()).float() for x in qkv)
-    bias = None
-    if center_k:
-        mean = keys.means(place.tokens(k))
-        of_k = of_k - keys.of_sequences(mean.detach())
-        shared = repeated(queries.of_sequences(mean), of_q.shape[1])
-        bias = place.rows((place.tokens(q).float() * shared).sum(-1), q)
-    rotation = Rotation(of_q.shape[-1], seed) if rotate else None
-    if rotation is not None:
-        of_q, of_k = rotation.of(of_q), rotation.of(of_k)
-    (q_codes, q_scale, k_codes, k_scale), whole = _scores(of_q, of_k, keys, form)
-    values, v_scale, offset = (v, None, None) if pv == GIVEN else _values(of_v, keys, center_v, place)
-    learn = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
-    if not form.block:
-        q_scale = place.rows(q_scale, q)
-        k_scale = _by_tile(k_scale, keys, place)
-    return Quantized(
-        place.laid(q_codes, q), place.laid(k_codes, k), values, q_scale, k_scale, v_scale,
-        bias, offset, whole, qk, pv, None if rotation is None else (rotation.width, seed), place.layout,
-        place.varlen, q.dtype, given=qkv if learn else None,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _Rounding:
+    """Arguments of `quantize` that say how tensors are rounded."""
+
+    qk: Keys
+    pv: Values
+    rotate: bool
+    center_k: bool
+    center_v: bool
+    seed: int
+
+    def of(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized:
+        """Codes of checked tensors."""
+        q, k, v = qkv
+        form, queries, keys = FORMATS[self.qk], place.of_queries(q), place.of_keys(k)
+        of_q, of_k, of_v = (place.tokens(x.detach()).float() for x in qkv)
+        bias, rotation = None, Rotation(q.shape[-1], self.seed) if self.rotate else None
+        if self.center_k:
+            mean = keys.means(place.tokens(k))
+            of_k = of_k - keys.of_sequences(mean.detach())
+            shared = repeated(queries.of_sequences(mean), of_q.shape[1])
+            bias = place.rows((place.tokens(q).float() * shared).sum(-1), q)
+        if rotation is not None:
+            of_q, of_k = rotation.of(of_q), rotation.of(of_k)
+        (q_codes, q_scale, k_codes, k_scale), whole = _scores(of_q, of_k, keys, form)
+        values, v_scale, offset = v, None, None
+        if self.pv != GIVEN:
+            values, v_scale, offset = _values(of_v, keys, self.center_v, place)
+        if not form.block:
+            q_scale = place.rows(q_scale, q)
+            k_scale = _by_tile(k_scale, keys, place)
+        turned_by = None if rotation is None else (rotation.width, self.seed)
+        learn = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+        return Quantized(
+            place.laid(q_codes, q), place.laid(k_codes, k), values, q_scale, k_scale, v_scale, bias, offset,
+            whole, self.qk, self.pv, turned_by, place.layout, place.varlen, q.dtype,
+            given=qkv if learn else None,
+        )  # fmt: skip
 
 
 # --- queries and keys ---------------------------------------------------------------------------------------
