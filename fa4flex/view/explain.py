@@ -149,12 +149,12 @@ def _codes(precision: Precision) -> list[str]:
     values = "as they are given" if given else f"{precision.pv}, minus the mean of each channel"
     sums = "go to float32 after each tile" if precision.promote else "may stay in accumulators"
     return [
-        f"products    q.k of {precision.qk}: keys minus their mean, both rotated; values {values}",
-        "  rounded at each call, as fa4flex.quantize does; mean of the keys: a bias of each query, which",
-        "  log-sum-exps, sinks and score mods see",
-        "  no kernel multiplies codes yet: what they stand for is computed, on a CPU in float32, on a GPU by",
-        "  kernels of 16 bits" + f"; sums of 8-bit products {sums}" * (not given),
-        "  backward: products of 16 bits, of what the codes stand for; gradients pass straight through",
+        f"products    q.k of {precision.qk}: keys minus their mean, both rotated;",
+        f"  values {values}; rounded at each call, as by quantize",
+        "  mean of the keys: a bias of each query, seen by log-sum-exps, sinks and score mods",
+        "  no kernel multiplies codes yet: what they stand for is computed, on a CPU in float32,",
+        "  on a GPU by kernels of 16 bits" + f"; sums of 8-bit products {sums}" * (not given),
+        "  backward: products of 16 bits, of what codes stand for; gradients pass straight through",
     ]
 
 

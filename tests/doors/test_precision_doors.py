@@ -15,7 +15,16 @@ from helpers import cumulative
 from torch import Tensor, nn
 
 import fa4flex
-from fa4flex import InputError, Paging, Precision, UnsupportedError, Varlen, quantize, reference
+from fa4flex import (
+    InputError,
+    Paging,
+    Precision,
+    UnsupportedError,
+    Varlen,
+    quantize,
+    quantized_calls,
+    reference,
+)
 from fa4flex.check import check
 from fa4flex.primitives.precision import read, told
 from fa4flex.primitives.products import KEYS, VALUES
@@ -316,6 +325,13 @@ def test_refusals(seed: int) -> None:
         with pytest.raises((UnsupportedError, InputError), match=words):
             call()
     same(attn(quantize(q, k, v)), exact([q, k, v], INT8)[0])
+
+
+def test_parts_of_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensors: a mean, and a scale, of a part is another one."""
+    monkeypatch.setattr(quantized_calls, "is_dtensor", lambda x: True)
+    with pytest.raises(UnsupportedError, match="DTensors"):
+        fa4flex.attention(*qkv(), precision=INT8)
 
 
 def test_no_call_below_the_doors_forgets_to_round(seed: int) -> None:
