@@ -1,7 +1,7 @@
 """Train a small language model whose attention nobody wrote a kernel for, beside PyTorch in float32.
 
     python benchmarks/train_character_model.py [--steps 200] [--length 2048] [--batch 8] [--device cuda]
-    python benchmarks/train_character_model.py --kinds bfloat16 int8 --steps 1000 --length 256 --batch 4
+    python benchmarks/train_character_model.py --kinds bfloat16 int8 --steps 1000 --length 128 --batch 2
 
 Two layers, characters of documents made here (sums and their results). Attention is a composition:
 documents, a causal window, a learned bias per distance and a soft cap, with gradients to the bias. The same
