@@ -229,7 +229,9 @@ def attention(
     if normalizer.plus:
         sink = torch.logaddexp(sink, sink.new_full((), math.log(normalizer.plus)))
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
-    factors = None if dropout is None else _factors(dropout, (batch, heads, q_len, kv_len), first)
+    factors = None
+    if dropout is not None:
+        factors = _factors(dropout, (batch, heads, q_len, kv_len), first).to(v.device)
     out, lse = _softmax(logits, v, factors)
     if statistics is not None:
         statistics |= statistics_of(logits)

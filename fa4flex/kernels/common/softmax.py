@@ -167,9 +167,9 @@ class OnlineSoftmax:
         self.state.ceiling[r] = largest + self.slack
         self.state.shift[r] = finite(largest) * self.factor
 
-    def exponentiate(self, scores: cute.Tensor) -> None:
+    def exponentiate(self, scores: cute.Tensor, is_finite: bool = False) -> None:
         """y of a tile, seen as (row, column), becomes its probability, up to the denominator, and part of its
-        row's total."""
+        row's total. is_finite: no y is -inf."""
         state = self.state
         for r in range(state.rows):
             row = scores[r, None]
@@ -178,7 +178,7 @@ class OnlineSoftmax:
             state.total[r] = _total(row, state.total[r])
             if state.moment is not None:
                 of_base_2 = elements(logs, cute.size(row))
-                state.moment[r] = moment_of(numbers(row), of_base_2, state.moment[r])
+                state.moment[r] = moment_of(numbers(row), of_base_2, state.moment[r], is_finite)
 
     def finish(self, sink: Float32 | None) -> list[Finished]:
         """All rows, of heads that have this sink."""
@@ -293,11 +293,14 @@ FAR = -1000.0
 """Logarithm of base 2 of probabilities that are 0, instead of -inf, which times 0 is NaN."""
 
 
-def moment_of(probabilities: list[Float32], logs: list[Float32], before: Float32) -> Float32:
-    """`before` and the sum of probabilities times their logarithms of base 2."""
+def moment_of(
+    probabilities: list[Float32], logs: list[Float32], before: Float32, is_finite: bool = False
+) -> Float32:
+    """`before` and the sum of probabilities times their logarithms of base 2, of which none is -inf if
+    `is_finite`."""
     chains = [before, Float32(0.0), Float32(0.0), Float32(0.0)]
     for i, (p, log) in enumerate(zip(probabilities, logs, strict=True)):
-        chains[i % 4] = chains[i % 4] + p * cute.arch.fmax(log, Float32(FAR))
+        chains[i % 4] = chains[i % 4] + p * (log if is_finite else cute.arch.fmax(log, Float32(FAR)))
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
 
 
