@@ -1,7 +1,7 @@
 """Calls of quantised queries, keys and values.
 
-No kernel multiplies codes yet: what they stand for is computed on a CPU in float32, and on a GPU by the
-kernels of 16 bits, whose rounding is finer than that of any code.
+Where no kernel multiplies codes (quantized_kernels.py), what they stand for is computed: on a CPU in float32,
+on a GPU by the kernels of 16 bits, whose rounding is finer than that of any code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fa4flex import calls
+from fa4flex import calls, quantized_kernels
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.score import as_score
 from fa4flex.quantization.quantized import Quantized
@@ -28,6 +28,9 @@ def run(variant: Variant, codes: Quantized, statistics: Statistics) -> Results:
             "one layout",
             f"fa4flex.quantize(..., layout={variant.layout!r})",
         )
+    results = quantized_kernels.attend(variant, codes, statistics)
+    if results is not None:
+        return results
     exact, q = codes.dequantize(), codes.q
     kind = codes.dtype if on_gpu(q) else exact.q.dtype
     scale = default_scale(exact.q.shape[-1]) if variant.scale is None else variant.scale
