@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.fragment import (
     as_operand,
+    computed_once,
     multiply,
     narrow,
     narrow_to_bytes,
@@ -168,6 +169,10 @@ class Consumer(forward.Consumer):
             narrow_to_bytes(begun.grid, products.p)
         else:
             narrow(as_operand(begun.numbers), products.p)
+
+    def storing_lane(self, lane: Int32, tile: Tile) -> Int32:
+        """Beside a tile's output that is apart there is no room for addresses of the epilogue."""
+        return computed_once(lane)
 
     @cute.jit
     def step(

@@ -9,7 +9,8 @@ from typing import Any
 from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
-from fa4flex.kernels.common.softmax import Finished, OnlineSoftmax
+from fa4flex.kernels.common.fragment import quad_reduce
+from fa4flex.kernels.common.softmax import Finished, Running
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
 from fa4flex.kernels.fwd_sm90 import epilogue as forward
 
@@ -23,19 +24,19 @@ class Epilogue(forward.Epilogue):
         mine: Any,
         out: cute.Tensor,
         finished: list[Finished],
-        softmax: OnlineSoftmax,
+        lane: Int32,
     ) -> None:
         """An offset counts as far as probabilities add up to 1: less beside sinks, and not without keys."""
         if not self.config.transposed:
             return
         kv_head = mine.at.h // (mine.at.num_heads // kv_heads(arguments))
-        shares = [_share(softmax, finished, r, arguments.sinks is not None) for r in range(2)]
+        shares = [_share(mine.state, finished, r, arguments.sinks is not None) for r in range(2)]
         of_head = [
             None if given is None else given[mine.work.b, kv_head, None]
             for given in (arguments.v_scale, arguments.v_offset)
         ]
         for c in range(0, cute.size(out, mode=[1]), 2):
-            channel = 4 * c + mine.lane % 4 * 2
+            channel = 4 * c + lane % 4 * 2
             scale, offset = (_pair(given, channel) for given in of_head)
             assert scale is not None
             for r in range(2):
@@ -44,14 +45,13 @@ class Epilogue(forward.Epilogue):
                     out[r, c + i] = value if offset is None else value + offset[i] * shares[r]
 
 
-def _share(softmax: OnlineSoftmax, finished: list[Finished], r: int, sinks: bool) -> Float32:
+def _share(state: Running, finished: list[Finished], r: int, sinks: bool) -> Float32:
     """Sum of the probabilities of a row."""
     if not sinks:
-        return select_(softmax.state.largest[r] == -Float32.inf, Float32(0.0), Float32(1.0))
+        return select_(state.largest[r] == -Float32.inf, Float32(0.0), Float32(1.0))
     scale = finished[r].scale
     assert scale is not None
-    share: Float32 = softmax.reduce(softmax.state.total[r], operator.add) * scale
-    return share
+    return quad_reduce(state.total[r], operator.add) * scale
 
 
 def _pair(given: cute.Tensor | None, channel: Int32) -> list[Float32] | None:

@@ -50,7 +50,7 @@ class Epilogue:
         if const_expr(tile.dropout is not None):
             scales = [scale * tile.dropout.stream.remaining for scale in scales]
         multiply_rows(out, scales)
-        self.of_codes(arguments, mine, out, finished, softmax)
+        self.of_codes(arguments, mine, out, finished, lane)
         if const_expr(self.hooks.output is not None):
             width = arguments.out.shape[cute.rank(arguments.out) - 1]
             places = quad_channels(mine.at, mine.query, out, lane, self.rows.offsets)
@@ -66,7 +66,7 @@ class Epilogue:
         mine: Any,
         out: cute.Tensor,
         finished: list[Finished],
-        softmax: OnlineSoftmax,
+        lane: Int32,
     ) -> None:
         """Outputs (row, column) of codes become those of what the codes stand for."""
 
