@@ -19,6 +19,9 @@ ROWS = 2
 ADDRESSES = 20
 """Descriptors, barrier addresses and phases, tile counters: what such a kernel keeps besides its data."""
 
+CODES_ADDRESSES = 9
+"""The same of kernels of codes, whose epilogue computes its addresses itself, as compiled ones have them."""
+
 MOST_SCRATCH = 8
 """Temporaries of a score's expression; the compiler walks a fragment in pieces, so they do not grow."""
 
@@ -105,6 +108,6 @@ def consumer_need(tile_n: int, head_dim_v: int, work: Work, codes: Codes | None 
             ("row state", (2 if codes is None else 4) * ROWS),
             ("hooks", hooks),
             ("loads", LOADS if work.loads >= 1 else 0),
-            ("addresses", ADDRESSES),
+            ("addresses", ADDRESSES if codes is None else CODES_ADDRESSES),
         )
     )
