@@ -40,7 +40,9 @@ def compiled(
     pieces: dict[str, Any], widths: tuple[int, int], codes: Codes, dtype: str = "bfloat16"
 ) -> tuple[CodesPlan, Inspection]:
     program = fa4flex.compile(**pieces).program
-    inputs = Inputs(Shape(1, 8, 4096, 4096), 8, *widths, dtype=codes.qk, out_dtype=dtype, keys=of_codes(codes))
+    inputs = Inputs(
+        Shape(1, 8, 4096, 4096), 8, *widths, dtype=codes.qk, out_dtype=dtype, keys=of_codes(codes)
+    )
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
     lowered = lower_forward(given)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm90.config import HANDED
-from fa4flex.kernels.fwd_sm90.roles import barrier_table
+from fa4flex.kernels.fwd_sm90.roles import WRITTEN, barrier_table
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
 from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import NUMBER, column_block
@@ -75,10 +75,11 @@ def forward_topology(
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
         others = [replace(role, last=role.last + received) for role in others]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
+    meet = clears or staging != "none"
     return Topology(
         (producer, *others, *consumers),
         rings,
-        table.named_barriers(),
+        tuple(x for x in table.named_barriers() if meet or not x.name.startswith(WRITTEN.name)),
         staging,
         overlaps=overlaps,
         by_warp=("k", "v") if gathering else (),
