@@ -8,7 +8,7 @@ has waited for it knows that all four parts are over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -284,8 +284,8 @@ def _decode(instruction: Instruction, form: Form) -> Multiply:
     scales = immediate[:2] or [1, 1]
     transposed = [0, *immediate[2:]] if in_registers else immediate[2:]
     majors: list[Major] = ["MN" if t else "K" for t in (*transposed, 0, 0)]
-    saturates = "satfinite" in form.flags
-    shape = Shape(int(n), int(k), *form.types, *scales, *majors[:2], saturates)  # type: ignore[arg-type]
+    shape = Shape(int(n), int(k), *form.types, *scales, *majors[:2])  # type: ignore[arg-type]
+    shape = replace(shape, saturates="satfinite" in form.flags)
     return Multiply(
         shape,
         _registers(d),

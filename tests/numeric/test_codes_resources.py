@@ -1,5 +1,5 @@
-"""Forward kernels of codes, compiled for sm_90a: nothing spills, shared memory is as planned, and products are
-those of 8 bits."""
+"""Forward kernels of codes, compiled for sm_90a: nothing spills, shared memory is as planned, and products
+are those of 8 bits."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ class Consumer(forward.Consumer):
 
     def told(self, tile: Tile, mine: Mine, arguments: Arguments) -> CodesTile:
         """The tile, with scales of its rows and of its head's keys."""
-        work, at, softmax = mine.work, mine.at, tile.softmax
+        work, at = mine.work, mine.at
+        softmax: Any = tile.softmax
         first = (
             work.tile * self.config.tile_m + mine.group * ROWS + mine.lane // 32 * 16 + mine.lane % 32 // 4
         )
@@ -130,7 +131,7 @@ class Consumer(forward.Consumer):
             before=before,
         )
 
-    def begin(self, tile: CodesTile, key_tile: Int32, masked: bool) -> CodesBegun:
+    def begin(self, tile: Any, key_tile: Int32, masked: bool) -> CodesBegun:
         shape = tile.products.scores.partition_shape_C((ROWS, self.config.tile_n))
         scores = found = cute.make_rmem_tensor(shape, Int32 if self.config.qk == "int8" else Float32)
         if self.config.qk == "int8":
@@ -143,7 +144,7 @@ class Consumer(forward.Consumer):
         scale = tile.k_scale[cutlass.max(cutlass.min(place, last), Int32(0))]
         return CodesBegun(scores, rows_and_columns(found), kv_first, early, allowed, found, scale)
 
-    def modify(self, begun: CodesBegun, tile: CodesTile, masked: bool) -> None:
+    def modify(self, begun: Any, tile: Any, masked: bool) -> None:
         """Products of codes become what the softmax is taken of. It is told how, where no pair is masked and
         nothing else happens to scores: a scale that is NaN would make NaN of those that are masked."""
         if begun.numbers is not begun.scores:
@@ -164,7 +165,7 @@ class Consumer(forward.Consumer):
         if masked:
             tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
 
-    def narrow(self, begun: CodesBegun, products: Products) -> None:
+    def narrow(self, begun: Any, products: Products) -> None:
         if self.config.transposed:
             narrow_to_bytes(begun.grid, products.p)
         else:

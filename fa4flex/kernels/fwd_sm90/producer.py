@@ -104,9 +104,7 @@ class Producer:
         """Tile after tile of a block."""
         self.scheduler.walk(grid, arguments, block.pipes.next, load, states, takes=self.leads)
 
-    def contiguous(
-        self, work: Work, kv_head: Int32, arguments: Arguments, block: Block
-    ) -> ContiguousKeyValues:
+    def contiguous(self, work: Work, kv_head: Int32, arguments: Arguments, block: Block) -> KeyValues:
         config, (transfers, shared, pipes) = self.config, block
         k, v = tokens_of(work, kv_head, transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))

@@ -243,7 +243,7 @@ _AFTER_KEYS = replace(USED_KEYS, read_by=("kernel", MERGE)), FAULTS
 def forward_schema(keys: Keys) -> Schema:
     """Arguments of a forward pass over keys of such a source."""
     rows = (Argument(row.name, row.look, "call.kv", always if row.held else _never) for row in keys.rows)
-    before = _FORWARD
+    before: tuple[Argument, ...] = _FORWARD
     if keys.codes is not None and keys.codes.transposed:
         before = tuple(_BY_CHANNEL if row.name == "v" else row for row in _FORWARD)
     return Schema((*before, *rows, *_AFTER_KEYS))
