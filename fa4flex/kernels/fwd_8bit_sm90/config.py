@@ -19,11 +19,18 @@ class Config(forward.Config):
     qk         of q and k
     pv         of v and of probabilities; e4m3 values are transposed
     promote    the output of a tile of keys is summed up apart, and added to the others as float32
+    apart      columns of it that are at once; all of them where nothing is apart
     """
 
     qk: QueryCodes = "int8"
     pv: ValueCodes = "float8_e4m3fn"
     promote: bool = True
+    apart: int = 128
+
+    @property
+    def parts(self) -> int:
+        """Number of products with a tile of values, each of `apart` of its columns."""
+        return self.head_dim_v // self.apart
 
     @property
     def transposed(self) -> bool:

@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.fragment import (
     as_operand,
+    compute_before,
     computed_once,
     multiply,
     narrow,
@@ -115,7 +116,8 @@ class Consumer(forward.Consumer):
             lift, bias = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
         sums = before = None
         if self.config.promote:
-            sums = cute.make_rmem_tensor_like(mine.products.out)
+            shape = mine.products.values.partition_shape_C((ROWS, self.config.apart))
+            sums = cute.make_rmem_tensor(shape, Float32)
             before = cute.make_rmem_tensor((2,), Float32)
         for r in range(2):
             softmax.state.scale[r] = Float32(1.0)
@@ -195,8 +197,12 @@ class Consumer(forward.Consumer):
         keep_scales(tile)
         raised = take_maxima((tile.softmax,), (grid,))
         warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        add_up(tile)
+        if const_expr(self.config.parts == 1):
+            pipes.v.consumer_release(v_state)
+            add_up(tile)
+        else:
+            self.add_all(tile, v)
+            pipes.v.consumer_release(v_state)
         tile.softmax.exponentiate(grid)
         self.narrow(begun, products)
         if const_expr(tile.sums is None):  # noqa: SIM102  one is decided when compiled, one when run
@@ -213,11 +219,26 @@ class Consumer(forward.Consumer):
         """Values of the last key tile."""
         pipes, products = tile.pipes, tile.products
         pipes.v.consumer_wait(v_state)
-        multiply_values(tile, products.v[None, None, None, v_state.index])
+        v = products.v[None, None, None, v_state.index]
+        multiply_values(tile, v)
         warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
         keep_scales(tile)
+        if const_expr(self.config.parts == 1):
+            pipes.v.consumer_release(v_state)
+            add_up(tile)
+        else:
+            self.add_all(tile, v)
+            pipes.v.consumer_release(v_state)
+
+    def add_all(self, tile: CodesTile, v: cute.Tensor) -> None:
+        """Add the first columns of a tile's output, and multiply and add the others."""
         add_up(tile)
+        for part in range(1, self.config.parts):
+            multiply_values(tile, v, part)
+            warpgroup.wait_group(0)
+            add_up(tile, part)
+        # Nothing that follows has registers beside these.
+        compute_before(tile.products.out[cute.size(tile.products.out) - 1])
 
 
 def _of_row(given: cute.Tensor, head: Any, q: Int32) -> Float32:
@@ -228,10 +249,16 @@ def _of_row(given: cute.Tensor, head: Any, q: Int32) -> Float32:
     return given[head.h, head.q_offset + q]
 
 
-def multiply_values(tile: CodesTile, v: cute.Tensor) -> None:
-    """Issue the product with a tile of values, added to that of those before, or apart."""
+def multiply_values(tile: CodesTile, v: cute.Tensor, part: int = 0) -> None:
+    """Issue the product with a tile of values, added to that of those before; or apart, with a part of their
+    columns."""
     products, apart = tile.products, tile.sums
-    multiply(products.values, products.out if apart is None else apart, products.p, v, apart is None)
+    if apart is None:
+        multiply(products.values, products.out, products.p, v, True)
+        return
+    # (columns of an instruction, columns, keys): the second mode counts parts
+    one = cute.logical_divide(v, (None, 1, None))[None, (None, part), None]
+    multiply(products.values, apart, products.p, one, False)
 
 
 def keep_scales(tile: CodesTile) -> None:
@@ -241,11 +268,13 @@ def keep_scales(tile: CodesTile) -> None:
             tile.before[r] = tile.softmax.state.scale[r]
 
 
-def add_up(tile: CodesTile) -> None:
-    """Add the output of a tile to that of those before."""
+def add_up(tile: CodesTile, part: int = 0) -> None:
+    """Add a part of the columns of a tile's output to that of those before."""
     if tile.sums is None or tile.before is None:
         return
-    out, sums = rows_and_columns(tile.products.out), rows_and_columns(tile.sums)
+    first = tile.products.out.iterator + part * cute.size(tile.sums)
+    out = rows_and_columns(cute.make_tensor(first, tile.sums.layout))
+    sums = rows_and_columns(tile.sums)
     for r in range(2):
         row = out[r, None]
         row.store(row.load() * tile.before[r] + sums[r, None].load())

@@ -59,7 +59,7 @@ class Forward(forward.Forward):
             k,
             major,
             Float32,
-            tiler_mn=(ROWS, config.head_dim_v),
+            tiler_mn=(ROWS, config.apart),
             a_source=warpgroup.OperandSource.RMEM,
             **one,
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
 from fa4flex.kernels.fwd_sm90 import plan as forward
-from fa4flex.kernels.fwd_sm90.registers import promotes
+from fa4flex.kernels.fwd_sm90.registers import apart, promotes
 from fa4flex.kernels.plan.keys import TILE, Codes
 from fa4flex.kernels.plan.pipeline import Pipeline
 from fa4flex.kernels.plan.problem import Problem
@@ -23,9 +23,6 @@ STEP = 32
 LOST = 34 * 2.0**-13
 """Error of one such instruction, at most, over the largest of its terms and its result: each of 33 terms is
 truncated to 13 fraction bits of the largest, and so is the result."""
-
-WIDEST_APART = 128
-"""The widest values of which a tile's output has registers of its own."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,10 @@ class CodesPlan(forward.HopperPlan):
 
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
-        codes = self.codes
-        return Config(**vars(super().config()), qk=codes.qk, pv=codes.pv, promote=promotes(codes))
+        codes, width = self.codes, self.tiles.head_dim_v
+        promote = promotes(codes)
+        own = {"promote": promote, "apart": apart(width) if promote else width}
+        return Config(**vars(super().config()), qk=codes.qk, pv=codes.pv, **own)
 
     def check_resources(self) -> None:
         """Errors as of a forward kernel; UnsupportedError for tiles that have several scales."""
@@ -85,16 +84,9 @@ def plan_codes(request: ForwardRequest) -> CodesPlan:
 
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
-    """True where a forward kernel would be taken, as far as there are registers."""
-    codes = problem.keys.codes
-    if (
-        codes is None
-        or problem.skip
-        or problem.shares != ALIKE
-        or not forward.accepts(problem, target, sizes)
-    ):
-        return False
-    return problem.head_dim_v <= WIDEST_APART or not promotes(codes)
+    """True where a forward kernel would be taken, whose keys have heads where values have."""
+    codes, taken = problem.keys.codes, forward.accepts(problem, target, sizes)
+    return codes is not None and taken and not problem.skip and problem.shares == ALIKE
 
 
 FWD_8BIT_SM90 = Pipeline(

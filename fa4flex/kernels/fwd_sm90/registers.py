@@ -74,6 +74,16 @@ def promotes(codes: Codes) -> bool:
     return codes.transposed and codes.promote
 
 
+MOST_APART = 128
+"""The widest values of which all columns of a tile's output are summed up apart at once."""
+
+
+def apart(head_dim_v: int) -> int:
+    """Columns of a tile's output that are summed up apart at once: beside the whole of wider ones there is
+    no room for these."""
+    return head_dim_v if head_dim_v <= MOST_APART else 64 if head_dim_v % 64 == 0 else 32
+
+
 @dataclass(frozen=True)
 class Need:
     """An estimate of the registers a consumer thread needs, part by part."""
@@ -97,7 +107,7 @@ class Need:
 def consumer_need(tile_n: int, head_dim_v: int, work: Work, codes: Codes | None = None) -> Need:
     """Registers of a consumer thread at their most: the next scores land while probabilities are used."""
     eight = codes is not None and codes.transposed
-    sums = head_dim_v // 2 if codes is not None and promotes(codes) else 0
+    sums = apart(head_dim_v) // 2 if codes is not None and promotes(codes) else 0
     hooks = work.uniform + ROWS * (work.row + work.row_ends + work.column) + min(work.element, MOST_SCRATCH)
     return Need(
         (
