@@ -30,7 +30,7 @@ FEW: dict[str, Any] = {
 MORE: dict[str, Any] = {
     f"{mods} {d}, {name}": (pieces, (d, dv), codes)
     for mods, pieces in (("plain", {}), ("causal", {"mask": causal}), ("alibi", ALIBI), ("soft cap", CAPPED))
-    for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128))
+    for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
     for name, codes in (("e4m3", E4M3), ("int8", INT8), ("int8, 16-bit values", HALF))
 }
 PRODUCTS = {"int8": "s32.s8.s8", "float8_e4m3fn": "f32.e4m3.e4m3", "bfloat16": "f32.bf16.bf16"}

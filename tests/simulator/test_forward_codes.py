@@ -144,6 +144,8 @@ SIZES = {
     "d 96": Size(d=96, dv=96),
     "192 and 128": Size(d=192, dv=128, q_len=70, kv_len=140),
     "64 and 32": Size(d=64, dv=32),
+    "d 160": Size(heads=1, d=160, dv=160, q_len=70, kv_len=140),
+    "d 256": Size(heads=1, d=256, dv=256, q_len=70, kv_len=140),
     "groups of 4, one query": Size(heads=8, kv_heads=2, q_len=1, kv_len=200),
     "groups of 8": Size(heads=8, q_len=100, kv_len=140),
     "one key": Size(kv_len=1, q_len=3),

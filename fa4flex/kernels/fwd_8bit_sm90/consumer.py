@@ -40,9 +40,9 @@ from fa4flex.kernels.plan.keys import TILE
 
 @dataclass(frozen=True)
 class CodesTile(Tile):
-    """q_scale, q_bias   of a thread's rows; no bias: None
+    """q_scale, q_bias   of a thread's rows; None where the bias is 0, or the softmax has it
     k_scale           of the tiles of keys of a head, of which those of the sequence begin at first_tile
-    lift, bias        by row: what makes scores of the products of the tile at hand, see CodeSoftmax
+    lift              by row: what makes scores of the products of the tile at hand, see CodeSoftmax
     sums, before      the output of a tile, apart, and by row what the output of earlier tiles is multiplied
                       by as that is added; None where nothing is apart
     """
@@ -52,7 +52,6 @@ class CodesTile(Tile):
     k_scale: cute.Tensor
     first_tile: Int32
     lift: cute.Tensor
-    bias: cute.Tensor
     sums: cute.Tensor | None
     before: cute.Tensor | None
 
@@ -93,27 +92,29 @@ class Consumer(forward.Consumer):
         softmax = replace(softmax, headroom=HEADROOM if self.config.transposed else 0.0)
         if not self.plain:
             return softmax
-        lift, bias = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
-        return replace(softmax, lift=lift, bias=bias)
+        return replace(softmax, lift=cute.make_rmem_tensor((2,), Float32))
 
     def told(self, tile: Tile, mine: Mine, arguments: Arguments) -> CodesTile:
         """The tile, with scales of its rows and of its head's keys."""
         work, at = mine.work, mine.at
         softmax: Any = tile.softmax
-        first = (
-            work.tile * self.config.tile_m + mine.group * ROWS + mine.lane // 32 * 16 + mine.lane % 32 // 4
-        )
-        places = [self.rows.place(work, first + 8 * r) for r in range(2)]
 
-        def of_rows(given: cute.Tensor) -> tuple[Float32, ...]:
-            return tuple([_of_row(given, head, q) for head, q in places])
+        def of_rows(given: cute.Tensor, lane: Int32 = mine.lane) -> tuple[Float32, ...]:
+            first = work.tile * self.config.tile_m + mine.group * ROWS + lane // 32 * 16 + lane % 32 // 4
+            return tuple([_of_row(given, *self.rows.place(work, first + 8 * r)) for r in range(2)])
 
+        q_bias = None
+        if arguments.q_bias is not None:
+            if self.plain:
+                # It moves neither maxima nor probabilities: what it adds to sums is added at the end.
+                late = lambda: of_rows(arguments.q_bias, computed_once(mine.lane))  # noqa: E731
+                softmax = replace(softmax, late=late)
+            else:
+                q_bias = of_rows(arguments.q_bias)
         kv_head = at.h // (at.num_heads // kv_heads(arguments))
         packed = arguments.first_tiles is not None
         scales = arguments.k_scale[kv_head, None] if packed else arguments.k_scale[work.b, kv_head, None]
-        lift, bias = softmax.lift, softmax.bias
-        if lift is None:
-            lift, bias = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
+        lift = cute.make_rmem_tensor((2,), Float32) if softmax.lift is None else softmax.lift
         sums = before = None
         if self.config.promote:
             shape = mine.products.values.partition_shape_C((ROWS, self.config.apart))
@@ -121,14 +122,14 @@ class Consumer(forward.Consumer):
             before = cute.make_rmem_tensor((2,), Float32)
         for r in range(2):
             softmax.state.scale[r] = Float32(1.0)
+        tile = replace(tile, softmax=softmax)
         return CodesTile(
             **{name: getattr(tile, name) for name in Tile.__dataclass_fields__},
             q_scale=of_rows(arguments.q_scale),
-            q_bias=None if arguments.q_bias is None else of_rows(arguments.q_bias),
+            q_bias=q_bias,
             k_scale=scales,
             first_tile=arguments.first_tiles[work.b] if packed else Int32(0),
             lift=lift,
-            bias=bias,
             sums=sums,
             before=before,
         )
@@ -153,13 +154,13 @@ class Consumer(forward.Consumer):
             begun.numbers.store(begun.scores.load().to(Float32))
         for r in range(2):
             tile.lift[r] = tile.q_scale[r] * begun.scale
-            tile.bias[r] = Float32(0.0) if tile.q_bias is None else tile.q_bias[r]
         if self.plain and not masked:
             return
         for r in range(2):
             row = begun.grid[r, None]
-            row.store(row.load() * tile.lift[r] + tile.bias[r])
-            tile.lift[r], tile.bias[r] = Float32(1.0), Float32(0.0)
+            scores = row.load() * tile.lift[r]
+            row.store(scores if tile.q_bias is None else scores + tile.q_bias[r])
+            tile.lift[r] = Float32(1.0)
         if self.hooks.start is not None:
             tile.fragment.change(self.hooks, begun.grid, begun.kv_first, masked)
         else:

@@ -9,10 +9,13 @@ from typing import Any
 from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
-from fa4flex.kernels.common.fragment import quad_reduce
+from fa4flex.kernels.common.fragment import compute_before, quad_reduce
 from fa4flex.kernels.common.softmax import Finished, Running
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
 from fa4flex.kernels.fwd_sm90 import epilogue as forward
+
+GROUP = 16
+"""Columns of a thread whose scales are loaded at a time where values are wide: each takes two registers."""
 
 
 class Epilogue(forward.Epilogue):
@@ -43,6 +46,8 @@ class Epilogue(forward.Epilogue):
                 for i in range(2):
                     value = out[r, c + i] * scale[i]
                     out[r, c + i] = value if offset is None else value + offset[i] * shares[r]
+            if self.config.parts > 1 and c % GROUP == GROUP - 2:
+                compute_before(out[1, c + 1])
 
 
 def _share(state: Running, finished: list[Finished], r: int, sinks: bool) -> Float32:

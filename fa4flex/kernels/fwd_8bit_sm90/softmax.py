@@ -3,34 +3,30 @@ probabilities fill the range of e4m3."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cutlass import Float32, cute
 
-from fa4flex.kernels.common.softmax import OnlineSoftmax
+from fa4flex.kernels.common.softmax import Finished, OnlineSoftmax
 
 
 @dataclass(frozen=True)
 class CodeSoftmax(OnlineSoftmax):
-    """Softmax in which y of a row is lift * score + bias, of the tile of keys at hand: by row, what a
-    consumer says; None: y is the score. headroom: logarithm of base 2 of the largest probability."""
+    """Softmax in which y of a row is lift * score, of the tile of keys at hand: by row, what a consumer says;
+    None: y is the score. late: function that gives what is added to all y of each row, when these are done;
+    None: 0. headroom: logarithm of base 2 of the largest probability."""
 
     headroom: float = field(default=0.0)
     lift: cute.Tensor | None = field(default=None)
-    bias: cute.Tensor | None = field(default=None)
+    late: Callable[[], tuple[Float32, ...]] | None = field(default=None)
 
     def maxima(self, scores: cute.Tensor) -> list[Float32]:
         if self.lift is None:
             return super().maxima(scores)
-        found = [self.of_score(x, r) for r, x in enumerate(self.largest(scores))]
+        found = [x * self.lift[r] for r, x in enumerate(self.largest(scores))]
         self.note(found)
         return found
-
-    def of_score(self, score: Float32, r: int) -> Float32:
-        """y of a score."""
-        assert self.lift is not None
-        y = score * self.lift[r]
-        return y if self.bias is None else y + self.bias[r]
 
     def shift_of(self, largest: Float32) -> Float32:
         return largest * self.factor - self.headroom if self.headroom else largest * self.factor
@@ -38,7 +34,13 @@ class CodeSoftmax(OnlineSoftmax):
     def exponents(self, r: int) -> tuple[Float32, Float32]:
         if self.lift is None:
             return self.factor, self.state.shift[r]
-        shift = self.state.shift[r]
-        if self.bias is not None:
-            shift = shift - self.bias[r] * self.factor
-        return self.factor * self.lift[r], shift
+        return self.factor * self.lift[r], self.state.shift[r]
+
+    def finish(self, sink: Float32 | None) -> list[Finished]:
+        state = self.state
+        for r, more in enumerate(() if self.late is None else self.late()):
+            state.largest[r] = state.largest[r] + more
+            state.shift[r] = state.shift[r] + more * self.factor
+            if state.seen is not None:
+                state.seen[r] = state.seen[r] + more
+        return super().finish(sink)
