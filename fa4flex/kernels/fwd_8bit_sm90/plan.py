@@ -48,8 +48,9 @@ class CodesPlan(forward.HopperPlan):
         """Configuration of the hand-written kernel."""
         codes, width = self.codes, self.tiles.head_dim_v
         promote = promotes(codes)
-        own = {"promote": promote, "apart": apart(width) if promote else width}
-        return Config(**vars(super().config()), qk=codes.qk, pv=codes.pv, **own)
+        columns = apart(width) if promote else width
+        base = vars(super().config())
+        return Config(**base, qk=codes.qk, pv=codes.pv, promote=promote, apart=columns)
 
     def check_resources(self) -> None:
         """Errors as of a forward kernel; UnsupportedError for tiles that have several scales."""
