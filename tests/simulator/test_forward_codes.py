@@ -271,5 +271,5 @@ def test_calls_take_the_kernel() -> None:
 
 @pytest.mark.slow
 def test_one_level_of_sums() -> None:
-    """Of few keys, sums of 13 fraction bits are still as good as a tile's."""
+    """Sums of few keys with 13 fraction bits are still as good as a tile's."""
     check(drawn(Size(), qk="float8_e4m3"), promote=False)

@@ -172,7 +172,7 @@ class OnlineSoftmax:
         self.state.shift[r] = self.shift_of(finite(largest))
 
     def shift_of(self, largest: Float32) -> Float32:
-        """What is taken from exponents of a row whose largest y this is."""
+        """Number that is taken from exponents of a row whose largest y this is."""
         return largest * self.factor
 
     def exponents(self, r: int) -> tuple[Float32, Float32]:
