@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex import quantized_calls
+from fa4flex import quantized_calls, quantized_kernels
 from fa4flex.codegen.build import Bound
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
@@ -67,7 +67,10 @@ def run_codes(
     if variant.dropout is not None:
         variant = variant.seeded(codes.q.device)
     try:
-        quantized_calls.check_formats(variant, codes)
+        quantized_calls.check_codes(variant, codes)
+        results = quantized_kernels.attend(variant, codes, statistics)
+        if results is not None:
+            return results
         now = quantized_calls.decoded(variant, codes, statistics)
     except Fa4flexError as error:
         error.add_note(f"in Attention({variant!r})")

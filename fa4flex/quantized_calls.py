@@ -1,7 +1,7 @@
 """Calls of quantised queries, keys and values, and calls that quantise them.
 
-No kernel multiplies codes yet: what they stand for is computed on a CPU in float32, and on a GPU by the
-kernels of 16 bits, whose rounding is finer than that of any code.
+Where no kernel multiplies codes (quantized_kernels.py), what they stand for is computed: on a CPU in float32,
+on a GPU by the kernels of 16 bits, whose rounding is finer than that of any code.
 """
 
 from __future__ import annotations
@@ -38,13 +38,7 @@ class Decoded(NamedTuple):
 
 
 def decoded(variant: Variant, codes: Quantized, statistics: Statistics) -> Decoded:
-    """The call of what the codes stand for. Raises InputError for another layout."""
-    if variant.layout != codes.layout and not (codes.varlen is not None and codes.varlen.packed):
-        raise InputError(
-            f"codes of layout {codes.layout!r} in an attention of layout {variant.layout!r}",
-            "one layout",
-            f"fa4flex.quantize(..., layout={variant.layout!r})",
-        )
+    """The call of what the codes stand for."""
     exact = codes.dequantize()
     scale = default_scale(exact.q.shape[-1]) if variant.scale is None else variant.scale
     settings: dict[str, Any] = {"scale": scale, "precision": of_numbers(variant.precision)}
@@ -129,8 +123,14 @@ def alone(codes: Quantized, **others: Any) -> None:
         )
 
 
-def check_formats(variant: Variant, codes: Quantized) -> None:
-    """Raise InputError for codes of other formats than the variant's precision asks for."""
+def check_codes(variant: Variant, codes: Quantized) -> None:
+    """Raise InputError for codes of another layout, or of other formats than the variant's precision."""
+    if variant.layout != codes.layout and not (codes.varlen is not None and codes.varlen.packed):
+        raise InputError(
+            f"codes of layout {codes.layout!r} in an attention of layout {variant.layout!r}",
+            "one layout",
+            f"fa4flex.quantize(..., layout={variant.layout!r})",
+        )
     precision = variant.precision
     if precision.coded and (precision.qk, precision.pv) != (codes.qk, codes.pv):
         raise InputError(

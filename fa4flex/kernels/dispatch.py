@@ -27,6 +27,10 @@ def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.keys.loaded
 
 
+def _codes(problem: Problem, sizes: Sizes) -> bool:
+    return problem.keys.codes is not None
+
+
 class Unloaded(NamedTuple):
     """A pipeline of one direction and one family of chips, by the package and the name that its plan has it
     under. Its modules are imported when a problem is first planned for which `may` is true, as it is for all
@@ -52,6 +56,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_rows),
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
+    Unloaded("forward", "sm90", "fwd_8bit_sm90", "FWD_8BIT_SM90", _codes),
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_rows),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("tangents", "sm90", "jvp_sm90", "JVP_SM90"),

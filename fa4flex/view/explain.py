@@ -152,8 +152,9 @@ def _codes(precision: Precision) -> list[str]:
         f"products    q.k of {precision.qk}: keys minus their mean, both rotated;",
         f"  values {values}; rounded at each call, as by quantize",
         "  mean of the keys: a bias of each query, seen by log-sum-exps, sinks and score mods",
-        "  no kernel multiplies codes yet: what they stand for is computed, on a CPU in float32,",
-        "  on a GPU by kernels of 16 bits" + f"; sums of 8-bit products {sums}" * (not given),
+        "  on Hopper without gradients a kernel multiplies 8-bit codes"
+        + f"; its sums of values {sums}" * (not given),
+        "  elsewhere what codes stand for is computed: on a CPU in float32, on a GPU by kernels of 16 bits",
         "  backward: products of 16 bits, of what codes stand for; gradients pass straight through",
     ]
 

@@ -229,31 +229,41 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     }
     of_keys = changes.pop("kv_heads", shape.heads)
     shares = Shares.of(of_keys, changes.pop("v_heads", of_keys))
+    keys = _keys(changes, lengths)
     known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
         kv_heads=of_keys * shares.k,
         shares=shares,
         head_dim=width,
-        dtype=dtype,
+        dtype=dtype if keys.codes is None else keys.codes.qk,
         lengths=lengths,
-        keys=_keys(changes),
+        keys=keys,
         captured=tuple((dtype_name(o.dtype), tuple(o.shape)) for o in program.operands),
         **arguments | known,
     )
 
 
 _OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales"
+_OF_CODES = "qk", "pv", "promote"
 
 
-def _keys(changes: dict[str, Any]) -> Keys:
-    """The source of keys that `changes` say, which is taken out of them."""
-    from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
+def _keys(changes: dict[str, Any], lengths: str) -> Keys:
+    """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize."""
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, Codes, eight_bit, in_pages, of_codes
 
+    given = {name: changes.pop(name) for name in _OF_CODES if name in changes}
+    if given:
+        qk, pv = (_FORMATS.get(x, x) for x in (given.get("qk", "int8"), given.get("pv", "float8_e4m3")))
+        offset, promote = pv == _FORMATS["float8_e4m3"], given.get("promote", True)
+        return of_codes(Codes(qk, pv, True, offset, lengths == "packed", promote))
     rows, dtype, *scales = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
     if dtype:
         return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
+
+
+_FORMATS = {"float8_e4m3": "float8_e4m3fn"}
 
 
 def check_names(changes: dict[str, Any]) -> None:
@@ -262,7 +272,7 @@ def check_names(changes: dict[str, Any]) -> None:
 
     others = ("arch", "direction", "batch", "heads", "kv_heads", "v_heads", "q_len", "kv_len")
     of_problem = (field.name for field in fields(Problem) if field.name not in ("keys", "shares"))
-    known = [*others, *of_problem, *_OF_KEYS]
+    known = [*others, *of_problem, *_OF_KEYS, *_OF_CODES]
     for name, value in changes.items():
         if name not in known:
             near = get_close_matches(name, known, 1)

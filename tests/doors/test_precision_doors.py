@@ -289,7 +289,7 @@ def test_explanation() -> None:
     for part in (
         "q.k of int8",
         "float8_e4m3, minus the mean",
-        "no kernel multiplies codes",
+        "on Hopper without gradients a kernel multiplies 8-bit codes",
         "straight through",
     ):
         assert part in " ".join(words.split())

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from fa4flex.codegen.analyze.facts import MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGES, TOGETHER, KeyDtype, Keys
+from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGES, TOGETHER, KeyDtype, Keys, QueryCodes
 from fa4flex.kernels.plan.lengths import Lengths, Scaling
 from fa4flex.primitives.heads import ALIKE, Shares
 
@@ -17,12 +17,13 @@ Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
 Adding = Literal["sum", "once", "once in pairs"]
 Weights = Literal["softmax", "softpick", "elementwise"]
+E4M3 = "float8_e4m3fn"
 STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
 MMA_K = 16
-"""Columns of 16 bits of its operands that one instruction of a product takes."""
+"""Columns of 16 bits of its operands that one instruction of a product takes; of 8 bits, twice as many."""
 
 _FLAGS = (
     "sinks", "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "met_alike",
@@ -33,7 +34,7 @@ _FLAGS = (
 @dataclass(frozen=True)
 class Problem:
     """head_dim, head_dim_v   widths of q and k, and of v and the output, as the tensors have them
-    dtype, out_dtype       of q, k and v, and of the output
+    dtype, out_dtype       of q, k and v, and of the output; where they are codes, that of q and k
     keys                   source of keys and values
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
@@ -76,7 +77,7 @@ class Problem:
 
     head_dim: int
     head_dim_v: int
-    dtype: Half = "bfloat16"
+    dtype: Half | QueryCodes = "bfloat16"
     out_dtype: OutDtype = "bfloat16"
     lengths: Lengths = "dense"
     mask_form: MaskForm = "none"
@@ -105,7 +106,8 @@ class Problem:
     moved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_dtype("dtype", self.dtype, get_args(Half))
+        codes = self.keys.codes
+        _require_dtype("dtype", self.dtype, get_args(Half) if codes is None else (codes.qk,))
         _require_dtype("out_dtype", self.out_dtype, get_args(OutDtype))
         _require_one_of("kv_dtype", self.keys.dtype, get_args(KeyDtype))
         for name in ("k_scales", "v_scales"):
@@ -132,13 +134,20 @@ class Problem:
     @property
     def itemsize(self) -> int:
         """Bytes of one element of q, and of k and v where they are no 8-bit cache."""
-        return 2
+        return 2 if self.keys.codes is None else 1
+
+    @property
+    def v_itemsize(self) -> int:
+        """Bytes of one element of v."""
+        codes = self.keys.codes
+        return self.kv_itemsize if codes is None else itemsize(codes.pv)
 
     @property
     def depths(self) -> tuple[int, int]:
         """Instructions of a product along heads of q and k, and of v. Tiles may be wider: columns behind
         these are zeros, and what multiplies them is left out."""
-        return -(-self.head_dim // MMA_K), -(-self.head_dim_v // MMA_K)
+        columns = MMA_K * 2 // self.itemsize
+        return -(-self.head_dim // columns), -(-self.head_dim_v // MMA_K)
 
     @property
     def out_itemsize(self) -> int:
@@ -152,13 +161,29 @@ class Problem:
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes of one element of k and v."""
+        """Bytes of one element of k, and of v where they are no codes."""
         return 1 if self.keys.dtype else self.itemsize
 
     @property
-    def kv_element(self) -> str:
-        """Dtype of k and v as kernels are handed them: e4m3 as bytes."""
-        return "uint8" if self.keys.dtype else self.dtype
+    def element(self) -> str:
+        """Dtype of q as kernels are handed it: e4m3 as bytes."""
+        return "uint8" if self.dtype == E4M3 else self.dtype
+
+    @property
+    def k_element(self) -> str:
+        """Dtype of k likewise."""
+        return "uint8" if self.keys.dtype == E4M3 else self.element
+
+    @property
+    def v_element(self) -> str:
+        """Dtype of v likewise."""
+        codes = self.keys.codes
+        return self.k_element if codes is None or codes.transposed else codes.pv
+
+    @property
+    def weight_dtype(self) -> str:
+        """Dtype of probabilities, as values are multiplied by them."""
+        return self.dtype if self.keys.codes is None else self.keys.codes.pv
 
     @property
     def adds_up(self) -> bool:
@@ -200,6 +225,9 @@ class Problem:
         return [f"KV heads: {', '.join(told)}"]
 
     def _of_cache(self) -> list[str]:
+        codes = self.keys.codes
+        if codes is not None:
+            return [f"codes, values of {codes.pv}"]
         if not self.keys.dtype:
             return []
         scales = ((name, getattr(self.keys, f"{name}_scales")) for name in ("k", "v"))
