@@ -16,8 +16,7 @@ from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
-from fa4flex.runtime.auxiliary import check_beside
-from fa4flex.runtime.call import LSE, Results, Statistics
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
@@ -40,8 +39,6 @@ def run(
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
         call = Jagged.of(qkv, variant.layout, {"varlen": varlen, "paging": paging, "kv_scales": scales})
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
-    if statistics and statistics != LSE:
-        check_beside(variant, statistics)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:

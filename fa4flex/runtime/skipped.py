@@ -22,7 +22,7 @@ def skipped(
     try:
         if varlen is not None:
             check_descriptions(varlen, None)
-        now = launch.calling(variant.core, caller)
+        now = launch.calling(variant.shown, caller)
         q, k, v = qkv
         kv = Contiguous(k, v)
         kv.check(q, varlen, now.variant)
