@@ -4,7 +4,7 @@
 
 The factor comes after normalising, whatever the normaliser: log-sum-exp, maxima, entropy and sinks are of
 the weights before it (Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a
-function of a seed and of the pair's logical indices alone: every backend drops the same pairs, in both passes.
+function of a seed and of the pair's logical indices alone: all backends drop the same pairs, in both passes.
 
 `keep` compares 16 bits with a threshold. With mix(x) = the finaliser of MurmurHash3, all numbers of 32 bits:
 
