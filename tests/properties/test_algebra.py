@@ -1,7 +1,7 @@
 """Attention composed at random of 3 to 6 primitives is the formula, or is refused in words.
 
 `python tests/properties/test_algebra.py --draws 2000 --jobs 2` is the long run; `--device cuda` runs kernels,
-`--replay seed:number` one draw, whose code is printed.
+`--device sm_90a` those of a simulated one, and `--replay seed:number` one draw, whose code is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import pytest
 import torch
-from algebra_check import Outcome, outcome_of
+from algebra_check import CHIPS, Outcome, outcome_of
 from algebra_draws import OF_CPU, OF_GPU, PRIMITIVES, Draw, drawn
 
 DRAWS = int(os.environ.get("FA4FLEX_RANDOM_ALGEBRA", "60"))
@@ -166,7 +166,7 @@ def many(arguments: argparse.Namespace, seed: int) -> Report:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python tests/properties/test_algebra.py", description=__doc__)
     parser.add_argument("--draws", type=int, default=2000)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", *CHIPS))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
