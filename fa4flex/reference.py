@@ -272,7 +272,8 @@ def skip_bound(
     """
     values = v.double().repeat_interleave(allowed.shape[1] // v.shape[1], 1).unsqueeze(2)
     if dropout is not None:
-        values = values * _factors(dropout, tuple(allowed.shape), first).unsqueeze(-1)
+        batch, heads, rows, keys = allowed.shape
+        values = values * _factors(dropout, (batch, heads, rows, keys), first).unsqueeze(-1)
     there = allowed.unsqueeze(-1)
     most = torch.where(there, values, -math.inf).amax(3)
     least = torch.where(there, values, math.inf).amin(3)
