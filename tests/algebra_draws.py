@@ -117,7 +117,7 @@ def _choose(draw: Draw, dice: random.Random) -> str:
             draw.has.discard(dice.choice([x for x in found[0] if x in PRIMITIVES]))
     while len(draw.has) < 3:
         more = dice.choice(PRIMITIVES)
-        if not _conflicts(draw.has | {more}, kind, placement):
+        if len(_conflicts(draw.has | {more}, kind, placement)) <= len(left):
             draw.has.add(more)
     draw.conflicts = tuple("+".join(pair) for pair in _conflicts(draw.has, kind, placement))
     return kind

@@ -120,7 +120,7 @@ def test_random_compositions_are_the_formula(part: int, seed: int) -> None:
 
 def test_draws_have_all_pairs_of_primitives(seed: int) -> None:
     pairs: set[tuple[str, str]] = set()
-    for at in range(400):
+    for at in range(4000):
         draw = drawn(seed, at)
         assert 3 <= len(draw.has) <= 6
         pairs |= set(itertools.combinations(sorted(draw.has), 2))
