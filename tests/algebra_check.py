@@ -29,7 +29,7 @@ FLOAT64_UNIT = 1e-11
 
 @dataclass
 class Outcome:
-    """What came of a draw. kind: "right", "refused", or what is wrong with it."""
+    """Result of a draw. kind: "right", "refused", or what is wrong with it."""
 
     kind: str
     words: str = ""
@@ -67,7 +67,7 @@ def outcome_of(draw: Draw, device: str = "cpu", dtype: str = "float64") -> Outco
 
 @dataclass
 class Given:
-    """What a draw's code made."""
+    """Tensors and arguments that a draw's code made."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     learned: list[Tensor]
@@ -272,7 +272,7 @@ class Dense:
         return self._gradients
 
     def slack_of_gradients(self, upstream: Made) -> float | None:
-        """What skipping may cost any element of a gradient: a coarse bound. docs/primitives.md has gradients
+        """A coarse bound of what skipping may cost elements of gradients. docs/primitives.md has gradients
         of a row's scores off by about twice the skipped share of the range of dO . v, of the lse's gradient,
         and of that of the entropy times its logarithms; functions around the softmax are at most this steep.
         """
@@ -331,7 +331,7 @@ def sequences(given: Given) -> list[tuple[int | None, tuple[Tensor, Tensor, Tens
 
 
 def exactly(one: One) -> Made:
-    """By the oracle; with bounds of what skipping costs."""
+    """The oracle's results, and bounds of what skipping costs."""
     q, k, v = one.qkv
     statistics: Made = {}
     score, mask, output = one.mod("score_mod", 1), one.mask, one.mod("output_mod", 1)
