@@ -18,8 +18,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import autocast, launch
-from fa4flex.runtime.auxiliary import check_beside
-from fa4flex.runtime.call import LSE, Results, Statistics
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
@@ -44,8 +43,6 @@ def run(
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
     if variant.precision.coded:
         return _of_rounded(variant, caller, qkv, varlen, paging, statistics, scales)
-    if statistics and statistics != LSE:
-        check_beside(variant, statistics)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:

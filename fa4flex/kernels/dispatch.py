@@ -92,7 +92,7 @@ def accepting(direction: Direction, problem: Problem, target: Target, sizes: Siz
     for pipeline in _candidates(direction, problem, target, sizes):
         reads = pipeline.kv_dtype == problem.keys.dtype
         writes = pipeline.writes_float32 or not problem.wide_output
-        drops = pipeline.drops or not problem.dropout
+        drops = (pipeline.drops and problem.weights == "softmax") or not problem.dropout
         weighs = problem.weights in pipeline.weights
         if reads and writes and drops and weighs and pipeline.accepts(problem, target, sizes):
             return pipeline if pipeline.applies_output or not problem.output else None

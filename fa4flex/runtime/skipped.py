@@ -26,7 +26,7 @@ def skipped(
         )
         if varlen is not None:
             check_descriptions(varlen, None)
-        now = launch.calling(variant.core, caller)
+        now = launch.calling(variant.shown, caller)
         q, k, v = qkv
         kv = Contiguous(k, v)
         kv.check(q, varlen, now.variant)

@@ -110,7 +110,7 @@ def _composition(program: Program) -> list[str]:
     if variant.dropout is not None:
         lines.append(
             f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 65536 pairs, after the "
-            "softmax; log-sum-exps are of what was before"
+            "weights are normalised; statistics are of what was before"
         )
     if variant.normalizer is not None:
         lines[0] = lines[0].replace("softmax(score)", "weights(score)")
