@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.arrangement import Arrangement, repeated
 from fa4flex.quantization.formats import E4M3, FORMATS, TILE, Format, in_blocks
@@ -163,6 +164,7 @@ def _form(qk: str, pv: str) -> Format:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, place: Arrangement, form: Format) -> None:
+    refuse_latent("k", k)
     value = ", ".join(f"{n} {x.dtype} {list(x.shape)} on {x.device}" for n, x in zip("qkv", (q, k, v)))
     dimensions = 3 if place.packed else 4
     if any(x.ndim != dimensions for x in (q, k, v)):

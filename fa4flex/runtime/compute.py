@@ -53,10 +53,10 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
 
 
 def _by_engine(program: Published, call: Call) -> Results | None:
-    """The results by a kernel; None for dropout, and for weights other than the softmax's, that no kernel
-    computes."""
+    """The results by a kernel; None for dropout, for weights other than the softmax's, and for latent rows,
+    that no kernel computes."""
     engine = program.engine
-    if program.facts.softmax:
+    if program.facts.softmax and not call.latent:
         return engine.run(call) if program.facts.kept is None or engine.serves(call) else None
     ready = engine.find(call)
     if ready is MISSING:

@@ -1,4 +1,4 @@
-"""Sources of keys and values: contiguous tensors, pages of a cache, caches of 8 bits.
+"""Sources of keys and values: contiguous tensors, pages of a cache, caches of 8 bits, latent rows.
 
 A source is one class: a named tuple of its tensors, whose names are those of its rows among a launch's
 arguments (kernels/plan/arguments.py, source "call.kv"), with the methods of KeySource. A call goes down with
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.contents import validating
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.primitives.kv_scales import (
@@ -27,6 +28,7 @@ from fa4flex.primitives.kv_scales import (
     is_eight_bit,
     per,
 )
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast
@@ -152,6 +154,8 @@ class KeySource(tuple[Any, ...]):
 
 def source_of(k: Any, v: Any, paging: Paging | None, scales: KVScales | None) -> KeySource:
     """The source that arguments of a call describe. Raises InputError for what does not describe one."""
+    if type(k) is Latent:
+        return _latent_rows(k, v, paging, scales)
     if scales is None and not is_eight_bit(k, v):
         return Contiguous(k, v) if paging is None else Paged(k, v, paging.page_table, paging.seqused_k)
     value, pages = check_kind(scales) or NO_SCALES, (None, None)
@@ -260,7 +264,7 @@ class Paged(_Pages, KeySource):
         """The keys that sequences use, packed. Their number has to be known, so the host waits for it."""
         paging = Paging(self.page_table, self.paged_keys)
         k, starts = paging.gather(self.k)
-        kv = Contiguous(k, paging.gather(self.v)[0])
+        kv = Contiguous(k, self._values(k, lambda pool: paging.gather(pool)[0]))
         if varlen is not None:
             return Copied(q, kv, Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q), _same)
         rows = q.transpose(1, 2) if heads_first else q  # [B, Sq, Hq, D]
@@ -281,7 +285,8 @@ class Paged(_Pages, KeySource):
         """Keys and values of all pages of each sequence, used or not: the host reads nothing. Beside packed
         queries they are packed, too."""
         paging = Paging(self.page_table, self.paged_keys)
-        k, v = paging.spread(self.k), paging.spread(self.v)  # [B, T, Hkv, D]
+        k = paging.spread(self.k)  # [B, T, Hkv, D]
+        v = self._values(k, paging.spread)
         if varlen is None:
             k, v = (k.transpose(1, 2), v.transpose(1, 2)) if heads_first else (k, v)
             return Copied(q, Contiguous(k, v), Varlen(seqused_k=self.paged_keys), _same)
@@ -289,6 +294,10 @@ class Paged(_Pages, KeySource):
         starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
         ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, self.paged_keys)
         return Copied(q, Contiguous(k.flatten(0, 1), v.flatten(0, 1)), ragged, _same)
+
+    def _values(self, k: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        """Copies of values, beside those of keys."""
+        return copy(self.v)
 
 
 def _same(result: Results) -> Results:
@@ -465,3 +474,109 @@ def _indexed(scale: Tensor | None, arrangement: Arrangement, batch: int) -> Tens
     if scale.ndim == 1:
         return scale.expand(batch, -1)
     return scale.transpose(1, 2) if scale.ndim == 3 and arrangement != "bhsd" else scale
+
+
+# --- latent rows ------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None = None
+    paged_keys: Tensor | None = None
+
+
+class LatentRows(_Rows, KeySource):
+    """k [B, S, 1, width], packed [T, 1, width] or pages [pages, page_size, 1, width]; v its first columns,
+    a view of it."""
+
+    __slots__ = ()
+
+    @property
+    def seqused_k(self) -> Tensor | None:
+        return self.paged_keys
+
+    @property
+    def sequences(self) -> int | None:
+        return None if self.page_table is None else self.page_table.shape[0]
+
+    def longest(self, rows: int) -> int:
+        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    def cast(self, q: Tensor) -> tuple[Tensor, KeySource]:
+        q, k, _ = autocast.cast(q, self.k, self.k)
+        return q, self._replace(k=k, v=k[..., : self.v.shape[-1]])
+
+    def check(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> None:
+        check_strided(q, self.k, self.v)
+        if variant.scale is None:
+            raise InputError(
+                "latent keys without a scale",
+                "the scale of the attention before absorption, 1 / sqrt(nope + rope) of its heads",
+                "pass scale=fa4flex.variants.mla().scale, which is 1 / sqrt(192), or that of your model",
+            )
+        if q.ndim and q.shape[-1] != self.k.shape[-1]:
+            raise InputError(
+                f"q of {q.shape[-1]} columns, latent rows of {self.k.shape[-1]}",
+                "queries as wide as the rows: absorbed into the latent space, then their rotated part",
+                "torch.cat((q_nope @ w_uk, q_rope), -1)",
+            )
+
+    def fits(self, q: Tensor, varlen: Varlen | None) -> None:
+        self._simpler("bshd").fits(q, varlen)
+
+    def stand_in(self, q: Tensor, heads_first: bool) -> QKV:
+        return self._simpler("bhsd" if heads_first else "bshd").stand_in(q, heads_first)
+
+    def in_place(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
+        """Views of the rows, where kernels have heads as wide."""
+        if self.k.shape[-1] > MOST_WIDTH:
+            return None
+        return self._simpler(variant.layout).in_place(q, varlen, variant)
+
+    def copied(
+        self, q: Tensor, varlen: Varlen | None, variant: Variant, *, kernels: bool, eager: bool
+    ) -> Copied | None:
+        return Copied(q, self._simpler(variant.layout), varlen, _same)
+
+    def _simpler(self, layout: str) -> Contiguous | Paged:
+        """Keys and values as views of the rows, with heads where a layout has them."""
+        k, v, table, used = self
+        if table is not None and used is not None:
+            return PagedRows(k, v, table, used)
+        if layout == "bhsd" and k.ndim == 4:
+            return Contiguous(k.transpose(1, 2), v.transpose(1, 2))
+        return Contiguous(k, v)
+
+
+class PagedRows(Paged):
+    """Pages of latent rows: v is a view of the first columns of k, and of a copy of k."""
+
+    __slots__ = ()
+
+    def cast(self, q: Tensor) -> tuple[Tensor, KeySource] | None:
+        return None  # a source that was cast before
+
+    def _values(self, k: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        return k[..., : self.v.shape[-1]]
+
+
+MOST_WIDTH = 256
+"""Width of heads, at most, of kernels that are not for latent rows."""
+
+
+def _latent_rows(latent: Latent, v: Any, paging: Paging | None, scales: Any) -> LatentRows:
+    if v is not None:
+        raise InputError(
+            f"v beside {latent!r}", "the latent rows alone, whose first columns are the values", "leave v out"
+        )
+    if scales is not None:
+        raise UnsupportedError(
+            f"kv_scales= beside {latent!r}",
+            "rows of 16 or 32 bits",
+            "dequantise the rows, and leave kv_scales out",
+        )
+    k, pages = latent.cache, (None, None)
+    if paging is not None:
+        pages = paging.page_table, paging.seqused_k  # type: ignore[assignment]
+    return LatentRows(k, k[..., : latent.value_dim], *pages)

@@ -15,6 +15,7 @@ from fa4flex import later
 from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
 from fa4flex.codegen.build import Trace
 from fa4flex.primitives.kv_scales import E4M3, KVScales
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results, Statistics, lengths_of
@@ -101,7 +102,7 @@ class Recent(Generic[Prepared]):
         """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
         earlier call was wrong in, InputError or StateError for what this one is."""
         kept, reader = self.known.kept, self.reader
-        if not kept or reader is None or settings_of(variant) != self.settings:
+        if not kept or reader is None or type(qkv[1]) is Latent or settings_of(variant) != self.settings:
             return None
         if faults.pending.value or later.awaited:
             faults.check()

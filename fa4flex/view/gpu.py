@@ -243,14 +243,18 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     )
 
 
-_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales"
+_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent"
 
 
 def _keys(changes: dict[str, Any]) -> Keys:
     """The source of keys that `changes` say, which is taken out of them."""
-    from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, LatentKeys, eight_bit, in_pages
 
-    rows, dtype, *scales = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    given = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    rows, dtype, *scales, latent = given
+    if latent:
+        pages = in_pages(rows)
+        return LatentKeys(pages.loader, rows, pages.rows) if rows else LatentKeys()
     if dtype:
         return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
