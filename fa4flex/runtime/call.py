@@ -112,10 +112,10 @@ class Call(NamedTuple):
 
     @property
     def latent(self) -> bool:
-        """True if values are the first columns of keys in memory, and heads are wider than those of other
-        keys are on a GPU."""
+        """True if values are the first columns of the one head of keys in memory, and wider than heads of
+        other keys are on a GPU."""
         k, v = self.kv.k, self.kv.v
-        if k.shape[-1] <= MOST_WIDTH or k.shape[:-1] != v.shape[:-1]:
+        if k.shape[-1] <= MOST_WIDTH or k.shape[:-1] != v.shape[:-1] or self.kv_heads != 1:
             return False
         return k.stride() == v.stride() and k.data_ptr() == v.data_ptr()
 

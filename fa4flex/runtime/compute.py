@@ -16,7 +16,7 @@ from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
-from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.key_sources import Contiguous, LatentRows
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Published
 from fa4flex.torch_internals import outside_operators
@@ -53,10 +53,12 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
 
 
 def _by_engine(program: Published, call: Call) -> Results | None:
-    """The results by a kernel; None for dropout, for weights other than the softmax's, and for latent rows,
+    """The results by a kernel; None for dropout, for weights other than the softmax's, and for latent rows
     that no kernel computes."""
     engine = program.engine
-    if program.facts.softmax and not call.latent:
+    if call.latent:
+        call = call._replace(kv=LatentRows(call.kv.k, call.kv.v))
+    elif program.facts.softmax:
         return engine.run(call) if program.facts.kept is None or engine.serves(call) else None
     ready = engine.find(call)
     if ready is MISSING:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fa4flex.contents import validating
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, eight_bit, in_pages
+from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, LatentKeys, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.primitives.kv_scales import (
     NO_SCALES,
@@ -501,7 +501,12 @@ class LatentRows(_Rows, KeySource):
         return None if self.page_table is None else self.page_table.shape[0]
 
     def longest(self, rows: int) -> int:
-        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+        return self.k.shape[rows] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
+        if self.page_table is None:
+            return [(0, 1), (0, 1)]
+        return [(0,), (0,), (0, 1), (0,)]
 
     def cast(self, q: Tensor) -> tuple[Tensor, KeySource]:
         q, k, _ = autocast.cast(q, self.k, self.k)
@@ -528,11 +533,24 @@ class LatentRows(_Rows, KeySource):
     def stand_in(self, q: Tensor, heads_first: bool) -> QKV:
         return self._simpler("bhsd" if heads_first else "bshd").stand_in(q, heads_first)
 
+    def keys(self, rows: int) -> Keys:
+        return LatentKeys()
+
     def in_place(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
-        """Views of the rows, where kernels have heads as wide."""
-        if self.k.shape[-1] > MOST_WIDTH:
+        """Views of the rows, where other kernels have heads as wide."""
+        if self.k.shape[-1] <= MOST_WIDTH:
+            return self._simpler(variant.layout).in_place(q, varlen, variant)
+        packed = varlen is not None and varlen.packed
+        plain = self.page_table is None and variant.blocks is None and not packed
+        if not plain or q.ndim != 4 or self.k.ndim != 4 or not (q.numel() and self.k.numel()):
             return None
-        return self._simpler(variant.layout).in_place(q, varlen, variant)
+        return self.placed(q.shape[0], variant.layout == "bhsd")
+
+    def placed(self, batch: int, heads_first: bool) -> KeySource:
+        if self.k.shape[-1] <= MOST_WIDTH:
+            return self._simpler("bhsd" if heads_first else "bshd").placed(batch, heads_first)
+        k, v = (x.transpose(1, 2) if heads_first else x for x in self[:2])
+        return self._replace(k=k, v=v)
 
     def copied(
         self, q: Tensor, varlen: Varlen | None, variant: Variant, *, kernels: bool, eager: bool

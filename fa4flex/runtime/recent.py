@@ -102,7 +102,7 @@ class Recent(Generic[Prepared]):
         """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
         earlier call was wrong in, InputError or StateError for what this one is."""
         kept, reader = self.known.kept, self.reader
-        if not kept or reader is None or type(qkv[1]) is Latent or settings_of(variant) != self.settings:
+        if not kept or reader is None or settings_of(variant) != self.settings:
             return None
         if faults.pending.value or later.awaited:
             faults.check()
@@ -116,10 +116,15 @@ class Recent(Generic[Prepared]):
             sinks = variant.logits()
             others = *operands, sinks  # type: ignore[arg-type]
         kv, lengths, beside = None, NO_LENGTHS, PLAIN
-        if not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
+        latent = type(k) is Latent
+        if latent or not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
+            if latent and scale is None:
+                return None
             if type(varlen) not in _LENGTHS or type(paging) not in _PAGES:
                 return None
             kv = source_of(k, v, paging, scales)
+            if latent:
+                qkv = q, kv.k, kv.v
             if varlen is not None:
                 lengths = lengths_of(varlen, kv)
             beside, more = brought(kv, lengths)
@@ -130,7 +135,12 @@ class Recent(Generic[Prepared]):
         for one in kept:
             if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
                 factor = one.scale if scale is None else scale
-                if one.direct is not None and variant.blocks is None and one.aligned(qkv, others):
+                if (
+                    one.direct is not None
+                    and variant.blocks is None
+                    and not latent
+                    and one.aligned(qkv, others)
+                ):
                     return one.direct(q, k, v, operands, sinks, factor)
                 first, asked = one.heads_first, one.statistics
                 source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], first)
