@@ -1,4 +1,4 @@
-"""Sources of keys and values: contiguous tensors, pages of a cache, caches of 8 bits, latent rows.
+"""Sources of keys and values: contiguous tensors, pages of a cache, caches of 8 bits.
 
 A source is one class: a named tuple of its tensors, whose names are those of its rows among a launch's
 arguments (kernels/plan/arguments.py, source "call.kv"), with the methods of KeySource. A call goes down with
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.contents import validating
-from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, LatentKeys, eight_bit, in_pages
+from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.primitives.kv_scales import (
     NO_SCALES,
@@ -57,6 +56,10 @@ class Copied(NamedTuple):
     kv: KeySource
     varlen: Varlen | None
     results: Callable[[Results], Results]
+
+
+MOST_WIDTH = 256
+"""Width of heads, at most, of kernels that are not for latent rows."""
 
 
 class KeySource(tuple[Any, ...]):
@@ -155,7 +158,9 @@ class KeySource(tuple[Any, ...]):
 def source_of(k: Any, v: Any, paging: Paging | None, scales: KVScales | None) -> KeySource:
     """The source that arguments of a call describe. Raises InputError for what does not describe one."""
     if type(k) is Latent:
-        return _latent_rows(k, v, paging, scales)
+        from fa4flex.runtime.latent_rows import latent_rows  # other calls do not wait for it
+
+        return latent_rows(k, v, paging, scales)
     if scales is None and not is_eight_bit(k, v):
         return Contiguous(k, v) if paging is None else Paged(k, v, paging.page_table, paging.seqused_k)
     value, pages = check_kind(scales) or NO_SCALES, (None, None)
@@ -221,7 +226,7 @@ class Paged(_Pages, KeySource):
 
     def in_place(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
         paging = Paging(self.page_table, self.paged_keys) if validating() else None
-        if not _read_in_pages((q, self.k, self.v), varlen, variant, paging):
+        if not read_in_pages((q, self.k, self.v), varlen, variant, paging):
             return None
         return self.placed(q.shape[0], varlen is None and variant.layout == "bhsd")
 
@@ -266,7 +271,7 @@ class Paged(_Pages, KeySource):
         k, starts = paging.gather(self.k)
         kv = Contiguous(k, self._values(k, lambda pool: paging.gather(pool)[0]))
         if varlen is not None:
-            return Copied(q, kv, Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q), _same)
+            return Copied(q, kv, Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q), same)
         rows = q.transpose(1, 2) if heads_first else q  # [B, Sq, Hq, D]
         sizes = rows.shape[:2]
         cu_q = torch.arange(sizes[0] + 1, dtype=torch.int32, device=q.device) * sizes[1]
@@ -289,22 +294,22 @@ class Paged(_Pages, KeySource):
         v = self._values(k, paging.spread)
         if varlen is None:
             k, v = (k.transpose(1, 2), v.transpose(1, 2)) if heads_first else (k, v)
-            return Copied(q, Contiguous(k, v), Varlen(seqused_k=self.paged_keys), _same)
+            return Copied(q, Contiguous(k, v), Varlen(seqused_k=self.paged_keys), same)
         batch, tokens = k.shape[:2]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
         ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, self.paged_keys)
-        return Copied(q, Contiguous(k.flatten(0, 1), v.flatten(0, 1)), ragged, _same)
+        return Copied(q, Contiguous(k.flatten(0, 1), v.flatten(0, 1)), ragged, same)
 
     def _values(self, k: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
         """Copies of values, beside those of keys."""
         return copy(self.v)
 
 
-def _same(result: Results) -> Results:
+def same(result: Results) -> Results:
     return result
 
 
-def _read_in_pages(qkv: QKV, varlen: Varlen | None, variant: Variant, paging: Paging | None) -> bool:
+def read_in_pages(qkv: QKV, varlen: Varlen | None, variant: Variant, paging: Paging | None) -> bool:
     """True if kernels may read the pages of a call. With `paging` its contents are looked at."""
     packed = varlen is not None and varlen.packed and varlen.cu_seqlens_k is None and varlen.seqused_k is None
     if variant.blocks is not None or not (packed or varlen is None):
@@ -390,7 +395,7 @@ class EightBit(_Scaled, KeySource):
             return None
         paging = _paging(self) if validating() else None
         if arrangement == "paged":
-            if q.ndim != 4 or not _read_in_pages(qkv, varlen, variant, paging):
+            if q.ndim != 4 or not read_in_pages(qkv, varlen, variant, paging):
                 return None
         elif (
             arrangement == "packed"
@@ -474,127 +479,3 @@ def _indexed(scale: Tensor | None, arrangement: Arrangement, batch: int) -> Tens
     if scale.ndim == 1:
         return scale.expand(batch, -1)
     return scale.transpose(1, 2) if scale.ndim == 3 and arrangement != "bhsd" else scale
-
-
-# --- latent rows ------------------------------------------------------------------------------------------
-
-
-class _Rows(NamedTuple):
-    k: Tensor
-    v: Tensor
-    page_table: Tensor | None = None
-    paged_keys: Tensor | None = None
-
-
-class LatentRows(_Rows, KeySource):
-    """k [B, S, 1, width], packed [T, 1, width] or pages [pages, page_size, 1, width]; v its first columns,
-    a view of it."""
-
-    __slots__ = ()
-
-    @property
-    def seqused_k(self) -> Tensor | None:
-        return self.paged_keys
-
-    @property
-    def sequences(self) -> int | None:
-        return None if self.page_table is None else self.page_table.shape[0]
-
-    def longest(self, rows: int) -> int:
-        return self.k.shape[rows] * (1 if self.page_table is None else self.page_table.shape[1])
-
-    def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
-        if self.page_table is None:
-            return [(0, 1), (0, 1)]
-        return [(0,), (0,), (0, 1), (0,)]
-
-    def cast(self, q: Tensor) -> tuple[Tensor, KeySource]:
-        q, k, _ = autocast.cast(q, self.k, self.k)
-        return q, self._replace(k=k, v=k[..., : self.v.shape[-1]])
-
-    def check(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> None:
-        check_strided(q, self.k, self.v)
-        if variant.scale is None:
-            raise InputError(
-                "latent keys without a scale",
-                "the scale of the attention before absorption, 1 / sqrt(nope + rope) of its heads",
-                "pass scale=fa4flex.variants.mla().scale, which is 1 / sqrt(192), or that of your model",
-            )
-        if q.ndim and q.shape[-1] != self.k.shape[-1]:
-            raise InputError(
-                f"q of {q.shape[-1]} columns, latent rows of {self.k.shape[-1]}",
-                "queries as wide as the rows: absorbed into the latent space, then their rotated part",
-                "torch.cat((q_nope @ w_uk, q_rope), -1)",
-            )
-
-    def fits(self, q: Tensor, varlen: Varlen | None) -> None:
-        self._simpler("bshd").fits(q, varlen)
-
-    def stand_in(self, q: Tensor, heads_first: bool) -> QKV:
-        return self._simpler("bhsd" if heads_first else "bshd").stand_in(q, heads_first)
-
-    def keys(self, rows: int) -> Keys:
-        return LatentKeys()
-
-    def in_place(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
-        """Views of the rows, where other kernels have heads as wide."""
-        if self.k.shape[-1] <= MOST_WIDTH:
-            return self._simpler(variant.layout).in_place(q, varlen, variant)
-        packed = varlen is not None and varlen.packed
-        plain = self.page_table is None and variant.blocks is None and not packed
-        if not plain or q.ndim != 4 or self.k.ndim != 4 or not (q.numel() and self.k.numel()):
-            return None
-        return self.placed(q.shape[0], variant.layout == "bhsd")
-
-    def placed(self, batch: int, heads_first: bool) -> KeySource:
-        if self.k.shape[-1] <= MOST_WIDTH:
-            return self._simpler("bhsd" if heads_first else "bshd").placed(batch, heads_first)
-        k, v = (x.transpose(1, 2) if heads_first else x for x in self[:2])
-        return self._replace(k=k, v=v)
-
-    def copied(
-        self, q: Tensor, varlen: Varlen | None, variant: Variant, *, kernels: bool, eager: bool
-    ) -> Copied | None:
-        return Copied(q, self._simpler(variant.layout), varlen, _same)
-
-    def _simpler(self, layout: str) -> Contiguous | Paged:
-        """Keys and values as views of the rows, with heads where a layout has them."""
-        k, v, table, used = self
-        if table is not None and used is not None:
-            return PagedRows(k, v, table, used)
-        if layout == "bhsd" and k.ndim == 4:
-            return Contiguous(k.transpose(1, 2), v.transpose(1, 2))
-        return Contiguous(k, v)
-
-
-class PagedRows(Paged):
-    """Pages of latent rows: v is a view of the first columns of k, and of a copy of k."""
-
-    __slots__ = ()
-
-    def cast(self, q: Tensor) -> tuple[Tensor, KeySource] | None:
-        return None  # a source that was cast before
-
-    def _values(self, k: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-        return k[..., : self.v.shape[-1]]
-
-
-MOST_WIDTH = 256
-"""Width of heads, at most, of kernels that are not for latent rows."""
-
-
-def _latent_rows(latent: Latent, v: Any, paging: Paging | None, scales: Any) -> LatentRows:
-    if v is not None:
-        raise InputError(
-            f"v beside {latent!r}", "the latent rows alone, whose first columns are the values", "leave v out"
-        )
-    if scales is not None:
-        raise UnsupportedError(
-            f"kv_scales= beside {latent!r}",
-            "rows of 16 or 32 bits",
-            "dequantise the rows, and leave kv_scales out",
-        )
-    k, pages = latent.cache, (None, None)
-    if paging is not None:
-        pages = paging.page_table, paging.seqused_k  # type: ignore[assignment]
-    return LatentRows(k, k[..., : latent.value_dim], *pages)

@@ -20,7 +20,7 @@ from fa4flex.kernels.mla_decode_sm90.topology import latent_topology
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.inputs import Inputs
-from fa4flex.kernels.plan.keys import CONTIGUOUS, LatentKeys
+from fa4flex.kernels.plan.keys import CONTIGUOUS, TOGETHER, LatentKeys, in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
@@ -71,6 +71,23 @@ def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
     for target, problem in ((SM90A, replace(ROWS, **changes)), (SM100A, ROWS)):
         with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
             dispatch.choose("forward", problem, target, sizes_of(64))
+
+
+@pytest.mark.parametrize("rows", TOGETHER)
+def test_pages_of_enough_keys_are_read_in_place(rows: int) -> None:
+    """A piece is brought in eight boxes at most."""
+    pages = in_pages(rows)
+    keys = LatentKeys(pages.loader, pages.together, pages.rows)
+    problem = replace(ROWS, lengths="used", keys=keys)
+    if rows < 8:
+        with pytest.raises(fa4flex.UnsupportedError, match="pages"):
+            dispatch.choose("forward", problem, SM90A, sizes_of(64))
+        return
+    plan, box = planned(problem), min(rows, 64)
+    plan.check()
+    assert plan.topology.ring("k").copies == (box * 128,) * (64 // box)
+    assert plan.config().box_rows == box and plan.config().paged and plan.config().clears
+    assert "pages: read in place" in plan.explain()
 
 
 def test_many_queries_have_no_kernel() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from decoding import split_in
+from paged_pools import Size
+from paged_pools import drawn as pools
 from torch import Tensor
 
 import fa4flex
@@ -173,3 +175,45 @@ def test_output_functions_and_strided_rows() -> None:
     out, lse = attend(attn, q, rows)
     truth, truth_lse = exact(q, rows, None, causal)
     compare((out, lse), (2 * truth, truth_lse))
+
+
+# --- pages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ("bhsd", "bshd"))
+@pytest.mark.parametrize("page", (8, 16, 48, 64, 256))
+def test_pages_are_read_in_place(page: int, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots without a key are poisoned, pages lie in any order, and the table ends with numbers of none."""
+    split_in(monkeypatch, random.choice((1, 2)))
+    lengths = [260, 65, 1]
+    d = pools(Size(heads=6, q_len=2, lengths=tuple(lengths), d=WIDTH, dv=WIDTH, page_size=page))
+    attn = fa4flex.compile(alibi, causal, scale=SCALE, layout=layout)
+    q = d.q if layout == "bhsd" else d.q.transpose(1, 2).contiguous()
+    out, lse = attend(attn, q, d.k, paging=d.paging)
+    out = out if layout == "bhsd" else out.transpose(1, 2)
+    for b, length in enumerate(lengths):
+        slots = torch.arange(length)
+        rows = d.k[d.paging.page_table[b, slots // page].long(), slots % page]
+        compare((out[b : b + 1], lse[b : b + 1]), exact(d.q[b : b + 1], rows[None], alibi, causal))
+
+
+@pytest.mark.slow
+def test_a_length_past_the_table_is_told() -> None:
+    d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=16))
+    d.paging.seqused_k[1] = 5000
+    with torch.no_grad(), ptxsim.device("sm_90a"):
+        fa4flex.compile(scale=SCALE)(d.q, Latent(d.k), paging=d.paging)
+    with pytest.raises(fa4flex.InputError, match="seqused_k of 5000"):
+        fa4flex.synchronize()
+
+
+def test_pages_of_few_keys_are_gathered() -> None:
+    """By PyTorch operations."""
+    d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=1))
+    attn = fa4flex.compile(mask=causal, scale=SCALE)
+    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
+        out = attn(d.q, Latent(d.k), paging=d.paging)
+    assert not any("mla_decode" in result.kernel for result in gpu.results)
+    truth = attn(d.q.double(), Latent(d.k.double()), paging=d.paging)
+    assert (out.double() - truth).abs().max().item() <= 2 * 2**-8 * truth.abs().max().item()

@@ -27,6 +27,8 @@ class Config:
     producer_registers, consumer_registers   per thread, after the split
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
+    paged                    rows lie in pages
+    box_rows                 keys that one copy brings: all of a block, or of pages, fewer
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
@@ -39,6 +41,8 @@ class Config:
     consumer_registers: int
     rescale_threshold: float = 0.0
     lengths: Lengths = "dense"
+    paged: bool = False
+    box_rows: int = BLOCK
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
@@ -46,7 +50,6 @@ class Config:
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True
     """True if several blocks may share the keys of a tile."""
-    paged: ClassVar[bool] = False
     starts_ahead: ClassVar[bool] = False
     blocks: ClassVar[int] = 1
     """Number of blocks of a multiprocessor at a time."""

@@ -90,15 +90,17 @@ def tiled_mmas(kind: Any, config: Config) -> Mmas:
 class Consumer(base.Consumer):
     """unit: number of the warpgroup, and of its block of a tile."""
 
+    config: Config  # type: ignore[assignment]
+
     def __init__(self, config: Config, hooks: Hooks, unit: int) -> None:
-        self.config = config  # type: ignore[assignment]
+        self.config = config
         self.hooks = hooks
         self.unit = unit
         self.width = BLOCK
         self.epilogue = Epilogue(config, hooks, unit)
 
     @cute.jit
-    def run(  # type: ignore[override]
+    def run(
         self,
         arguments: Arguments,
         part: Part,

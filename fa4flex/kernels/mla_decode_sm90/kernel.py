@@ -43,7 +43,7 @@ class Forward(SplitForward):
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         kind = arguments.q.element_type
-        transfer = transfer_of(arguments, layouts_of(self.config, kind)[1])
+        transfer = transfer_of(arguments, layouts_of(self.config, kind)[1], self.config)
         mma = tiled_mmas(kind, self.config)
         self.launch(self.device(arguments, transfer, mma), arguments, stream)
 

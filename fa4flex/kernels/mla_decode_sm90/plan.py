@@ -12,6 +12,7 @@ from fa4flex.kernels.mla_decode_sm90.config import BLOCK, BLOCKS, PIECE, ROWS, C
 from fa4flex.kernels.mla_decode_sm90.topology import latent_topology
 from fa4flex.kernels.plan.few_rows import FewRowsPlan, asks_for_order, share_of, takes
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.paging import TileCopies, box_rows
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
@@ -27,6 +28,9 @@ STATISTICS = 4
 """Numbers of a row in shared memory: maxima and sums of both warpgroups."""
 
 STAGES = 1
+
+MOST_BOXES = 8
+"""Boxes of a piece, at most, whose copies one warp starts."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class LatentPlan(FewRowsPlan):
         return lay_out(sizes, {}, 2 * BLOCKS * pieces, self.target)
 
     @property
+    def tile_copies(self) -> TileCopies:
+        """Copies that bring a piece of a block."""
+        return TileCopies(self.config().box_rows)
+
+    @property
     def splitting(self) -> Splitting:
         return TiledSplitting(**vars(super().splitting))
 
@@ -72,7 +81,7 @@ class LatentPlan(FewRowsPlan):
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         config = self.config()
-        return latent_topology(config.pieces, config.own, config.clears)
+        return latent_topology(config.pieces, config.own, config.clears, config.box_rows)
 
     @property
     def need(self) -> Need:
@@ -89,6 +98,8 @@ class LatentPlan(FewRowsPlan):
             consumer_registers=self.registers.consumer,
             rescale_threshold=self.rescale_threshold,
             lengths=self.problem.lengths,
+            paged=self.problem.keys.loaded,
+            box_rows=box_rows(self.problem, BLOCK),
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
@@ -138,8 +149,9 @@ def plan_latent(request: ForwardRequest) -> ForwardPlan:
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     widths = problem.head_dim % PIECE == 0 and problem.head_dim_v % (BLOCKS * PIECE) == 0
     spare = problem.head_dim >= problem.head_dim_v + PIECE
-    plain = not problem.keys.loaded and set(problem.statistics) <= {"lse"}
-    return target.family == "sm90" and widths and spare and plain and takes(problem, sizes)
+    keys = not problem.keys.loaded or BLOCK // box_rows(problem, BLOCK) <= MOST_BOXES
+    plain = set(problem.statistics) <= {"lse"}
+    return target.family == "sm90" and widths and spare and keys and plain and takes(problem, sizes)
 
 
 MLA_DECODE_SM90 = Pipeline(

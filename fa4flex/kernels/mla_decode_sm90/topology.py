@@ -18,14 +18,14 @@ from fa4flex.kernels.mla_decode_sm90.roles import barrier_table
 from fa4flex.kernels.plan.topology import WARPGROUP, Action, Event, Events, Product, Role, Topology
 
 
-def latent_topology(pieces: int, own: int, clears: bool) -> Topology:
+def latent_topology(pieces: int, own: int, clears: bool, box_rows: int = BLOCK) -> Topology:
     """pieces: of a block; own: of the output of a warpgroup; `clears`: sequences may end before their tensor
-    does."""
+    does; box_rows: keys of a copy."""
     table, keys = barrier_table(pieces, clears), _Keys(pieces, own)
-    size = BLOCK * PIECE * 2
+    size, box = (rows * PIECE * 2 for rows in (BLOCK, box_rows))
     return Topology(
         (_producer(keys), _first(keys, clears), _second(keys, clears)),
-        (table.ring("k", size, (size,)),),
+        (table.ring("k", size, (box,) * (size // box)),),
         table.named_barriers(),
         "none",
         places=(table.places(),),
