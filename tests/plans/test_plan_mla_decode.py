@@ -128,7 +128,7 @@ def test_it_is_explained() -> None:
 
 
 def test_tiles_of_heads_are_blocks() -> None:
-    """Of 128 heads, a sequence has two tiles, whose blocks fill the chip as those of twice the sequences."""
+    """A sequence of 128 heads has two tiles, whose blocks fill the chip as those of twice the sequences."""
     tiled, plain = (kind(128, 512, 132, 1) for kind in (TiledSplitting, Splitting))
     assert tiled.splits(8, 8, 8192, 8 * 128)[:2] == plain.splits(8, 16, 8192, 8 * 128)[:2]
     assert tiled.splits(8, 8, 8192, 8 * 64) == plain.splits(8, 8, 8192, 8 * 64)

@@ -209,7 +209,7 @@ def test_a_length_past_the_table_is_told() -> None:
 
 
 def test_pages_of_few_keys_are_gathered() -> None:
-    """By PyTorch operations."""
+    """PyTorch operations compute such calls."""
     d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=1))
     attn = fa4flex.compile(mask=causal, scale=SCALE)
     with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
