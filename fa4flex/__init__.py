@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fa4flex.merging import merge
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.kv_scales import KVScales
+    from fa4flex.primitives.latent import Latent, LatentFormat
     from fa4flex.primitives.mask import Mask, as_mask
     from fa4flex.primitives.normalizer import Normalizer
     from fa4flex.primitives.output import OutputMod, as_output
@@ -68,6 +69,7 @@ _HOME = {
     "Descales": "fa4flex.quantization.descales",
     "Dropout": "fa4flex.primitives.dropout",
     "KVScales": "fa4flex.primitives.kv_scales",
+    **dict.fromkeys(("Latent", "LatentFormat"), "fa4flex.primitives.latent"),
     "Normalizer": "fa4flex.primitives.normalizer",
     **dict.fromkeys(("OutputMod", "as_output"), "fa4flex.primitives.output"),
     "Paging": "fa4flex.primitives.paging",
@@ -91,11 +93,11 @@ _HOME = {
 
 __all__ = [
     "Attention", "Aux", "BlockMap", "Descales", "Dropout", "Fa4flexError", "InputError", "KVScales",
-    "Mask", "Normalizer", "OutputMod", "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule",
-    "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append", "as_mask", "as_output",
-    "as_score", "attention", "compile", "flex_attention", "key_mass", "merge", "nn", "parallel",
-    "patch_sdpa", "probabilities", "quantize", "reference", "register_op", "synchronize", "trees",
-    "variants",
+    "Latent", "LatentFormat", "Mask", "Normalizer", "OutputMod", "Paging", "Precision", "QKNorm",
+    "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
+    "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention", "key_mass",
+    "merge", "nn", "parallel", "patch_sdpa", "probabilities", "quantize", "reference", "register_op",
+    "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

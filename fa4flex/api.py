@@ -19,6 +19,7 @@ from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -82,7 +83,7 @@ class Attention:
     def __call__(
         self,
         q: Tensor | Quantized,
-        k: Tensor | None = None,
+        k: Tensor | Latent | None = None,
         v: Tensor | None = None,
         *,
         varlen: Varlen | None = None,
@@ -103,7 +104,8 @@ class Attention:
         [pages, page_size, Hk or Hv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
         k * kv_scales.k and v * kv_scales.v, or for themselves without scales. Nested tensors of layout
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
-        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for.
+        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for. In place of k
+        and v, a fa4flex.Latent: rows of multi-head latent attention.
 
         blocks, scale, sinks [Hq] and dropout override those of `compile` for this call: dropout=0.0 drops
         nothing.
@@ -326,7 +328,7 @@ def compile(
 
 def attention(
     q: Tensor | Quantized,
-    k: Tensor | None = None,
+    k: Tensor | Latent | None = None,
     v: Tensor | None = None,
     *,
     varlen: Varlen | None = None,

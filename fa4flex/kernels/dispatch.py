@@ -23,6 +23,10 @@ def _always(problem: Problem, sizes: Sizes) -> bool:
     return True
 
 
+def _latent(problem: Problem, sizes: Sizes) -> bool:
+    return problem.keys.latent
+
+
 def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.keys.loaded
 
@@ -52,6 +56,7 @@ class Unloaded(NamedTuple):
 Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
+    Unloaded("forward", "sm90", "mla_decode_sm90", "MLA_DECODE_SM90", _latent),
     Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_rows),
     Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_rows),
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
@@ -90,7 +95,7 @@ def accepting(direction: Direction, problem: Problem, target: Target, sizes: Siz
     """The first pipeline that accepts the problem. None where it does not apply output functions and there is
     one: a launch after it does, rather than a kernel that suits the call less."""
     for pipeline in _candidates(direction, problem, target, sizes):
-        reads = pipeline.kv_dtype == problem.keys.dtype
+        reads = pipeline.kv_dtype == problem.keys.dtype and pipeline.latent == problem.keys.latent
         writes = pipeline.writes_float32 or not problem.wide_output
         drops = (pipeline.drops and problem.weights == "softmax") or not problem.dropout
         weighs = problem.weights in pipeline.weights

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.products import GIVEN, KEYS, OF_KEYS, OF_VALUES, VALUES, check_format
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.arrangement import Arrangement, repeated
@@ -188,6 +189,7 @@ def _refuse_transforms(*tensors: Tensor) -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, place: Arrangement) -> None:
+    refuse_latent("k", k)
     check_strided(q, k, v)
     check_shapes(q, k, v, place)
     if not all(x.dtype in (torch.bfloat16, torch.float16, torch.float32) for x in (q, k, v)):

@@ -213,8 +213,9 @@ def run(variant: Variant, q: Tensor, kv: KeySource, varlen: Varlen | None, stati
     kv.check(q, varlen, variant)
     if isinstance(kv, Paged):
         refuse_map(variant, "pages")
-        # Gradients, and tensors that are shared out, go by the operator that has rules for them.
-        if not torch.is_grad_enabled() and type(q) is Tensor:
+        # Gradients, and tensors that are shared out, go by the operator that has rules for them; copies of
+        # latent rows by that of contiguous keys, which sees that values lie in them.
+        if type(kv) is Paged and not torch.is_grad_enabled() and type(q) is Tensor:
             return _in_pages(variant, q, kv, varlen, statistics)
     copy = kv.copied(q, varlen, variant, kernels=launch.by_kernels(variant, q), eager=False)
     if copy is not None:

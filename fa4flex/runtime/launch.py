@@ -294,9 +294,10 @@ def _by_kernels(
         try:
             ready = engine.made(call) if contiguous else in_place.made(engine, call)
         except UnsupportedError:
-            if engine.facts.output is None and engine.facts.kept is None and engine.facts.softmax:
+            needed = engine.facts.output is None and engine.facts.kept is None and engine.facts.softmax
+            if needed and not call.latent:
                 raise
-            # Its function is applied after it; dropout and other weights are computed blockwise.
+            # Its function is applied after it; dropout, other weights and latent rows are computed blockwise.
             ready = None
             engine.keep(call, None)
     elif blocks is not None:

@@ -426,7 +426,7 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             gpu.target_named(arch)
         blockwise = ["computed tile by tile in PyTorch operations on the device: exact, and slow"]
         said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
-        return said + blockwise * (not program.facts.softmax)
+        return said + blockwise * (not program.facts.softmax or bool(problem.get("latent")))
     if "direction" in problem:
         return lines
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}

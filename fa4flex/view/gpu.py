@@ -244,20 +244,24 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     )
 
 
-_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales"
+_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent"
 _OF_CODES = "qk", "pv", "promote"
 
 
 def _keys(changes: dict[str, Any], lengths: str) -> Keys:
     """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize."""
-    from fa4flex.kernels.plan.keys import CONTIGUOUS, Codes, eight_bit, in_pages, of_codes
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, Codes, LatentKeys, eight_bit, in_pages, of_codes
 
-    given = {name: changes.pop(name) for name in _OF_CODES if name in changes}
-    if given:
-        qk, pv = (_FORMATS.get(x, x) for x in (given.get("qk", "int8"), given.get("pv", "float8_e4m3")))
-        offset, promote = pv == _FORMATS["float8_e4m3"], given.get("promote", True)
+    codes = {name: changes.pop(name) for name in _OF_CODES if name in changes}
+    if codes:
+        qk, pv = (_FORMATS.get(x, x) for x in (codes.get("qk", "int8"), codes.get("pv", "float8_e4m3")))
+        offset, promote = pv == _FORMATS["float8_e4m3"], codes.get("promote", True)
         return of_codes(Codes(qk, pv, True, offset, lengths == "packed", promote))
-    rows, dtype, *scales = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    given = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    rows, dtype, *scales, latent = given
+    if latent:
+        pages = in_pages(rows)
+        return LatentKeys(pages.loader, rows, pages.rows) if rows else LatentKeys()
     if dtype:
         return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS

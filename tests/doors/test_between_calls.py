@@ -129,9 +129,16 @@ def of_eight_bits() -> Step:
     return Step((Q, k, v), {"kv_scales": scales}, (Q, k.double() * by_head[0], v.double() * by_head[1]))
 
 
+def latent() -> Step:
+    """Rows whose first 12 columns are the values, one head for all queries."""
+    rows = K[:, :1]
+    given = fa4flex.Latent(rows.transpose(1, 2), 12, 4)
+    return Step((Q, given, None), {"scale": 0.3}, (Q, rows, rows[..., :12]))  # type: ignore[arg-type]
+
+
 CALLS: dict[str, Callable[[], list[Step]]] = {
     "q": lambda: [Step((2 * Q, K, V)), Step((Q.float(), K.float(), V.float()))],
-    "k": lambda: [Step((Q, -K, V)), Step((Q, K[:, :1], V[:, :1]))],
+    "k": lambda: [Step((Q, -K, V)), Step((Q, K[:, :1], V[:, :1])), latent()],
     "v": lambda: [Step((Q, K, 3 * V)), Step((Q, K, V[..., :8]))],
     "varlen": lambda: [padded()],
     "paging": lambda: [paged()],
@@ -198,7 +205,8 @@ def fits(name: str, others: dict[str, Any], step: Step) -> bool:
 
 def turned(variant: Variant, step: Step) -> Tensors:
     q, k, v = step.qkv
-    return (q, k, v) if variant.layout == "bhsd" else tuple(x.transpose(1, 2) for x in step.qkv)  # type: ignore[return-value]
+    turn = (lambda x: x.transpose(1, 2) if isinstance(x, Tensor) else x) if variant.layout == "bshd" else None
+    return (q, k, v) if turn is None else tuple(map(turn, step.qkv))  # type: ignore[return-value]
 
 
 # --- every field, every parameter -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.kernels.plan.looks import Array, Columns, Dimension, Given, Look, Scales
@@ -81,6 +81,9 @@ class Keys:
     v_scales: Scaling = ""
     codes: Codes | None = None
 
+    latent: ClassVar[bool] = False
+    """True if values are the first columns of keys."""
+
     @property
     def loaded(self) -> bool:
         """True if a loader finds keys."""
@@ -95,6 +98,13 @@ class Keys:
     def bare(self) -> Keys:
         """The same as far as kernels that read no keys know of it."""
         return Keys(self.loader and PAGES, int(self.loaded))
+
+
+@dataclass(frozen=True)
+class LatentKeys(Keys):
+    """Rows of which values are the first columns: a tile of keys in shared memory is one of values, too."""
+
+    latent: ClassVar[bool] = True
 
 
 CONTIGUOUS = Keys()

@@ -166,6 +166,7 @@ class Pipeline:
     applies_output  whether its kernel has the hook `output`
     drops        whether its kernel has the hook `dropout`, which is of the softmax's weights
     weights      those that its kernel makes of scores
+    latent       whether its kernel reads latent rows once, as keys and values, and no others
     """
 
     name: str
@@ -181,3 +182,4 @@ class Pipeline:
     applies_output: bool = False
     drops: bool = False
     weights: tuple[Weights, ...] = ("softmax",)
+    latent: bool = False

@@ -22,6 +22,9 @@ STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
+WIDEST_LATENT = 576
+"""The widest latent row, whose values two warpgroups share out."""
+
 MMA_K = 16
 """Columns of 16 bits of its operands that one instruction of a product takes; of 8 bits, twice as many."""
 
@@ -113,7 +116,7 @@ class Problem:
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self.keys, name), get_args(Scaling))
         for name in ("head_dim", "head_dim_v"):
-            _require_width(name, getattr(self, name))
+            _require_width(name, getattr(self, name), WIDEST_LATENT if self.keys.latent else WIDEST)
         _require_one_of("lengths", self.lengths, get_args(Lengths))
         _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
@@ -236,7 +239,7 @@ class Problem:
 
     def _of_loader(self) -> list[str]:
         if not self.keys.loaded:
-            return []
+            return ["latent rows"] * self.keys.latent
         if self.keys.loader == PAGES:
             return [f"pages of {self.keys.together} keys or a multiple"]
         return [f"keys found by {self.keys.loader.partition(':')[2]}"]
@@ -270,15 +273,15 @@ def _require_dtype(name: str, dtype: object, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _require_width(name: str, width: object) -> None:
+def _require_width(name: str, width: object, widest: int = WIDEST) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width <= 0:
         raise InputError(f"{name}={width!r}", "a positive int", "pass the last dimension of the tensor")
     scale = f", and keep the scale: scale={width} ** -0.5" if name == "head_dim" else ", and cut the output"
     padding = "q and k with zeros" if name == "head_dim" else "v with zeros"
-    if width > WIDEST:
+    if width > widest:
         raise UnsupportedError(
             f"{name}={width}: one matrix instruction makes at most {WIDEST} columns",
-            f"at most {WIDEST}",
+            f"at most {widest}",
             "use narrower heads, or run this one on a CPU or with torch's flex_attention",
         )
     if width % 8:
