@@ -22,7 +22,7 @@ from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
 from fa4flex.torch_internals import function_modes, is_tracing
-from fa4flex.variant import Variant, query_heads, resolved
+from fa4flex.variant import Variant, changed, query_heads, resolved
 
 
 def run(
@@ -42,6 +42,8 @@ def run(
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
     if statistics and statistics != LSE:
         check_beside(variant, statistics)
+    if variant.blocks is not None and isinstance(qkv[0], Tensor):
+        variant = in_pairs(variant, qkv[0], varlen, paging)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:
@@ -54,6 +56,24 @@ def run(
         return graphs.run(variant, q, source_of(k, v, paging, scales), varlen, statistics)
     eager = _beside_modes if function_modes() else _run
     return eager(variant, caller, qkv, varlen, paging, statistics, scales)
+
+
+def in_pairs(variant: Variant, q: Tensor, varlen: Varlen | None, paging: Paging | None) -> Variant:
+    """The variant of a call whose sequences have lengths of their own and are packed or paged: its map is a
+    mask over their indices. Others keep their map."""
+    packed = isinstance(varlen, Varlen) and varlen.packed
+    if variant.blocks is None or not (packed or isinstance(paging, Paging)):
+        return variant
+    from fa4flex.primitives.ragged_maps import ragged
+
+    try:
+        q_len = 0 if packed or q.ndim != 4 else q.shape[2 if variant.layout == "bhsd" else 1]
+        sizes = query_heads(variant, q), q_len
+        mask = ragged(variant.blocks, variant.mask, (varlen, paging), sizes)
+        return changed(variant, mask=mask, blocks=None)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
 
 
 def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:

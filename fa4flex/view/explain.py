@@ -115,7 +115,8 @@ def _composition(program: Program) -> list[str]:
         lines.append(f"normalizer  {variant.normalizer!r}: {_normalizer(variant.normalizer)}")
     if variant.blocks is not None:
         lines.append(
-            f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
+            f"blocks      {variant.blocks!r}: a full block is allowed whatever the mask says, an empty one "
+            "allows nothing"
         )
     if variant.sinks is not None:
         lines.append(
