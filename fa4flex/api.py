@@ -183,6 +183,7 @@ class Attention:
 
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
+        variant = calls.in_pairs(variant, q, varlen, None)
         return skipped(variant, self._caller, (q, k, v), varlen)
 
     def _at_call(
