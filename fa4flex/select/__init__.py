@@ -11,8 +11,10 @@ scores, not selections.
 
 from fa4flex.primitives.lists import Lists
 from fa4flex.select.choose import mass, threshold, topk
+from fa4flex.select.lines import lines
+from fa4flex.select.orders import tile_order
 from fa4flex.select.pooling import Pooled, pool
 from fa4flex.select.scores import Scores
 from fa4flex.select.scoring import score
 
-__all__ = ["Lists", "Pooled", "Scores", "mass", "pool", "score", "threshold", "topk"]
+__all__ = ["Lists", "Pooled", "Scores", "lines", "mass", "pool", "score", "threshold", "tile_order", "topk"]

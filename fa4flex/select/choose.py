@@ -135,7 +135,7 @@ def mass(
 
 
 class _Chosen(NamedTuple):
-    """What a selection starts from.
+    """Units that a selection may choose from.
 
     open    bool [B, H, R, C]: units that may be selected for their scores
     forced  bool: units that are selected whatever these are

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fa4flex.primitives.mask import MaskMod, mask_family
 from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
-from fa4flex.variants._common import BOOL, aligned, table, whole
+from fa4flex.variants._common import BOOL, aligned, table
 
 
 @mask_family
 def vertical_slash(columns: Tensor, slashes: Tensor) -> MaskMod:
     """columns: bool [H, kv_len], keys that all later queries see; slashes: bool [H, kv_len], distances at
-    which all queries see a key; H may be 1. Aligned bottom-right. `lines_of` chooses both.
+    which all queries see a key; H may be 1. Aligned bottom-right. `fa4flex.select.lines` chooses both.
 
     Raises InputError.
     """
@@ -35,28 +35,6 @@ def vertical_slash(columns: Tensor, slashes: Tensor) -> MaskMod:
         return (away >= 0) & (on_column | on_slash)
 
     return mod
-
-
-def lines_of(q: Tensor, k: Tensor, vertical: int, slash: int, last: int = 64) -> tuple[Tensor, Tensor]:
-    """Columns and slashes with the most probability of the last `last` queries, bool [H, kv_len] each, of one
-    sequence q [1, Hq, Sq, D], k [1, Hk, Skv, D]. No wait for a device."""
-    for name, value in (("vertical", vertical), ("slash", slash), ("last", last)):
-        whole("lines_of", name, value)
-    kv_len = k.shape[2]
-    tail = q[0, :, -last:].float() if q.dtype != torch.float64 else q[0, :, -last:]
-    keys = k[0].to(tail.dtype).repeat_interleave(q.shape[1] // k.shape[1], 0)
-    rows, places = tail.shape[1], torch.arange(kv_len, device=q.device)
-    away = torch.arange(kv_len - rows, kv_len, device=q.device).unsqueeze(1) - places
-    scores = tail @ keys.transpose(1, 2) * q.shape[3] ** -0.5
-    weights = scores.masked_fill(away < 0, -torch.inf).softmax(-1)
-    by_distance = torch.zeros_like(weights[:, 0])
-    by_distance.scatter_add_(1, away.clamp(min=0).expand_as(weights).flatten(1), weights.flatten(1))
-    return _largest(weights.sum(1), vertical), _largest(by_distance, slash)
-
-
-def _largest(x: Tensor, count: int) -> Tensor:
-    best = x.topk(min(count, x.shape[1]), 1).indices
-    return torch.zeros_like(x, dtype=torch.bool).scatter(1, best, True)
 
 
 def definition(q: int, kv: int, columns: list[int], slashes: list[int], q_len: int, kv_len: int) -> bool:

@@ -8,44 +8,25 @@ section 2.
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
-from fa4flex.errors import InputError
 from fa4flex.primitives.lists import Lists
 from fa4flex.select import pool, score, topk
 from fa4flex.variants._cases import Case, Drawn, Sizes, masked, show, tokens
 from fa4flex.variants._common import whole
 
-Shape = tuple[int, ...]
-
 
 def video_blocks(q: Tensor, k: Tensor, cube: int = 64, top: int = 32) -> Lists:
     """Lists for q and k [B, H, S, D] whose tokens are in cube order: blocks=video_blocks(q, k), no mask.
 
-    cube  tokens of a cube, 64 of 4 x 4 x 4; `cube_order` says how to put tokens in that order. Each query
+    cube  tokens of a cube, 64 of 4 x 4 x 4; `fa4flex.select.tile_order` says how to put tokens
+          in that order. Each query
           head chooses for itself, among all cubes: attention is bidirectional.
 
     Raises InputError.
     """
     cube, top = whole("video_blocks", "cube", cube), whole("video_blocks", "top", top)
     return topk(score(pool(q, cube), pool(k, cube)), top)
-
-
-def cube_order(canvas: Shape, cube: Shape, device: torch.device | str = "cpu") -> Tensor:
-    """Tokens of a row-major canvas (time, height, width) cube after cube: x[:, :, cube_order(...)] is in cube
-    order, and order.argsort() puts it back. Raises InputError for cubes that do not divide the canvas."""
-    if len(canvas) != len(cube) or any(size % side for size, side in zip(canvas, cube, strict=True)):
-        raise InputError(
-            f"cube_order({canvas}, {cube})", "cubes that divide the canvas along each axis", "pad the canvas"
-        )
-    places = torch.arange(math.prod(canvas), device=device)
-    counts = [n for size, side in zip(canvas, cube, strict=True) for n in (size // side, side)]
-    axes = len(canvas)
-    order = (*range(0, 2 * axes, 2), *range(1, 2 * axes, 2))
-    return places.view(counts).permute(order).flatten()
 
 
 def definition(q: list[list[float]], k: list[list[float]], cube: int, top: int) -> list[set[int]]:

@@ -283,6 +283,29 @@ def test_one_graph_selects_anew() -> None:
         torch.testing.assert_close(run(*qkv), fa4flex.attention(*qkv, mask=causal, blocks=chosen))
 
 
+def test_vertical_and_slash_lines() -> None:
+    q, k = torch.randn(1, 2, 9, 4, dtype=torch.float64), torch.randn(1, 1, 12, 4, dtype=torch.float64)
+    columns, slashes = select.lines(q, k, 3, 2, last=5)
+    for h in range(2):
+        by_key, by_distance = [0.0] * 12, [0.0] * 12
+        for row in range(4, 9):
+            position = row + 3
+            weights = [math.exp(float(q[0, h, row] @ k[0, 0, kv]) / 2) for kv in range(position + 1)]
+            for kv, weight in enumerate(weights):
+                by_key[kv] += weight / sum(weights)
+                by_distance[position - kv] += weight / sum(weights)
+        assert columns[h].nonzero().flatten().tolist() == by_a_stable_sort(by_key, 3, set())
+        assert slashes[h].nonzero().flatten().tolist() == by_a_stable_sort(by_distance, 2, set())
+    assert not select.lines(q, k[:, :, :2], 1, 1)[0].isnan().any()
+
+
+def test_tokens_in_tiles() -> None:
+    order = select.tile_order((2, 4, 6), (1, 2, 3)).tolist()
+    places = [(t, y, x) for t in range(2) for y in range(4) for x in range(6)]
+    want = sorted(range(48), key=lambda at: (tuple(n // m for n, m in zip(places[at], (1, 2, 3))), at))
+    assert order == want
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 X = torch.randn(1, 2, 8, 4)
@@ -307,6 +330,9 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: topk(S, 1, own=-1), "own=-1"),
     (lambda: mass(S, 1.5), "share=1.5"),
     (lambda: topk(S, 1, within=X), "within=torch.float32"),
+    (lambda: select.tile_order((4, 6), (3, 3)), "tiles that divide"),
+    (lambda: select.lines(X.expand(2, 2, 8, 4), X, 1, 1), r"lines of q \[2, 2, 8, 4\]"),
+    (lambda: select.lines(X, X, 0, 1), "vertical=0"),
 ]
 
 

@@ -20,7 +20,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.trees",
+    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.select",
+    "fa4flex.trees",
     "ptxsim",
     "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.torch",
     "fa4flex.integrations.layers",
