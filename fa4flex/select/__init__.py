@@ -9,7 +9,6 @@ selection is a value: several layers may use one, and `within=` selects inside a
 scores, not selections.
 """
 
-from fa4flex.primitives.lists import Lists
 from fa4flex.select.choose import mass, threshold, topk
 from fa4flex.select.lines import lines
 from fa4flex.select.orders import tile_order
@@ -17,4 +16,4 @@ from fa4flex.select.pooling import Pooled, pool
 from fa4flex.select.scores import Scores
 from fa4flex.select.scoring import score
 
-__all__ = ["Lists", "Pooled", "Scores", "lines", "mass", "pool", "score", "threshold", "tile_order", "topk"]
+__all__ = ["Pooled", "Scores", "lines", "mass", "pool", "score", "threshold", "tile_order", "topk"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import MaskMod, mask_family
-from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, show
+from fa4flex.variants._cases import Case, Drawn, Picture, Sizes, masked, masked_by_batch, show
 from fa4flex.variants._common import INTEGERS, table
 
 Interval = tuple[Any, Any]
@@ -91,7 +91,19 @@ def _two_intervals(s: Sizes) -> Drawn:
     return masked(s, mask, definition, list(map(list, zip(lower, upper, strict=True))))
 
 
-CASES = (Case(_ends_of_documents), Case(_two_intervals, compiled=False))
+def _by_head(s: Sizes) -> Drawn:
+    """Queries before a key's own end, and few after its start, of each entry of the batch."""
+    first = torch.randint(0, s.q_len + 1, (s.batch, 1, s.kv_len), dtype=torch.int32)
+    last = torch.randint(0, s.q_len + 1, (s.batch, 1, s.kv_len), dtype=torch.int32)
+    mask = flashmask(first.expand(-1, s.heads, -1), upper_end=last.expand(-1, s.heads, -1))
+
+    def allowed(b: int, q: int, kv: int) -> bool:
+        return int(last[b, 0, kv]) <= q < int(first[b, 0, kv])
+
+    return masked_by_batch(s, mask, allowed)
+
+
+CASES = (Case(_ends_of_documents), Case(_two_intervals, compiled=False), Case(_by_head, compiled=False))
 PICTURE = Picture("causal & flashmask((torch.arange(128) // 43 + 1) * 43)")
 
 

@@ -13,9 +13,9 @@ from helpers import close, leaf
 from torch import Tensor
 
 import fa4flex
-from fa4flex import reference, select
+from fa4flex import Lists, reference, select
 from fa4flex.errors import InputError
-from fa4flex.select import Lists, Scores, mass, pool, score, threshold, topk
+from fa4flex.select import Scores, mass, pool, score, threshold, topk
 from fa4flex.select import scoring as scoring_module
 from fa4flex.variants import causal
 

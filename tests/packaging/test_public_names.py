@@ -39,7 +39,7 @@ MADE_HERE = {
 """Classes whose objects functions return: how they are constructed is internal."""
 
 OWN_USE = {
-    "bind", "bounds", "check", "check_contents", "check_padded", "check_tokens", "check_used",
+    "bind", "bounds", "brought", "check", "check_contents", "check_padded", "check_tokens", "check_used",
     "checked", "combined_with", "compute_dtype", "context", "cu_k", "differentiable", "digest", "fits",
     "incoming", "now", "outgoing", "output_dtype", "parts", "prepared", "role", "spread", "src_data_rank",
     "together", "trace", "turned", "variant",
