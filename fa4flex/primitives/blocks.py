@@ -327,7 +327,15 @@ class BlockMap:
         lengths = self.q_len, self.kv_len
         classes, (q_len, kv_len), first = part_of(index, self.classes, self.block_size, lengths)
         self._check_part((q_len, kv_len), first)
-        return replace(self, classes=classes, q_len=q_len, kv_len=kv_len)
+        return self._of(classes, q_len, kv_len)
+
+    def _of(self, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
+        """A map of its kind with classes that were made of its own: nobody need look at them."""
+        made: BlockMap = object.__new__(type(self))
+        others = vars(trusted_map(classes, self.block_size, q_len, kv_len))
+        for name, value in {**vars(self), **others}.items():
+            object.__setattr__(made, name, value)
+        return made
 
     def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
         """Raise UnsupportedError where the part from `first` of these lengths would mean something else."""
@@ -341,8 +349,7 @@ class BlockMap:
         q_len = check_longer("q_len", self.q_len, self.q_len if q_len is None else q_len)
         kv_len = check_longer("kv_len", self.kv_len, self.kv_len if kv_len is None else kv_len)
         rows, columns = -(-q_len // self.block_size[0]), -(-kv_len // self.block_size[1])
-        classes = grown(self.classes, rows, columns, check_class(new))
-        return replace(self, classes=classes, q_len=q_len, kv_len=kv_len)
+        return self._of(grown(self.classes, rows, columns, check_class(new)), q_len, kv_len)
 
     def for_query_heads(self, heads: int) -> BlockMap:
         """The map of heads of keys as one of `heads` query heads, where groups of neighbours share it."""
@@ -353,7 +360,7 @@ class BlockMap:
                 f"a multiple of {own}",
                 "a map of heads of keys serves the query heads that share them",
             )
-        return replace(self, classes=self.classes.repeat_interleave(heads // own, 1))
+        return self._of(self.classes.repeat_interleave(heads // own, 1), self.q_len, self.kv_len)
 
     def lists(self, capacity: int | None = None) -> ListsOfKeys:
         """The blocks that are not empty as Lists, ascending; of each row the `capacity` lowest, by default

@@ -13,7 +13,7 @@ from helpers import close, leaf
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Lists, reference, select
+from fa4flex import Lists, reference, select, variants
 from fa4flex.errors import InputError
 from fa4flex.select import Scores, mass, pool, score, threshold, topk
 from fa4flex.select import scoring as scoring_module
@@ -267,6 +267,33 @@ def test_selections_of_key_heads_in_attention() -> None:
         mask = lambda b, h, q_idx, kv_idx, a=allowed: a[0, h, q_idx, kv_idx] & (kv_idx <= q_idx)  # noqa: E731
         assert close(out, reference.attention(q, k, v, None, mask)[0])
         assert not chosen.ids.requires_grad if isinstance(chosen, Lists) else True
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    """Tensors without contents have all that is asked for: shapes."""
+    q, k = torch.randn(1, 4, 128, 16, device="meta"), torch.randn(1, 2, 128, 16, device="meta")
+    bias = torch.randn(128, device="meta")
+    seen = lambda s, b, h, q_idx, kv_idx: torch.where(
+        kv_idx <= q_idx, torch.relu(s) + bias[kv_idx], -math.inf
+    )
+    scores = score(q, pool(k, 16), seen, over_heads=("max", 2), over_queries=("max", 8))
+    lists = topk(scores.causal(), 3, own=1, first=1)
+    assert (lists.ids.shape, lists.counts.shape) == ((1, 2, 16, 3), (1, 2, 16))
+    for blocks in (mass(scores, 0.5), threshold(scores, 0.0, within=lists), lists.map()):
+        assert blocks.classes.shape == (1, 2, 16, 8) and blocks.classes.device.type == "meta"
+        part = blocks.grown(kv_len=200)[:, [1], 2:4].for_query_heads(4)
+        assert part.classes.shape == (1, 4, 2, 13) and part.lists(5).ids.shape == (1, 4, 2, 5)
+    compressed = torch.randn(1, 2, 7, 16, device="meta")
+    chosen = (
+        (variants.moba(q, k, 16, 3).ids, (1, 4, 128, 3)),
+        (variants.quest(q, k, 16, 2).ids, (1, 4, 128, 2)),
+        (variants.nsa(q, compressed, 128, 4, 32, 32, 16).ids, (1, 2, 128, 4)),
+        (variants.xattention(q, k, 0.9, 32, 8).classes, (1, 4, 4, 4)),
+        (variants.video_blocks(q, k, 16, 2).ids, (1, 4, 8, 2)),
+        (select.lines(q, k, 3, 3)[0], (4, 128)),
+    )
+    for found, shape in chosen:
+        assert found.shape == shape and found.device.type == "meta"
 
 
 def test_one_graph_selects_anew() -> None:
