@@ -38,7 +38,7 @@ def definition(q: list[list[float]], k: list[list[float]], cube: int, top: int) 
 
     of_q, of_k = means(q), means(k)
     scores = [[sum(x * y for x, y in zip(a, b, strict=True)) for b in of_k] for a in of_q]
-    return [set(sorted(range(len(row)), key=lambda at, row=row: -row[at])[:top]) for row in scores]
+    return [set(sorted(range(len(row)), key=row.__getitem__, reverse=True)[:top]) for row in scores]
 
 
 def _chosen(s: Sizes) -> Drawn:

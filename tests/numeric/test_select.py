@@ -273,9 +273,10 @@ def test_nothing_is_read_on_the_host() -> None:
     """Tensors without contents have all that is asked for: shapes."""
     q, k = torch.randn(1, 4, 128, 16, device="meta"), torch.randn(1, 2, 128, 16, device="meta")
     bias = torch.randn(128, device="meta")
-    seen = lambda s, b, h, q_idx, kv_idx: torch.where(
-        kv_idx <= q_idx, torch.relu(s) + bias[kv_idx], -math.inf
-    )
+
+    def seen(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(kv_idx <= q_idx, torch.relu(s) + bias[kv_idx], -math.inf)
+
     scores = score(q, pool(k, 16), seen, over_heads=("max", 2), over_queries=("max", 8))
     lists = topk(scores.causal(), 3, own=1, first=1)
     assert (lists.ids.shape, lists.counts.shape) == ((1, 2, 16, 3), (1, 2, 16))
