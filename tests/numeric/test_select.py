@@ -239,6 +239,14 @@ def test_threshold_and_mass(number: int, seed: int) -> None:
         assert share == 1.0 or found == chosen | always
 
 
+def test_a_share_that_is_reached_exactly() -> None:
+    """Of four equal scores two hold a half, the lower ones; a share of 1 takes all that there are."""
+    scores = Scores(torch.tensor([[[[0.0, 0.0, -math.inf, 0.0, 0.0]]]]), 1, 1, 1, 5)
+    assert mass(scores, 0.5).classes.flatten().tolist() == [1, 1, 0, 0, 0]
+    assert mass(scores, 0.0).classes.flatten().tolist() == [1, 0, 0, 0, 0]
+    assert mass(scores, torch.tensor(1.0)).classes.flatten().tolist() == [1, 1, 0, 1, 1]
+
+
 def test_within_an_earlier_selection() -> None:
     values = torch.randn(1, 2, 6, 8)
     scores = Scores(values, 2, 4, 12, 32)
