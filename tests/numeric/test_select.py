@@ -240,7 +240,7 @@ def test_threshold_and_mass(number: int, seed: int) -> None:
 
 
 def test_a_share_that_is_reached_exactly() -> None:
-    """Of four equal scores two hold a half, the lower ones; a share of 1 takes all that there are."""
+    """Two of four equal scores hold a half, the lower ones; a share of 1 takes all that there are."""
     scores = Scores(torch.tensor([[[[0.0, 0.0, -math.inf, 0.0, 0.0]]]]), 1, 1, 1, 5)
     assert mass(scores, 0.5).classes.flatten().tolist() == [1, 1, 0, 0, 0]
     assert mass(scores, 0.0).classes.flatten().tolist() == [1, 0, 0, 0, 0]
