@@ -42,7 +42,7 @@ def run(
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
     if statistics and statistics != LSE:
         check_beside(variant, statistics)
-    if variant.blocks is not None and isinstance(qkv[0], Tensor):
+    if variant.blocks is not None and (varlen is not None or paging is not None):
         variant = in_pairs(variant, qkv[0], varlen, paging)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
@@ -62,7 +62,7 @@ def in_pairs(variant: Variant, q: Tensor, varlen: Varlen | None, paging: Paging 
     """The variant of a call whose sequences have lengths of their own and are packed or paged: its map is a
     mask over their indices. Others keep their map."""
     packed = isinstance(varlen, Varlen) and varlen.packed
-    if variant.blocks is None or not (packed or isinstance(paging, Paging)):
+    if variant.blocks is None or not (packed or isinstance(paging, Paging)) or not isinstance(q, Tensor):
         return variant
     from fa4flex.primitives.ragged_maps import ragged
 

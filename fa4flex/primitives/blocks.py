@@ -9,6 +9,7 @@ blocks are masked, too.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name  # an import within a method of a map would have no trace of it kept
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -261,8 +262,7 @@ class BlockMap:
         """The map of all packed tokens, [1, H or 1, R, C], as a mask over each sequence's own indices: for
         calls with Varlen(cu_seqlens_q, cu_seqlens_k). Given as `blocks=`, a map is over each sequence's own
         indices instead."""
-        from fa4flex.primitives.ragged_maps import packed
-
+        packed = resolve_name("fa4flex.primitives.ragged_maps:packed")
         return packed(self, cu_seqlens_q, cu_seqlens_k)
 
     def __and__(self, other: Any) -> Mask:
@@ -331,11 +331,8 @@ class BlockMap:
 
     def _of(self, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
         """A map of its kind with classes that were made of its own: nobody need look at them."""
-        made: BlockMap = object.__new__(type(self))
-        others = vars(trusted_map(classes, self.block_size, q_len, kv_len))
-        for name, value in {**vars(self), **others}.items():
-            object.__setattr__(made, name, value)
-        return made
+        trusted: BlockMap = resolve_name("fa4flex.primitives.lists:remade")(self, classes, q_len, kv_len)
+        return trusted
 
     def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
         """Raise UnsupportedError where the part from `first` of these lengths would mean something else."""
@@ -365,9 +362,7 @@ class BlockMap:
     def lists(self, capacity: int | None = None) -> ListsOfKeys:
         """The blocks that are not empty as Lists, ascending; of each row the `capacity` lowest, by default
         all. A mask beside lists decides in all of them, in full ones as well."""
-        from fa4flex.primitives.lists import lists_of
-
-        return lists_of(self, capacity)
+        return resolve_name("fa4flex.primitives.lists:lists_of")(self, capacity)
 
     def to_torch(self, mask: Mask | MaskMod | Family[Mask] | None = None, **context: int) -> BlockMask:
         """The map as torch's BlockMask; `mask` decides in partial blocks (None: they are allowed).
@@ -388,14 +383,10 @@ class BlockMap:
     def plot(self, b: int = 0, h: int | None = None) -> Figure:
         """A matplotlib Figure of the blocks of query head `h`, or of all heads (16 at most) side by side.
         Needs the extra `plot`."""
-        from fa4flex.view.block_map import figure
-
-        return figure(self, b, h)
+        return resolve_name("fa4flex.view.block_map:figure")(self, b, h)
 
     def _repr_html_(self) -> str:
-        from fa4flex.view.block_map import html
-
-        return html(self)
+        return resolve_name("fa4flex.view.block_map:html")(self)
 
     def __repr__(self) -> str:
         return f"BlockMap({show(self.classes)}, {self.block_size}, {self.q_len}, {self.kv_len})"

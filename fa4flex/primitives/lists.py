@@ -166,10 +166,19 @@ class ListedMap(BlockMap):
         return heads % int(self.classes.shape[1]) == 0
 
     def __repr__(self) -> str:
-        names = [name for name in ("tail", "window", "sinks") if getattr(self, name)]
-        more = "".join(f", {name}={getattr(self, name)}" for name in names)
+        numbers = {"tail": self.tail, "window": self.window, "sinks": self.sinks}
+        more = "".join(f", {name}={value}" for name, value in numbers.items() if value)
         size = f"{self.block_size}, {self.q_len}, {self.kv_len}"
         return f"ListedMap({show(self.classes)}, {size}{more})"
+
+
+def remade(blocks: BlockMap, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
+    """A map of the kind of `blocks` with classes that were made of its own: nobody need look at them."""
+    made: BlockMap = object.__new__(type(blocks))
+    others = vars(trusted_map(classes, blocks.block_size, q_len, kv_len))
+    for name, value in {**vars(blocks), **others}.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def listed_map(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pkgutil import resolve_name  # an import within a method of a mask would have no trace of it kept
 from typing import TYPE_CHECKING, Any
 
 from fa4flex.errors import InputError
@@ -59,9 +60,7 @@ class Mask(Mod):
     ) -> Figure:
         """A matplotlib Figure: every pair up to 512 tokens, tiles of `tile` (queries, keys) beyond, of batch
         entry `b` and query head `h`. Needs the extra `plot`."""
-        from fa4flex.view.mask import view_of
-
-        return view_of(self).plot(q_len, kv_len, tile, b, h)
+        return resolve_name("fa4flex.view.mask:view_of")(self).plot(q_len, kv_len, tile, b, h)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

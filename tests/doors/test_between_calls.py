@@ -150,7 +150,6 @@ CALLS: dict[str, Callable[[], list[Step]]] = {
             block_map(4, HEADS),
             torch_mask(),
             torch_mask(near),
-            lists(5),
             lists(6, HEADS, window=9, sinks=3, tail=1),
         )
     ],

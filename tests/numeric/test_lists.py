@@ -325,6 +325,15 @@ def test_second_passes_over_packed_maps() -> None:
     assert close(torch.einsum("hqk,khd->qhd", weights, v), out)
 
 
+def test_traces_of_maps_and_lists_are_kept() -> None:
+    """A call traces nothing that an earlier one has traced: no method of a map has an import of its own."""
+    classes = torch.randint(0, 3, (1, 1, 3, 3), dtype=torch.uint8)
+    lists = Lists(torch.randint(-1, 3, (1, 2, 3, 2)), kv_len=12, unit=4, queries=4, window=2)
+    blocks = BlockMap(classes, 4, 12, 12)
+    for mask in (blocks.mask(causal), lists.mask(causal), blocks.packed(cumulative([12])), causal & blocks):
+        assert fa4flex.compile(mask=mask).trace.reader is not None
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 IDS = torch.zeros(1, 1, 4, 2, dtype=torch.int32)
