@@ -23,7 +23,7 @@ from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
 from fa4flex.torch_internals import function_modes, is_tracing
-from fa4flex.variant import Variant, query_heads, resolved
+from fa4flex.variant import Variant, changed, query_heads, resolved
 
 
 def run(
@@ -43,6 +43,8 @@ def run(
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
     if variant.precision.coded:
         return _of_rounded(variant, caller, qkv, varlen, paging, statistics, scales)
+    if variant.blocks is not None and (varlen is not None or paging is not None):
+        variant = in_pairs(variant, qkv[0], varlen, paging)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:
@@ -63,6 +65,8 @@ def run_codes(
     """The results of `variant` for what codes stand for."""
     if variant.dropout is not None:
         variant = variant.seeded(codes.q.device)
+    if codes.varlen is not None:
+        variant = in_pairs(variant, codes.q, codes.varlen, None)
     try:
         quantized_calls.check_codes(variant, codes)
         results = quantized_kernels.attend(variant, codes, statistics)
@@ -95,6 +99,24 @@ def _of_rounded(
         error.add_note(f"in Attention({variant!r})")
         raise
     return run_codes(variant, caller, codes, statistics)
+
+
+def in_pairs(variant: Variant, q: Tensor, varlen: Varlen | None, paging: Paging | None) -> Variant:
+    """The variant of a call whose sequences have lengths of their own and are packed or paged: its map is a
+    mask over their indices. Others keep their map."""
+    packed = isinstance(varlen, Varlen) and varlen.packed
+    if variant.blocks is None or not (packed or isinstance(paging, Paging)) or not isinstance(q, Tensor):
+        return variant
+    from fa4flex.primitives.ragged_maps import ragged
+
+    try:
+        q_len = 0 if packed or q.ndim != 4 else q.shape[2 if variant.layout == "bhsd" else 1]
+        sizes = query_heads(variant, q), q_len
+        mask = ragged(variant.blocks, variant.mask, (varlen, paging), sizes)
+        return changed(variant, mask=mask, blocks=None)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
 
 
 def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:

@@ -28,6 +28,7 @@ from fa4flex.primitives.base import CONTEXT, FunctionMod, Mod, bound_keywords, k
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.latent import Latent
+from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.output import ModOutput, OutputMod
 from fa4flex.primitives.paging import Paging
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         *,
         varlen: Varlen | None = None,
         paging: Paging | None = None,
-        blocks: BlockMap | BlockMask | None = None,
+        blocks: BlockMap | BlockMask | Lists | None = None,
         scale: float | None = None,
         return_lse: bool = False,
         return_aux: Sequence[str] | None = None,

@@ -27,6 +27,7 @@ from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
 from fa4flex.view.sizes import Setting, setting
+from fa4flex.view.sparsity import in_words
 
 Section = tuple[str, Sequence[str]]
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
@@ -117,7 +118,8 @@ def _composition(program: Program) -> list[str]:
         lines.append(f"normalizer  {variant.normalizer!r}: {_normalizer(variant.normalizer)}")
     if variant.blocks is not None:
         lines.append(
-            f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
+            f"blocks      {variant.blocks!r}: a full block is allowed whatever the mask says, an empty one "
+            "allows nothing"
         )
     if variant.sinks is not None:
         lines.append(
@@ -215,6 +217,7 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     below = [
         *(f"({note})" for note in chosen.notes),
         tile_counts(tiles),
+        *([] if program.variant.blocks is None else [in_words(program, shape, tiles)]),
         *_decided(tiles.proof, reasons, names),
     ]
     return [*lines, *(f"  {line}" for line in below)]
@@ -225,7 +228,11 @@ def _block_map(blocks: BlockMap) -> str:
     (rows, keys), counts = blocks.block_size, blocks.counts
     listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
     lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
-    return f"a table for {lengths} alone, in blocks of {rows} x {keys}: {listed}"
+    beside = [
+        f"{name} {getattr(blocks, name)}" for name in ("tail", "window", "sinks") if getattr(blocks, name, 0)
+    ]
+    more = f"; every query sees besides: {', '.join(beside)}" if beside else ""
+    return f"a captured table for {lengths} alone, in blocks of {rows} x {keys}: {listed}{more}"
 
 
 def _sharing(program: Program, chosen: Setting) -> str:

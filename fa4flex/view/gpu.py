@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.analyze.tiles import TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.heads import Shares
 from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import Setting, setting
+from fa4flex.view.sparsity import in_words
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -167,11 +169,26 @@ class KernelView:
                 if problem.in_range
                 else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
             )
+        proved += self._sparsity()
         names = Names.of(self.shown)
         if self.problem.get("direction", "forward") == "forward" and self.program.output is not None:
             applied = "in its epilogue" if self.lowered.problem.output else "by a launch of its own after it"
             proved.append(f"output function: {applied}; with gradients, by a launch of its own")
         return [names.rename(line) for line in (*lines, *proved)]
+
+    def _sparsity(self) -> list[str]:
+        """Selected pairs of a block map, beside those in the tiles that this kernel computes for them."""
+        forward = self.problem.get("direction", "forward") == "forward"
+        tiles = self._tiles() if forward and self.program.variant.blocks is not None else None
+        if tiles is None:
+            return []
+        plan = self.lowered.plan
+        least = plan.bound(self._size()).seconds * 1e6
+        return [
+            f"sparsity: {in_words(self.program, self.shape, tiles)}",
+            f"  least time over the tiles that remain {least:.3g} us; candidates' times are those of all "
+            "tiles, as contents of a table are a call's",
+        ]
 
     def in_a_line(self) -> str:
         """The kernel of a pass other than forward, or why there is none."""
@@ -199,17 +216,22 @@ class KernelView:
     def _computed(self) -> tuple[float | None, float | None]:
         """Shares of the kernel's tiles that are computed, and of keys that these read; None where lengths of
         sequences, which are a call's, or tensors of other sizes decide."""
-        problem, plan = self.lowered.problem, self.lowered.plan
-        if problem.lengths != "dense":
-            return None, None
-        if problem.mask_form in ("none", "pairs"):
+        problem = self.lowered.problem
+        if problem.lengths == "dense" and problem.mask_form in ("none", "pairs"):
             return 1.0, 1.0
+        tiles = self._tiles()
+        return (None, None) if tiles is None else (max(tiles.density, NONE), tiles.used_columns)
+
+    def _tiles(self) -> TileMap | None:
+        """Tiles of the kernel; None where a call decides which are computed."""
+        plan = self.lowered.plan
+        if self.lowered.problem.lengths != "dense":
+            return None
         rows, keys = plan.tile
         try:
-            tiles = tiles_of(self.program, Setting(self.shape), (max(rows // plan.packed_heads, 1), keys))
+            return tiles_of(self.program, Setting(self.shape), (max(rows // plan.packed_heads, 1), keys))
         except Fa4flexError:
-            return None, None
-        return max(tiles.density, NONE), tiles.used_columns
+            return None
 
 
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:

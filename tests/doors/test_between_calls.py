@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import fa4flex
-from fa4flex import BlockMap, KVScales, Paging, Precision, Schedule, Varlen, reference
+from fa4flex import BlockMap, KVScales, Lists, Paging, Precision, Schedule, Varlen, reference
 from fa4flex.runtime.launch import Caller
 from fa4flex.variant import Variant, at_call, changed, compose
 from fa4flex.variants import softmax_plus
@@ -53,6 +53,13 @@ def block_map(seed: int, heads: int = 1) -> BlockMap:
     classes = torch.randint(0, 3, (1, heads, 4, 4), generator=torch.Generator().manual_seed(seed))
     classes[..., 0] = 2  # each query sees a key
     return BlockMap.from_dense(classes.to(torch.uint8), BLOCK)
+
+
+def lists(seed: int, heads: int = 1, **beside: int) -> Lists:
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, 8, (1, heads, 4, 3), generator=made)
+    ids[..., 0] = 0  # each query sees a key
+    return Lists(ids, kv_len=S, unit=8, queries=BLOCK, **beside)
 
 
 def torch_mask(mod: Callable[..., Any] = striped) -> BlockMask:
@@ -144,7 +151,14 @@ CALLS: dict[str, Callable[[], list[Step]]] = {
     "paging": lambda: [paged()],
     "kv_scales": lambda: [of_eight_bits()],
     "blocks": lambda: [
-        Step(QKV, {"blocks": x}) for x in (block_map(3), block_map(4, HEADS), torch_mask(), torch_mask(near))
+        Step(QKV, {"blocks": x})
+        for x in (
+            block_map(3),
+            block_map(4, HEADS),
+            torch_mask(),
+            torch_mask(near),
+            lists(6, HEADS, window=9, sinks=3, tail=1),
+        )
     ],
     "scale": lambda: [Step(QKV, {"scale": 0.75})],
     "sinks": lambda: [Step(QKV, {"sinks": SINKS})],
@@ -196,11 +210,6 @@ def plain(backend: str, others: dict[str, Any]) -> Step:
     """A call that brings nothing. Torch compiles kernels for CPUs in float32, which takes seconds each."""
     compiled = backend == "flex" and not others
     return Step((Q.float(), K.float(), V.float())) if compiled else PLAIN
-
-
-def fits(name: str, others: dict[str, Any], step: Step) -> bool:
-    """True for a call that is legal: maps are for one length, and not for pages."""
-    return not (step.dense is not None and "blocks" in others and step.dense[1].shape[2] != S)
 
 
 def turned(variant: Variant, step: Step) -> Tensors:
@@ -325,8 +334,6 @@ def test_what_a_call_brings_changes(door: str, backend: Any, name: str) -> None:
     for others in other_fields(name):
         variant = compose(**others, backend=backend)
         for step in CALLS[name]():
-            if not fits(name, others, step):
-                continue
             attn = DOORS[door](variant)
             for which in ORDER:
                 now = (PLAIN, step)[which]
