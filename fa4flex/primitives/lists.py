@@ -91,6 +91,15 @@ class Lists:
                     "leave counts out where -1 stands behind what is listed",
                 )
 
+    @classmethod
+    def of(cls, blocks: BlockMap, capacity: int | None = None) -> Lists:
+        """The blocks of a map that are not empty, ascending; of each row the `capacity` lowest, by default
+        all. A mask beside lists decides in all of them, in full ones as well."""
+        counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
+        rows, columns = blocks.block_size
+        more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}
+        return cls(ids, counts, kv_len=blocks.kv_len, q_len=blocks.q_len, unit=columns, queries=rows, **more)
+
     @property
     def capacity(self) -> int:
         """Entries of a row."""
@@ -237,14 +246,6 @@ class ListedMask(Mask):
 
     def __repr__(self) -> str:
         return f"{self.blocks!r}.mask({'' if self.inner is None else repr(self.inner)})"
-
-
-def lists_of(blocks: BlockMap, capacity: int | None = None) -> Lists:
-    """The blocks of a map that are not empty as Lists: see BlockMap.lists."""
-    counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
-    rows, columns = blocks.block_size
-    more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}
-    return Lists(ids, counts, kv_len=blocks.kv_len, q_len=blocks.q_len, unit=columns, queries=rows, **more)
 
 
 def mask_of_lists(value: Any) -> Mask | None:
