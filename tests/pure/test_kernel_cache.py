@@ -19,7 +19,7 @@ from fa4flex.compiler import compile as compile_module
 from fa4flex.compiler.compile import digest, kernel_key
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.arguments import SCHEMAS
-from fa4flex.kernels.plan.keys import PAGE_TABLE, PAGES, Keys, in_pages
+from fa4flex.kernels.plan.keys import PAGE_TABLE, PAGES, Codes, Keys, LatentKeys, in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.heads import Shares
 
@@ -145,7 +145,11 @@ PROBLEMS: dict[str, Any] = {
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "loader": PAGES, "together": 32, "rows": (PAGE_TABLE,), "dtype": "float8_e4m3fn", "k_scales": "head",
-    "v_scales": "token",
+    "v_scales": "token", "codes": Codes("int8", "bfloat16"),
+}  # fmt: skip
+CODES: dict[str, Any] = {
+    "qk": "float8_e4m3fn", "pv": "float8_e4m3fn", "biased": True, "offset": True, "packed": True,
+    "promote": False,
 }  # fmt: skip
 SIGNATURES: dict[str, Any] = {
     "heads_first": False, "scalars": ("int",), "unit_strides": (True,), "even_rows": (True,),
@@ -167,7 +171,15 @@ def test_every_field_is_part_of_the_key() -> None:
     assert KEYS.keys() == {field.name for field in fields(Keys)}
     for name, value in KEYS.items():
         source = replace(in_pages(1), **{name: value}) if name != "loader" else Keys(PAGES, 1)
-        keys.append(kernel_key("source", replace(problem, keys=source), signature, "sm_90a"))
+        dtype = problem.dtype if source.codes is None else source.codes.qk
+        keys.append(kernel_key("source", replace(problem, keys=source, dtype=dtype), signature, "sm_90a"))
+    keys.append(kernel_key("source", replace(problem, keys=LatentKeys()), signature, "sm_90a"))
+    codes = KEYS["codes"]
+    assert CODES.keys() == {field.name for field in fields(Codes)}
+    for name, value in CODES.items():
+        source = replace(in_pages(1), codes=replace(codes, **{name: value}))
+        of_codes = replace(problem, keys=source, dtype=source.codes.qk)  # type: ignore[union-attr]
+        keys.append(kernel_key("source", of_codes, signature, "sm_90a"))
     for name, value in SIGNATURES.items():
         keys.append(kernel_key("source", problem, replace(signature, **{name: value}), "sm_90a"))
     optional = {row.name for schema in SCHEMAS.values() for row in schema.rows if row.when is None}
