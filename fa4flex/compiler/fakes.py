@@ -147,9 +147,7 @@ class Fakes:
 
     def _written(self) -> tuple[Any, ...]:
         parts = 2 if self.packed else 3
-        return tuple(
-            [_in_pieces(x.dtype, x.rank if x.index else parts, x.pieces) for x in self.config.sums]
-        )
+        return tuple([_in_pieces(x.dtype, x.rank if x.index else parts, x.pieces) for x in self.config.sums])
 
     def _gradients(self) -> tuple[Any, ...]:
         """Rows of 16-bit ones may be written by the copy engine."""

@@ -17,7 +17,7 @@ def emit_output(facts: Facts, plan: Any) -> Source:
     """The module of a plan of an output function, which stands in place of the score in `facts`. Raises
     UnsupportedError where no device code can be written for it."""
     which = FUNCTION if plan.direction == "output" else GRADIENT
-    captions = Captions(which.word)
+    captions = Captions("launch of its own")
     return Source(captions.title, _Output(facts, plan, captions, {}, which).text())
 
 

@@ -135,7 +135,7 @@ class _Elementwise:
             length = Int64(arguments.seqused_q[low])
         q = Int64(token) - start
         valid = (q >= 0) & (q < length) & (Int64(token) < end)
-        return low, select_(valid, Int32(q), Int32(0)), Int32(length), valid
+        return low, Int32(select_(valid, Int32(q), Int32(0))), Int32(length), Boolean(valid)
 
     # --- elements ---------------------------------------------------------------------------------------
 

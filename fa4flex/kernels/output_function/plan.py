@@ -26,7 +26,7 @@ MOST_SUMS = 8
 
 @dataclass(frozen=True)
 class Table:
-    """A captured tensor. even: its address and all strides but the last, which is 1, are multiples of BYTES."""
+    """A captured tensor. even: its address and all strides but the last are multiples of BYTES, the last is 1."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -112,7 +112,8 @@ class OutputPlan:
 def accepts(facts: Facts, inputs: Inputs, needs: Sequence[int] | None = None) -> None:
     """Raise UnsupportedError for what PyTorch operations compute instead. needs: of backward passes, slots of
     captured tensors whose gradients are wanted; None for forward passes."""
-    if inputs.dtype not in get_args(Half):
+    problem = inputs.problem if inputs.dtype in get_args(Half) else None
+    if problem is None:
         raise _no_kernel(f"{inputs.dtype} outputs")
     if any(x.dtype == "float64" for x in inputs.operands):
         raise _no_kernel("captured tensors in float64")
@@ -154,7 +155,7 @@ def plan_output(
 
 def _no_kernel(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"an output function of {what} in a kernel of its own",
+        f"an output function with {what}",
         "what kernels of output functions take",
         "nothing: it is computed in PyTorch operations instead",
     )

@@ -1,7 +1,7 @@
 """Output functions and their gradients on a GPU: a launch each, for which the host reads no contents.
 
-What no kernel takes, PyTorch operations compute (runtime/output_values.py): kernels/output_function/plan.py says
-what that is, and explain() which of both it is.
+What no kernel takes, PyTorch operations compute (runtime/output_values.py): `accepts` of the plan says what that
+is, and explain() which of both it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fa4flex.runtime.programs import Published
 
 MOST = 256
-"""Looks of calls whose launches are kept, the youngest: a few for each shape that a program is called with."""
+"""Looks of calls whose launches are kept, the youngest: two for each shape that is trained with."""
 
 
 def forward(program: Published, call: OutputCall) -> Tensor | None:
@@ -84,14 +84,13 @@ def _ready(program: Published, call: OutputCall, needs: tuple[int, ...] | None) 
     try:
         result = _known.pop(key)
     except KeyError:
-        require_not_capturing()
         try:
             result = _made(program, call, needs)
         except UnsupportedError:
             result = None
     _known[key] = result
     while len(_known) > MOST:
-        _known.pop(next(iter(_known)))
+        _known.pop(next(iter(_known)), None)
     return result
 
 
@@ -110,6 +109,7 @@ def _made(program: Published, call: OutputCall, needs: tuple[int, ...] | None) -
     """Raises UnsupportedError for what no kernel takes, PastTheEnd for short captured tensors."""
     captured = program.captured_of(call.operands, call.scalars)
     plan = planned(program.facts, inputs_of(call), captured, target_of(call.out.device), needs, call.whole[2])
+    require_not_capturing()
     kernel = _compiled(program.facts, plan, program.kinds, call)
     return Ready(plan, kernel.launch, conversion(CapturedLook("tensors"), call.operands))
 
@@ -155,8 +155,12 @@ def inputs_of(call: OutputCall) -> Inputs:
         out.stride(heads) < out.stride(rows),
         call.positions is not None or first_head != 0,
         q_len,
-        tuple([Table(name_of(x.dtype), tuple(x.shape), _even(x)) for x in call.operands]),
+        tables_of(call.operands),
     )
+
+
+def tables_of(operands: Sequence[Tensor]) -> tuple[Table, ...]:
+    return tuple([Table(name_of(x.dtype), tuple(x.shape), _even(x)) for x in operands])
 
 
 def _even(x: Tensor) -> bool:
