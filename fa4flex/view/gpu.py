@@ -174,7 +174,7 @@ class KernelView:
         return [names.rename(line) for line in (*lines, *proved)]
 
     def _own_launches(self) -> str:
-        """What computes the output function where there are gradients."""
+        """The way in which the output function is computed where there are gradients."""
         from fa4flex.kernels.output_function.plan import Inputs as OutputInputs
         from fa4flex.runtime.cuda.output import planned, tables_of
 

@@ -412,7 +412,7 @@ def test_shapes_share_a_kernel(seed: int) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_operators(chip: str, seed: int) -> None:
-    """What torch.compile calls: the same operators, by the same launches."""
+    """Operators that torch.compile calls make the same launches."""
     given = drawn(CASES["chained"])
     leaves = [x.detach().requires_grad_() for x in (given.call.out, *given.call.operands)]
     call = given.call._replace(out=leaves[0], operands=tuple(leaves[1:]))

@@ -3,9 +3,10 @@
     y = f(x, b, h, q, d)                        reads x, writes y
     dx = dout * df/dx, dt = dout * df/dt        reads x and dout, writes dx and gradients of captured tensors
 
-Both are bound by memory. With N elements of 2 bytes and a gate of that shape and dtype, the forward pass moves
-6 N bytes (x, gate, y), the backward pass 10 N (x, dout, gate, dx, and the gate's gradient). A tensor of rows or
-heads adds 4 bytes per row at most. Nothing is added up in memory: gradients are the same run after run.
+Both are bound by memory. With N elements of 2 bytes and a gate of that shape and dtype, the forward pass
+moves 6 N bytes (x, gate, y), the backward pass 10 N (x, dout, gate, dx, and the gate's gradient). A tensor of
+rows adds a number or two per row; sums over rows add 8 bytes per row, which a second launch reads. Nothing is
+added up in memory: gradients are the same run after run.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _Backward: Any = named("OutputBackwardArguments", OUTPUT_BACKWARD.read_by("kerne
 
 
 class OutputArguments(_Arguments):
-    """x, y [B, S, H, D], or packed [T, H, D]; any strides whose last is 1. cu_seqlens_q [B + 1], seqused_q [B],
-    positions [S], the q_idx of each row: int32 or int64, or None. q_len, first_head, num_heads: what the
-    function is told of the whole that these rows and heads are part of."""
+    """x, y [B, S, H, D], or packed [T, H, D]; any strides whose last is 1. cu_seqlens_q [B + 1],
+    seqused_q [B], positions [S], the q_idx of each row: int32 or int64, or None. q_len, first_head,
+    num_heads: what the function is told of the whole that these rows and heads are part of."""
 
 
 class OutputBackwardArguments(_Backward):
@@ -77,7 +78,7 @@ class Loaded(HeldTable):
 
 
 class _Elementwise:
-    """What both passes share."""
+    """Rows and elements of both passes."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config, self.hooks = config, hooks
@@ -212,6 +213,7 @@ class OutputFunction(_Elementwise):
         x = load(row.of(arguments.x), piece)
         pieces = self.read(arguments, row, piece)
         places = self.elements(self.at(arguments, row), pieces, piece * TOGETHER, x)
+        assert self.hooks.output is not None
         values = values_of(self.hooks.output, places)
         y = cute.make_rmem_tensor((TOGETHER,), x.element_type)
         for e in range_constexpr(TOGETHER):

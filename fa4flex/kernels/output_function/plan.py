@@ -26,7 +26,7 @@ MOST_SUMS = 8
 
 @dataclass(frozen=True)
 class Table:
-    """A captured tensor. even: its address and all strides but the last are multiples of BYTES, the last is 1."""
+    """A captured tensor. even: its last stride is 1, its address and the others are multiples of BYTES."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Finish:
-    """What becomes of a gradient that a launch writes.
+    """Steps from what a launch writes to a gradient.
 
     whole   the launch writes all of it: memory may hold anything before
     summed  of parts, the dimensions that are added up, by names; the others are those of the tensor's `index`
@@ -177,7 +177,7 @@ def _piecewise(facts: Facts, inputs: Inputs) -> tuple[Piecewise, ...]:
 
 
 def _sum_of(facts: Facts, inputs: Inputs, slot: int) -> tuple[Sum, Finish]:
-    """How the gradient of a captured tensor is made. Raises UnsupportedError where elements are read in
+    """The way to the gradient of a captured tensor. Raises UnsupportedError where elements are read in
     several places, or by some elements of the output that are not whole rows."""
     table, terms = inputs.operands[slot], facts.gradient.of_slots([slot])
     index = _index(terms)

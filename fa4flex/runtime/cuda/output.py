@@ -1,7 +1,7 @@
 """Output functions and their gradients on a GPU: a launch each, for which the host reads no contents.
 
-What no kernel takes, PyTorch operations compute (runtime/output_values.py): `accepts` of the plan says what that
-is, and explain() which of both it is.
+What no kernel takes, PyTorch operations compute (runtime/output_values.py): `accepts` of the plan says what
+that is, and explain() which of both it is.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _compiled(facts: Facts, plan: OutputPlan, kinds: tuple[str, ...], call: Outp
 
 
 def inputs_of(call: OutputCall) -> Inputs:
-    """What decides the plan of a call."""
+    """Facts of a call that decide its plan."""
     out, (q_len, first_head, _) = call.out, call.whole
     rows, heads = (0, 1) if call.packed else (2, 1) if call.heads_first else (1, 2)
     starts, used = call.lengths.cu_seqlens_q, call.lengths.seqused_q
