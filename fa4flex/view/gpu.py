@@ -183,6 +183,7 @@ class KernelView:
         captured, sizes = own.captured(), (shape.batch, shape.heads, shape.q_len)
         inputs = OutputInputs(
             problem.out_dtype,
+            str(own.variant.precision.compute_dtype(torch.bfloat16)).removeprefix("torch."),
             problem.head_dim_v,
             sizes,
             problem.lengths,

@@ -91,6 +91,8 @@ class Case:
     layout: str = "bhsd"
     kind: str = "dense"
     dtype: torch.dtype = torch.bfloat16
+    learned: bool = True
+    precision: Precision = Precision()
 
 
 _FULL = Case(element, lambda b, h, q, d: [(b, h, q, d)])
@@ -144,7 +146,7 @@ class Drawn:
 
     @property
     def needs(self) -> list[int]:
-        return list(range(len(self.tensors)))
+        return list(range(len(self.tensors))) if self.case.learned else []
 
     def by(self, forward: Any, backward: Any) -> list[Tensor]:
         return [forward(self.program, self.call), *backward(self.program, self.call, self.dout, self.needs)]
@@ -187,10 +189,10 @@ def drawn(case: Case) -> Drawn:
     sequences = list(zip(first, kept if case.kind != "dense" else [S] * count, strict=True))
     shapes = case.shapes(count, H, longest, case.width)
     dtypes = case.dtypes * (len(shapes) if len(case.dtypes) == 1 else 1)
-    tensors = [guarded(torch.randn(s).to(dtype)) for s, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [guarded((4 * torch.randn(s)).to(dtype)) for s, dtype in zip(shapes, dtypes, strict=True)]
     bound = bind_output(as_output(case.make(*tensors)))
     out, dout = (guarded(torch.randn(*shape).to(case.dtype)) for _ in range(2))
-    program = program_of(bound, Precision())
+    program = program_of(bound, case.precision)
     operands = bound.trace.tensors(bound.bases)
     order = [next(i for i, x in enumerate(operands) if x is tensor) for tensor in tensors]
     assert order == sorted(order)
@@ -296,6 +298,11 @@ def summed(table: Tensor) -> Any:
     return lambda out, b, h, q_idx, d_idx: out * table[h, torch.arange(3)].sum()
 
 
+def counted(table: Tensor) -> Any:
+    """Numbers that 32 bits do not hold."""
+    return lambda out, b, h, q_idx, d_idx: out * ((table[h] + (1 << 40)) >> 40)
+
+
 def twice(table: Tensor) -> Any:
     return lambda out, b, h, q_idx, d_idx: out * table[h] + table[h % 2]
 
@@ -309,6 +316,10 @@ OTHERS = {
     "heads of 60": (replace(_FULL, width=60), False),
     "heads of 512": (replace(_FULL, width=512), False),
     "a float64 gate": (replace(_FULL, dtypes=(torch.float64,)), False),
+    "a table of numbers": (
+        Case(counted, lambda b, h, q, d: [(h,)], dtypes=(torch.int64,), learned=False), False,
+    ),
+    "arithmetic in float64": (replace(_FULL, precision=Precision("float64")), False),
     "batch entries of packed sequences": (
         Case(lambda t: lambda out, b, h, q, d: out * t[b], lambda b, h, q, d: [(b,)], kind="packed"), True,
     ),

@@ -20,6 +20,9 @@ from fa4flex.kernels.plan.target import Target
 MOST_ROWS = 1 << 30
 """Rows of all heads that 32-bit arithmetic counts."""
 
+ELEMENTS = ("bfloat16", "float16", "float32", "int8", "int16", "uint8", "uint16", "bool")
+"""Dtypes of captured tensors that arithmetic of 32 bits is exact for, whatever they hold."""
+
 MOST_SUMS = 8
 """Gradients of captured tensors that one launch makes: each takes registers of every thread."""
 
@@ -38,6 +41,7 @@ class Inputs:
     """Calls that one plan is for.
 
     dtype        of the output
+    compute      that the function is computed in
     width        channels of a head
     sizes        sequences, heads and rows of the tensors; packed, of all tokens
     lengths      "dense", "packed" or "used"
@@ -48,6 +52,7 @@ class Inputs:
     """
 
     dtype: str
+    compute: str
     width: int
     sizes: tuple[int, int, int]
     lengths: Lengths
@@ -115,8 +120,11 @@ def accepts(facts: Facts, inputs: Inputs, needs: Sequence[int] | None = None) ->
     problem = inputs.problem if inputs.dtype in get_args(Half) else None
     if problem is None:
         raise _no_kernel(f"{inputs.dtype} outputs")
-    if any(x.dtype == "float64" for x in inputs.operands):
-        raise _no_kernel("captured tensors in float64")
+    if inputs.compute != "float32":
+        raise _no_kernel(f"arithmetic in {inputs.compute}")
+    for x in inputs.operands:
+        if x.dtype not in ELEMENTS:
+            raise _no_kernel(f"captured tensors in {x.dtype}")
     if 0 in (*inputs.sizes, *(n for x in inputs.operands for n in x.shape)):
         raise _no_kernel("tensors without elements")
     if math.prod(inputs.sizes) >= MOST_ROWS:

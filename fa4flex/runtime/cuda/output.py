@@ -44,7 +44,7 @@ def forward(program: Published, call: OutputCall) -> Tensor | None:
     if ready is None:
         return None
     result = torch.empty_like(call.out)
-    ready.launch(_readable(call.out), result, *_arguments(ready, call))
+    ready.launch(_readable(call.out), result, *_arguments(ready, program, call))
     return result
 
 
@@ -56,7 +56,7 @@ def backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequence
     dx = torch.empty_like(call.out)
     sums = [_memory(call, slot, finish) for slot, finish in zip(needs, ready.plan.finishes, strict=True)]
     tensors = _readable(call.out), _readable(dout), dx
-    ready.launch(*tensors, *_arguments(ready, call), tuple(sums) or None)
+    ready.launch(*tensors, *_arguments(ready, program, call), tuple(sums) or None)
     done = zip(needs, sums, ready.plan.finishes, strict=True)
     return [dx, *(_finished(call.operands[slot], x, finish) for slot, x, finish in done)]
 
@@ -108,7 +108,9 @@ def _look(program: Published, call: OutputCall, needs: tuple[int, ...] | None) -
 def _made(program: Published, call: OutputCall, needs: tuple[int, ...] | None) -> Ready:
     """Raises UnsupportedError for what no kernel takes, PastTheEnd for short captured tensors."""
     captured = program.captured_of(call.operands, call.scalars)
-    plan = planned(program.facts, inputs_of(call), captured, target_of(call.out.device), needs, call.whole[2])
+    plan = planned(
+        program.facts, inputs_of(program, call), captured, target_of(call.out.device), needs, call.whole[2]
+    )
     require_not_capturing()
     kernel = _compiled(program.facts, plan, program.kinds, call)
     return Ready(plan, kernel.launch, conversion(CapturedLook("tensors"), call.operands))
@@ -141,7 +143,7 @@ def _compiled(facts: Facts, plan: OutputPlan, kinds: tuple[str, ...], call: Outp
     return compile_kernel(emit_output(facts, plan), plan.problem, signature, plan.target.name)
 
 
-def inputs_of(call: OutputCall) -> Inputs:
+def inputs_of(program: Published, call: OutputCall) -> Inputs:
     """Facts of a call that decide its plan."""
     out, (q_len, first_head, _) = call.out, call.whole
     rows, heads = (0, 1) if call.packed else (2, 1) if call.heads_first else (1, 2)
@@ -149,6 +151,7 @@ def inputs_of(call: OutputCall) -> Inputs:
     batch = out.shape[0] if starts is None else max(starts.shape[0] - 1, 0)
     return Inputs(
         name_of(out.dtype),
+        name_of(program.precision.compute_dtype(out.dtype)),
         out.shape[-1],
         (batch, out.shape[heads], out.shape[rows]),
         "packed" if call.packed else "dense" if used is None else "used",
@@ -173,13 +176,13 @@ def _readable(x: Tensor) -> Tensor:
     return x if tma_able(x) else compact(x)
 
 
-def _arguments(ready: Ready, call: OutputCall) -> tuple[object, ...]:
+def _arguments(ready: Ready, program: Published, call: OutputCall) -> tuple[object, ...]:
     """Arguments of a launch from cu_seqlens_q to num_heads (kernels/plan/arguments.py)."""
     operands = call.operands if ready.readable is None else ready.readable(call.operands)
-    lengths = call.lengths
+    lengths, scalars = call.lengths, program.captured_of((), call.scalars).scalars
     return (
         lengths.cu_seqlens_q, lengths.seqused_q, call.positions, tuple(operands) or None,
-        tuple(call.scalars) or None, *call.whole,
+        scalars or None, *call.whole,
     )  # fmt: skip
 
 
