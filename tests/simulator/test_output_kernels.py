@@ -400,6 +400,25 @@ def test_numbers_of_calls(seed: int) -> None:
     assert len(gpu.results) == 3
 
 
+def test_whole_numbers_of_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that 32 bits do not hold are left to PyTorch operations, between others that they do."""
+    x, table = torch.randn(1, 2, 4, 16).bfloat16(), torch.randn(2)
+    monkeypatch.setattr(kernels, "_known", {})
+
+    def call(number: int) -> tuple[Any, OutputCall]:
+        bound = bind_output(as_output(lambda out, b, h, q_idx, d_idx: out * table[(h + number) % 2]))
+        operands = bound.trace.tensors(bound.bases)
+        given = OutputCall(x, operands, SequenceLengths(), None, (4, 0, 2), bound.scalars, True)
+        return program_of(bound, Precision()), given
+
+    numbers = (0, 1, (1 << 40) + 1, 3, -1, 1 << 40, 2)
+    with ptxsim.device("sm_90a", sms=2) as gpu:
+        for number in numbers:
+            wanted = x.float() * table.roll(-(number % 2)).view(1, 2, 1, 1)
+            torch.testing.assert_close(output_values.forward(*call(number)), wanted.bfloat16())
+    assert not gpu.findings and len(gpu.results) == 5
+
+
 def test_few_launches_are_kept(seed: int) -> None:
     given = drawn(_FULL)
     with by_kernels("sm_90a"):
