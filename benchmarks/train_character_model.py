@@ -1,13 +1,16 @@
 """Train a small language model whose attention nobody wrote a kernel for, beside PyTorch in float32.
 
     python benchmarks/train_character_model.py [--steps 200] [--length 2048] [--batch 8] [--device cuda]
+    python benchmarks/train_character_model.py --kinds bfloat16 int8 --steps 1000 --length 128 --batch 2
 
-Two layers, characters of documents made here (sums and their results). Attention is a composition: documents,
-a causal window, a learned bias per distance and a soft cap, with gradients to the bias. The same model starts
-from the same weights several times and sees the same batches: dense attention in float32, then on a GPU
-fa4flex, compiled flex_attention and, for what rounding alone does, dense attention, all in bfloat16 (on a CPU
-fa4flex in float32). Printed are losses, the largest distance of a curve from the first one, milliseconds per
-step and peak memory of a GPU.
+Two layers, characters of documents made here (sums and their results). Attention is a composition:
+documents, a causal window, a learned bias per distance and a soft cap, with gradients to the bias. The same
+model starts from the same weights several times and sees the same batches: dense attention in float32, then
+on a GPU fa4flex, compiled flex_attention and, for what rounding alone does, dense attention, all in
+bfloat16 (on a CPU fa4flex in float32). Kind "int8" rounds q and k to int8 and v to e4m3 in the forward
+pass, of bfloat16 tensors, and multiplies 16 bits in the backward pass; "bfloat16" is the same without
+rounding. Printed are losses, the largest distance of a curve from the first one, milliseconds per step and
+peak memory of a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fa4flex
+from fa4flex import Precision
 from fa4flex.variants import causal, document, learned_bias, sliding_window, softcap
 
 ALPHABET = "0123456789+=;"
@@ -110,13 +114,20 @@ class Model(nn.Module):
 # --- attention, three ways --------------------------------------------------------------------------------
 
 
-def by_fa4flex(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Attend:
+def by_fa4flex(
+    sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype, precision: Precision | None = None
+) -> Attend:
     """Captures the bias and the document numbers: both may change in place between steps."""
     attn = fa4flex.compile(
         score_mod=learned_bias(bias) >> softcap(CAP),
         mask=causal & document(ids) & sliding_window(sizes.window),
+        precision=precision or Precision(),
     )
     return lambda q, k, v, _: attn(q.to(dtype), k.to(dtype), v.to(dtype)).to(q.dtype)
+
+
+def rounded(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Attend:
+    return by_fa4flex(sizes, ids, bias, dtype, Precision(qk="int8", pv="float8_e4m3"))
 
 
 def by_flex(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Attend:
@@ -154,8 +165,11 @@ def by_hand(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Atte
     return attend
 
 
-KINDS = {"float32": by_hand, "fa4flex": by_fa4flex, "flex_attention": by_flex, "dense": by_hand}
-"""Implementations by name; all but the first run in bfloat16 on a GPU."""
+KINDS = {
+    "float32": by_hand, "fa4flex": by_fa4flex, "flex_attention": by_flex, "dense": by_hand,
+    "bfloat16": by_fa4flex, "int8": rounded,
+}  # fmt: skip
+"""Implementations by name; all but the first run in bfloat16 on a GPU, the last two everywhere."""
 
 
 # --- training ---------------------------------------------------------------------------------------------
@@ -174,7 +188,8 @@ def train(kind: str, sizes: Sizes, steps: int, device: str, seed: int = 0) -> Ru
     torch.manual_seed(seed)
     model = Model(sizes).to(device)
     ids = torch.zeros(sizes.batch, sizes.tokens, dtype=torch.int32, device=device)
-    dtype = torch.bfloat16 if device == "cuda" and kind != "float32" else torch.float32
+    half = kind in ("bfloat16", "int8") or (device == "cuda" and kind != "float32")
+    dtype = torch.bfloat16 if half else torch.float32
     attends = [KINDS[kind](sizes, ids, layer.bias, dtype) for layer in model.layers]
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
     warm = torch.optim.lr_scheduler.LinearLR(optimiser, 1 / WARM_STEPS, total_iters=WARM_STEPS)
@@ -206,10 +221,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--kinds", nargs="*", choices=KINDS, help="the first is what others are compared with"
+    )
     given = parser.parse_args()
     sizes = Sizes(given.batch, given.length, given.window)
     exact: Run | None = None
-    for kind in KINDS if given.device == "cuda" else ("float32", "fa4flex"):
+    on_device = list(KINDS) if given.device == "cuda" else ["float32", "fa4flex"]
+    for kind in given.kinds or on_device:
         try:
             run = train(kind, sizes, given.steps, given.device)
         except RuntimeError as error:  # a peer's compiler, which may not have a kernel for this
@@ -220,8 +239,9 @@ def main() -> None:
         exact = exact or run
         apart = max(abs(a - b) for a, b in zip(run.losses, exact.losses, strict=True))
         shown = " ".join(f"{x:.3f}" for x in run.losses[:: max(1, given.steps // 8)])
+        last = statistics.mean(run.losses[-given.steps // 10 :])
         print(
-            f"{kind:15} loss {shown} -> {run.losses[-1]:.4f}; at most {apart:.1e} from float32;"
+            f"{kind:15} loss {shown} -> {last:.4f} (mean of a tenth); at most {apart:.1e} from the first;"
             f" {run.milliseconds:.1f} ms per step, {run.peak_bytes / 2**30:.2f} GiB",
             flush=True,
         )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import fa4flex.nn as nn
     import fa4flex.parallel as parallel
     import fa4flex.reference as reference
+    import fa4flex.select as select
     import fa4flex.trees as trees
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, synchronize
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from fa4flex.merging import merge
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.kv_scales import KVScales
+    from fa4flex.primitives.latent import Latent, LatentFormat
+    from fa4flex.primitives.lists import Lists
     from fa4flex.primitives.mask import Mask, as_mask
     from fa4flex.primitives.normalizer import Normalizer
     from fa4flex.primitives.output import OutputMod, as_output
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
+    from fa4flex.quantization.descales import Descales
     from fa4flex.quantization.quantize import quantize
     from fa4flex.quantization.quantized import Quantized
     from fa4flex.runtime.auxiliary import Aux
@@ -64,8 +68,11 @@ _HOME = {
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
+    "Descales": "fa4flex.quantization.descales",
     "Dropout": "fa4flex.primitives.dropout",
     "KVScales": "fa4flex.primitives.kv_scales",
+    **dict.fromkeys(("Latent", "LatentFormat"), "fa4flex.primitives.latent"),
+    "Lists": "fa4flex.primitives.lists",
     "Normalizer": "fa4flex.primitives.normalizer",
     **dict.fromkeys(("OutputMod", "as_output"), "fa4flex.primitives.output"),
     "Paging": "fa4flex.primitives.paging",
@@ -81,6 +88,7 @@ _HOME = {
     "nn": "fa4flex.nn",
     "parallel": "fa4flex.parallel",
     "reference": "fa4flex.reference",
+    "select": "fa4flex.select",
     # deprecated: among the names below, `from fa4flex import *` would warn of it
     "simulator": "fa4flex.simulator",
     "trees": "fa4flex.trees",
@@ -88,11 +96,12 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "Aux", "BlockMap", "Dropout", "Fa4flexError", "InputError", "KVScales", "Mask", "Normalizer",
-    "OutputMod", "Paging", "Precision", "QKNorm", "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks",
-    "TraceError", "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention",
-    "compile", "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "probabilities",
-    "quantize", "reference", "register_op", "synchronize", "trees", "variants",
+    "Attention", "Aux", "BlockMap", "Descales", "Dropout", "Fa4flexError", "InputError", "KVScales",
+    "Latent", "LatentFormat", "Lists", "Mask", "Normalizer", "OutputMod", "Paging", "Precision", "QKNorm",
+    "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
+    "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention", "key_mass",
+    "merge", "nn", "parallel", "patch_sdpa", "probabilities", "quantize", "reference", "register_op",
+    "select", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

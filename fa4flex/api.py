@@ -19,6 +19,8 @@ from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.latent import Latent
+from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -82,13 +84,13 @@ class Attention:
     def __call__(
         self,
         q: Tensor | Quantized,
-        k: Tensor | None = None,
+        k: Tensor | Latent | None = None,
         v: Tensor | None = None,
         *,
         varlen: Varlen | None = None,
         paging: Paging | None = None,
         kv_scales: KVScales | None = None,
-        blocks: BlockMap | BlockMask | None = None,
+        blocks: BlockMap | BlockMask | Lists | None = None,
         scale: float | None = None,
         sinks: Tensor | Sinks | None = None,
         dropout: Dropout | float | None = None,
@@ -103,7 +105,8 @@ class Attention:
         [pages, page_size, Hk or Hv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
         k * kv_scales.k and v * kv_scales.v, or for themselves without scales. Nested tensors of layout
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
-        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for.
+        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for. In place of k
+        and v, a fa4flex.Latent: rows of multi-head latent attention.
 
         blocks, scale, sinks [Hq] and dropout override those of `compile` for this call: dropout=0.0 drops
         nothing.
@@ -127,7 +130,7 @@ class Attention:
             statistics = statistics_of(return_aux, return_lse)
         if isinstance(q, Quantized):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
-            results = quantized_calls.run(variant, q, statistics)
+            results = calls.run_codes(variant, self._caller, q, statistics)
         else:
             qkv: Any = (q, k, v)
             results = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
@@ -168,7 +171,7 @@ class Attention:
         v: Tensor,
         *,
         varlen: Varlen | None = None,
-        blocks: BlockMap | BlockMask | None = None,
+        blocks: BlockMap | BlockMask | Lists | None = None,
         scale: float | None = None,
         sinks: Tensor | Sinks | None = None,
     ) -> Tensor:
@@ -182,11 +185,12 @@ class Attention:
 
         changed = blocks is not None or scale is not None or sinks is not None
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
+        variant = calls.in_pairs(variant, q, varlen, None)
         return skipped(variant, self._caller, (q, k, v), varlen)
 
     def _at_call(
         self,
-        blocks: BlockMap | BlockMask | None = None,
+        blocks: BlockMap | BlockMask | Lists | None = None,
         scale: float | None = None,
         sinks: Tensor | Sinks | None = None,
     ) -> Variant:
@@ -276,9 +280,9 @@ def _loaded(variant: Variant) -> Attention:
 
 def compile(
     score_mod: Callable[..., Any] | None = None,
-    mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
+    mask: Callable[..., Any] | BlockMask | BlockMap | Lists | None = None,
     *,
-    blocks: BlockMap | BlockMask | None = None,
+    blocks: BlockMap | BlockMask | Lists | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     output_mod: Callable[..., Any] | None = None,
@@ -292,7 +296,10 @@ def compile(
 
     score_mod  any FlexAttention score_mod, a fa4flex score mod, or a chain of them with `>>`
     mask       any FlexAttention mask_mod, fa4flex masks combined with `&`, `|`, `~`, or a torch BlockMask
-    blocks     a block-sparse map (fa4flex.BlockMap or BlockMask); `mask` then decides in partial blocks only
+    blocks     a block-sparse map (fa4flex.BlockMap or BlockMask): a full block is allowed whatever `mask`
+               says, which decides in partial blocks only (`blocks & mask` is what both allow). Or
+               fa4flex.Lists, in all of which `mask` decides. Indices are each sequence's own where these are
+               packed or paged
     sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function
                that returns it, called at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
@@ -326,7 +333,7 @@ def compile(
 
 def attention(
     q: Tensor | Quantized,
-    k: Tensor | None = None,
+    k: Tensor | Latent | None = None,
     v: Tensor | None = None,
     *,
     varlen: Varlen | None = None,

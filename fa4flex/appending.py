@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
@@ -69,6 +70,7 @@ def append(
         out = attn(q, k_pool, v_pool, paging=Paging(paging.page_table, new.seqused_k))
     """
     check_strided(q if q is not None else k, k, v)
+    refuse_latent("k_pool", k_pool)
     check_descriptions(varlen, paging, pages=True)
     paging.fits(k_pool, v_pool)
     q, gate = _split(q, k)

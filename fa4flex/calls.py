@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex import quantized_calls, quantized_kernels
 from fa4flex.codegen.build import Bound
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
@@ -15,14 +16,14 @@ from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import launch
-from fa4flex.runtime.auxiliary import check_beside
-from fa4flex.runtime.call import LSE, Results, Statistics
+from fa4flex.quantization.quantized import Quantized
+from fa4flex.runtime import autocast, launch
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
-from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
+from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import function_modes, is_tracing
-from fa4flex.variant import Variant, query_heads, resolved
+from fa4flex.variant import Variant, changed, query_heads, resolved
 
 
 def run(
@@ -40,8 +41,10 @@ def run(
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
         call = Jagged.of(qkv, variant.layout, {"varlen": varlen, "paging": paging, "kv_scales": scales})
         return call.nested(run(variant, caller, call.qkv, call.varlen, None, statistics), statistics)
-    if statistics and statistics != LSE:
-        check_beside(variant, statistics)
+    if variant.precision.coded:
+        return _of_rounded(variant, caller, qkv, varlen, paging, statistics, scales)
+    if variant.blocks is not None and (varlen is not None or paging is not None):
+        variant = in_pairs(variant, qkv[0], varlen, paging)
     if variant.normalizer is not None:
         variant = _normalized(variant, qkv[0], statistics)
     if variant.output_mod is not None:
@@ -54,6 +57,66 @@ def run(
         return graphs.run(variant, q, source_of(k, v, paging, scales), varlen, statistics)
     eager = _beside_modes if function_modes() else _run
     return eager(variant, caller, qkv, varlen, paging, statistics, scales)
+
+
+def run_codes(
+    variant: Variant, caller: launch.Caller | None, codes: Quantized, statistics: Statistics
+) -> Results:
+    """The results of `variant` for what codes stand for."""
+    if variant.dropout is not None:
+        variant = variant.seeded(codes.q.device)
+    if codes.varlen is not None:
+        variant = in_pairs(variant, codes.q, codes.varlen, None)
+    try:
+        quantized_calls.check_codes(variant, codes)
+        results = quantized_kernels.attend(variant, codes, statistics)
+        if results is not None:
+            return results
+        now = quantized_calls.decoded(variant, codes, statistics)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
+    kept = caller is not None and not torch.compiler.is_dynamo_compiling()
+    inner = caller.of_codes() if kept else None  # type: ignore[union-attr]
+    with autocast.off(codes.q):
+        out, *more = run(now.variant, inner, now.qkv, codes.varlen, None, statistics)
+    return out.to(now.dtype), *more
+
+
+def _of_rounded(
+    variant: Variant,
+    caller: launch.Caller | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+    scales: KVScales | None,
+) -> Results:
+    """The results for q, k and v rounded as the variant's precision says."""
+    try:
+        codes = quantized_calls.coded(variant, qkv, varlen, paging, scales)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
+    return run_codes(variant, caller, codes, statistics)
+
+
+def in_pairs(variant: Variant, q: Tensor, varlen: Varlen | None, paging: Paging | None) -> Variant:
+    """The variant of a call whose sequences have lengths of their own and are packed or paged: its map is a
+    mask over their indices. Others keep their map."""
+    packed = isinstance(varlen, Varlen) and varlen.packed
+    if variant.blocks is None or not (packed or isinstance(paging, Paging)) or not isinstance(q, Tensor):
+        return variant
+    from fa4flex.primitives.ragged_maps import ragged
+
+    try:
+        q_len = 0 if packed or q.ndim != 4 else q.shape[2 if variant.layout == "bhsd" else 1]
+        sizes = query_heads(variant, q), q_len
+        mask = ragged(variant.blocks, variant.mask, (varlen, paging), sizes)
+        return changed(variant, mask=mask, blocks=None)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
 
 
 def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:

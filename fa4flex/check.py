@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa4flex import reference
 from fa4flex.primitives.dropout import Dropout
+from fa4flex.primitives.precision import refuse_codes
 from fa4flex.primitives.weights import SOFTMAX
 from fa4flex.view.sizes import implied, setting
 
@@ -58,8 +59,13 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
     """`attn` in float32 against fa4flex.reference in float64, at these lengths.
 
     Compares out, lse where the normaliser has one, and the gradients of q, k, v and every captured tensor
-    that requires one.
+    that requires one. Raises UnsupportedError for a precision that rounds q and k.
     """
+    refuse_codes(
+        attn.variant.precision,
+        "in a check against the exact formula",
+        "run python -m fa4flex accuracy",
+    )
     program = attn.program
     chosen = setting(program, q_len, q_len if kv_len is None else kv_len)
     shape, variant = chosen.shape, attn.variant

@@ -177,7 +177,7 @@ def lower_mass(arguments: Given) -> Lowered:
     problem = replace(
         problem,
         head_dim_v=problem.head_dim,
-        out_dtype=problem.dtype,
+        out_dtype=problem.dtype,  # type: ignore[arg-type]  # none of codes
         sinks=False,
         statistics=(),
         output=False,

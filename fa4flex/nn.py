@@ -27,6 +27,8 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import CONTEXT, FunctionMod, Mod, bound_keywords, kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
+from fa4flex.primitives.latent import Latent
+from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.output import ModOutput, OutputMod
 from fa4flex.primitives.paging import Paging
@@ -105,17 +107,18 @@ class Attention(nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | Latent,
+        v: Tensor | None = None,
         *,
         varlen: Varlen | None = None,
         paging: Paging | None = None,
-        blocks: BlockMap | BlockMask | None = None,
+        blocks: BlockMap | BlockMask | Lists | None = None,
         scale: float | None = None,
         return_lse: bool = False,
         return_aux: Sequence[str] | None = None,
     ) -> Any:
-        """Attention of q, k, v, with shapes, dtypes, results and errors of `fa4flex.compile(...)(q, k, v)`.
+        """Attention of q, k, v, or of q and latent rows, with shapes, dtypes, results and errors of
+        `fa4flex.compile(...)(q, k, v)`.
 
         blocks and scale override those of the module for this call.
         """

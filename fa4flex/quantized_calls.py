@@ -1,45 +1,61 @@
-"""Calls of quantised queries, keys and values.
+"""Calls of quantised queries, keys and values, and calls that quantise them.
 
-No kernel multiplies codes yet: what they stand for is computed on a CPU in float32, and on a GPU by the
-kernels of 16 bits, whose rounding is finer than that of any code.
+Where no kernel multiplies codes (quantized_kernels.py), what they stand for is computed: on a CPU in float32,
+on a GPU by the kernels of 16 bits, whose rounding is finer than that of any code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fa4flex import calls
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.kv_scales import KVScales
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.precision import of_numbers
 from fa4flex.primitives.score import as_score
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.quantization.quantize import quantize
 from fa4flex.quantization.quantized import Quantized
-from fa4flex.runtime.call import Results, Statistics
-from fa4flex.runtime.compute import on_gpu
+from fa4flex.runtime import autocast, compute
+from fa4flex.runtime.call import Statistics
+from fa4flex.runtime.checks import check_descriptions, check_strided
+from fa4flex.runtime.sharding import is_dtensor
 from fa4flex.variant import Variant, changed, default_scale
 
+QKV = tuple[Tensor, Tensor, Tensor]
 
-def run(variant: Variant, codes: Quantized, statistics: Statistics) -> Results:
-    """The results of `variant` for what the codes stand for. Raises InputError for another layout."""
-    if variant.layout != codes.layout and not (codes.varlen is not None and codes.varlen.packed):
-        raise InputError(
-            f"codes of layout {codes.layout!r} in an attention of layout {variant.layout!r}",
-            "one layout",
-            f"fa4flex.quantize(..., layout={variant.layout!r})",
-        )
-    exact, q = codes.dequantize(), codes.q
-    kind = codes.dtype if on_gpu(q) else exact.q.dtype
+
+class Decoded(NamedTuple):
+    """A call of codes as one of the numbers that they stand for; `dtype` is that of its output."""
+
+    variant: Variant
+    qkv: QKV
+    dtype: torch.dtype
+
+
+def decoded(variant: Variant, codes: Quantized, statistics: Statistics) -> Decoded:
+    """The call of what the codes stand for."""
+    exact = codes.dequantize()
     scale = default_scale(exact.q.shape[-1]) if variant.scale is None else variant.scale
-    settings: dict[str, Any] = {"scale": scale}
-    if exact.bias is not None:
+    settings: dict[str, Any] = {"scale": scale, "precision": of_numbers(variant.precision)}
+    if exact.bias is not None and _sees_bias(variant, statistics):
         shift = as_score(_shift(exact.bias * scale, codes))
         settings["score_mod"] = shift if variant.score_mod is None else shift >> variant.score_mod
-    same = tuple(x.to(kind) for x in exact[:3])
-    out, *statistics_made = calls.run(
-        changed(variant, **settings), None, (same[0], same[1], same[2]), codes.varlen, None, statistics
-    )
-    return out.to(variant.precision.output_dtype(codes.dtype)), *statistics_made
+    kind = exact.q.dtype
+    if compute.on_gpu(codes.q):
+        kind = torch.bfloat16 if codes.dtype == torch.float32 else codes.dtype
+    q, k, v = (x.to(kind) for x in exact[:3])
+    return Decoded(changed(variant, **settings), (q, k, v), variant.precision.output_dtype(codes.dtype))
+
+
+def _sees_bias(variant: Variant, statistics: Statistics) -> bool:
+    """False where a number that is added to all scores of a query changes no result, and no gradient."""
+    alone = variant.score_mod is None and variant.normalizer is None and not variant.has_sinks
+    return bool(statistics) or not alone
 
 
 def _shift(bias: Tensor, codes: Quantized) -> Callable[..., Any]:
@@ -58,6 +74,41 @@ def _shift(bias: Tensor, codes: Quantized) -> Callable[..., Any]:
     return shift_packed
 
 
+def coded(
+    variant: Variant, qkv: QKV, varlen: Varlen | None, paging: Paging | None, scales: KVScales | None
+) -> Quantized:
+    """Codes of q, k and v as the variant's precision asks for. Raises UnsupportedError for caches."""
+    precision, (q, k, v) = variant.precision, qkv
+    check_descriptions(varlen, paging)
+    check_strided(q, k, v)
+    if any(map(is_dtensor, qkv)):
+        raise UnsupportedError(
+            f"Precision(qk={precision.qk!r}) with DTensors, whose parts would have means of their own",
+            "local tensors",
+            "call with x.to_local() where batches or heads are spread, or leave qk out",
+        )
+    if paging is not None or scales is not None:
+        raise UnsupportedError(
+            f"Precision(qk={precision.qk!r}) with {'paging' if paging is not None else 'kv_scales'}=",
+            "contiguous, padded or packed q, k and v, which are rounded at each call",
+            "a cache is rounded when it is written: keep it in float8_e4m3fn, with kv_scales= and without qk",
+        )
+    if any(x.dtype.itemsize == 1 for x in qkv):
+        raise InputError(
+            f"Precision(qk={precision.qk!r}) with q {q.dtype}, k {k.dtype}, v {v.dtype}",
+            "q, k and v of 16 or 32 bits, which are rounded at each call",
+            "pass codes with their scales: attn(fa4flex.Descales(q=..., k=..., v=...).quantized(q, k, v))",
+        )
+    if q.dtype == torch.float64:
+        raise UnsupportedError(
+            f"Precision(qk={precision.qk!r}) with float64 tensors",
+            "q, k and v of bfloat16, float16 or float32",
+            "cast them, or leave qk out: a variant computes float64 exactly",
+        )
+    formats: Any = {"qk": precision.qk, "pv": precision.pv}
+    return quantize(*autocast.cast(q, k, v), **formats, varlen=varlen, layout=variant.layout)
+
+
 def alone(codes: Quantized, **others: Any) -> None:
     """Raise for arguments of a call that codes already say, or which are not supported beside them."""
     for name, value in others.items():
@@ -69,4 +120,21 @@ def alone(codes: Quantized, **others: Any) -> None:
             f"{name}= beside {codes!r}",
             "contiguous, padded or packed codes",
             "quantised caches are k and v of float8_e4m3fn, with kv_scales= and paging=",
+        )
+
+
+def check_codes(variant: Variant, codes: Quantized) -> None:
+    """Raise InputError for codes of another layout, or of other formats than the variant's precision."""
+    if variant.layout != codes.layout and not (codes.varlen is not None and codes.varlen.packed):
+        raise InputError(
+            f"codes of layout {codes.layout!r} in an attention of layout {variant.layout!r}",
+            "one layout",
+            f"fa4flex.quantize(..., layout={variant.layout!r})",
+        )
+    precision = variant.precision
+    if precision.coded and (precision.qk, precision.pv) != (codes.qk, codes.pv):
+        raise InputError(
+            f"codes of qk={codes.qk!r}, pv={codes.pv!r} with {precision!r}",
+            "codes in the formats of the precision, or a precision without formats",
+            "leave qk and pv out of the precision: the codes say them",
         )

@@ -221,15 +221,18 @@ def attention(
     scale = 1 / math.sqrt(dim) if scale is None else scale
     allowed = allowed_pairs(mask, (batch, heads, q_len, kv_len))
     scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
+    factors = None
+    if dropout is not None:
+        factors = _factors(dropout, (batch, heads, q_len, kv_len), first).to(v.device)
     normalizer = Normalizer() if normalizer is None else normalizer
     if normalizer.kind != "softmax":
-        out = normalised(scores, allowed, normalizer) @ v
+        weights = normalised(scores, allowed, normalizer)
+        out = (weights if factors is None else weights * factors) @ v
         return modified_output(out, output_mod), out.new_zeros(out.shape[:3])
     sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
     if normalizer.plus:
         sink = torch.logaddexp(sink, sink.new_full((), math.log(normalizer.plus)))
     logits = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1)
-    factors = None if dropout is None else _factors(dropout, (batch, heads, q_len, kv_len), first)
     out, lse = _softmax(logits, v, factors)
     if statistics is not None:
         statistics |= statistics_of(logits)
@@ -260,13 +263,19 @@ def probabilities(
     return torch.exp(scores - torch.where(seen, lse.double()[..., None], 0))
 
 
-def skip_bound(skip: float, v: Tensor, allowed: Tensor, sinks: bool = False) -> Tensor:
+def skip_bound(
+    skip: float, v: Tensor, allowed: Tensor, sinks: bool = False, dropout: Any = None, first: int = 0
+) -> Tensor:
     """Bound of the error of each element of an output under `Precision(skip=skip)`: [B, H, Sq, Dv], float64.
 
     v [B, Hkv, Skv, Dv], allowed [B, H, Sq, Skv]. It is skip times the range of the channel's values at the
-    allowed keys, with 0 among them where there are sinks; 0 for a query without keys.
+    allowed keys, with 0 among them where there are sinks; 0 for a query without keys. Values of pairs that
+    dropout keeps count as v / (1 - rate), of others as 0.
     """
     values = v.double().repeat_interleave(allowed.shape[1] // v.shape[1], 1).unsqueeze(2)
+    if dropout is not None:
+        batch, heads, rows, keys = allowed.shape
+        values = values * _factors(dropout, (batch, heads, rows, keys), first).unsqueeze(-1)
     there = allowed.unsqueeze(-1)
     most = torch.where(there, values, -math.inf).amax(3)
     least = torch.where(there, values, math.inf).amin(3)

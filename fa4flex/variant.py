@@ -18,6 +18,7 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout, as_dropout, check_beside, drawn, stand_in
+from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.normalizer import (
     Normalizer,
@@ -150,9 +151,9 @@ settings_of: Callable[[Variant], tuple[Any, ...]] = attrgetter(
 
 def compose(
     score_mod: Callable[..., Any] | None = None,
-    mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
+    mask: Callable[..., Any] | BlockMask | BlockMap | Lists | None = None,
     *,
-    blocks: BlockMap | BlockMask | None = None,
+    blocks: BlockMap | BlockMask | Lists | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     layout: Layout = "bhsd",
@@ -161,7 +162,8 @@ def compose(
     normalizer: Normalizer | Callable[..., Normalizer] | None = None,
     **data: Any,
 ) -> Variant:
-    """User arguments -> Variant: bare variants become their defaults, a BlockMask its map and mask_mod.
+    """User arguments -> Variant: bare variants become their defaults, a BlockMask its map and mask_mod, Lists
+    their map.
 
     `data` holds `precision`, `schedule` and `backend`. Raises InputError for what does not fit, TypeError
     for options that do not exist.
@@ -200,9 +202,9 @@ def compose(
     )
 
 
-def _mask_and_map(mask: Any, blocks: BlockMap | BlockMask | None) -> tuple[Any, BlockMap | None]:
+def _mask_and_map(mask: Any, blocks: BlockMap | BlockMask | Lists | None) -> tuple[Any, BlockMap | None]:
     """The mask_mod and the map of what was given as either. Raises InputError where one is given twice."""
-    if isinstance(mask, (BlockMask, BlockMap)):
+    if isinstance(mask, (BlockMask, BlockMap, Lists)):
         if blocks is not None:
             raise InputError(
                 "a block map was given both as mask= and as blocks=",
@@ -210,6 +212,8 @@ def _mask_and_map(mask: Any, blocks: BlockMap | BlockMask | None) -> tuple[Any, 
                 "pass the map as blocks= and the mask_mod as mask=",
             )
         mask, blocks = None, mask
+    if isinstance(blocks, Lists):
+        blocks = blocks.brought()
     if isinstance(blocks, BlockMask):
         blocks, own = BlockMap.from_torch(blocks)
         if own is not None and mask is not None:
@@ -228,13 +232,15 @@ _LAYOUTS, _BACKENDS = get_args(Layout), get_args(Backend)
 
 def at_call(
     variant: Variant,
-    blocks: BlockMap | BlockMask | None = None,
+    blocks: BlockMap | BlockMask | Lists | None = None,
     scale: float | None = None,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     dropout: Dropout | float | None = None,
 ) -> Variant:
     """The variant with the overrides of one call."""
     arguments: dict[str, Any] = {}
+    if isinstance(blocks, Lists):
+        blocks = blocks.brought()
     if isinstance(blocks, BlockMask):
         arguments["blocks"], own = BlockMap.from_torch(
             blocks, variant.schedule.contents
@@ -290,7 +296,7 @@ def _sinks_of_call(sinks: Any) -> Sinks:
 
 _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "blocks": (
-        (BlockMap, type(None)), "a fa4flex.BlockMap or a torch BlockMask",
+        (BlockMap, type(None)), "a fa4flex.BlockMap, a fa4flex.Lists or a torch BlockMask",
         "build one with fa4flex.BlockMap.from_dense(classes, block_size)",
     ),
     "precision": ((Precision,), "a fa4flex.Precision", 'e.g. fa4flex.Precision(compute="float64")'),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fa4flex.calls import in_pairs
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.varlen import Varlen
@@ -128,6 +129,8 @@ def _run(
     places: Tensor | None,
 ) -> Tensor:
     """The second pass, eager or traced."""
+    if variant.blocks is not None and isinstance(tensors[0], Tensor):
+        variant = in_pairs(variant, tensors[0], varlen, None)
     bare = second_pass.checked(variant, tensors, varlen)
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs

@@ -19,6 +19,7 @@ from fa4flex.kernels.plan.looks import (
     Array,
     Blocks,
     Captured,
+    Columns,
     Dimension,
     Given,
     Heads,
@@ -78,6 +79,9 @@ class Fakes:
                 return fake_plain(DTYPES[element], self._shape(dims), unit, together)
             case Scales(dims):
                 return fake_plain(Float32, self._shape(dims), unit=False)
+            case Columns(heads, width, length):
+                shape = self._shape(("batch", heads, getattr(self.problem, width), length))
+                return fake_plain(cutlass.Uint8, shape, together=WIDE_COPY)
             case Blocks(length):
                 return self._blocks(length)
             case Number(kind):

@@ -23,8 +23,16 @@ def _always(problem: Problem, sizes: Sizes) -> bool:
     return True
 
 
+def _latent(problem: Problem, sizes: Sizes) -> bool:
+    return problem.keys.latent
+
+
 def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.keys.loaded
+
+
+def _codes(problem: Problem, sizes: Sizes) -> bool:
+    return problem.keys.codes is not None
 
 
 class Unloaded(NamedTuple):
@@ -48,10 +56,12 @@ class Unloaded(NamedTuple):
 Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
+    Unloaded("forward", "sm90", "mla_decode_sm90", "MLA_DECODE_SM90", _latent),
     Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_rows),
     Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_rows),
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
+    Unloaded("forward", "sm90", "fwd_8bit_sm90", "FWD_8BIT_SM90", _codes),
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_rows),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("tangents", "sm90", "jvp_sm90", "JVP_SM90"),
@@ -85,9 +95,9 @@ def accepting(direction: Direction, problem: Problem, target: Target, sizes: Siz
     """The first pipeline that accepts the problem. None where it does not apply output functions and there is
     one: a launch after it does, rather than a kernel that suits the call less."""
     for pipeline in _candidates(direction, problem, target, sizes):
-        reads = pipeline.kv_dtype == problem.keys.dtype
+        reads = pipeline.kv_dtype == problem.keys.dtype and pipeline.latent == problem.keys.latent
         writes = pipeline.writes_float32 or not problem.wide_output
-        drops = pipeline.drops or not problem.dropout
+        drops = (pipeline.drops and problem.weights == "softmax") or not problem.dropout
         weighs = problem.weights in pipeline.weights
         if reads and writes and drops and weighs and pipeline.accepts(problem, target, sizes):
             return pipeline if pipeline.applies_output or not problem.output else None

@@ -38,6 +38,7 @@ from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.traffic import Model, heads_move
 from fa4flex.primitives.dropout import drawn
 from fa4flex.primitives.normalizer import check_statistics
+from fa4flex.primitives.precision import refuse_codes
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.auxiliary import aux_of, lse_alone
 from fa4flex.runtime.checks import (
@@ -533,6 +534,11 @@ def parallel(
             'backend="auto"',
             'compile the variant with backend="auto"',
         )
+    refuse_codes(
+        variant.precision,
+        "over several ranks, which would each round their keys about a mean of their own",
+        "leave out qk and pv, or gather the keys and attend on each rank",
+    )
     if variant.weights.kind == "softpick":
         raise UnsupportedError(
             f"{variant.normalizer!r} over several ranks: parts of its sum are no parts of a log-sum-exp",

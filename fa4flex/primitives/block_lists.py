@@ -9,7 +9,7 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.contents import VersionedCache, capturing, checked_here
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import check_integers
+from fa4flex.primitives.base import check_integers, show
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -86,6 +86,47 @@ def listed_once(hits: Tensor, name: str) -> Tensor:
             "remove the duplicates, e.g. with torch.unique per row",
         )
     return checked
+
+
+def listed_by_rows(row_starts: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+    """bool [R, C]: the blocks of a CSR pattern, as in `BlockMap.from_csr`. Raises InputError."""
+    rows, width = shape
+    check_index_tensor(row_starts, 1, "row_starts")
+    check_index_tensor(columns, 1, "columns")
+    if row_starts.device != columns.device:
+        raise InputError(
+            f"row_starts on {row_starts.device}, columns on {columns.device}",
+            "one device",
+            "move one of them",
+        )
+    lengths_of_rows = row_starts[1:] - row_starts[:-1]
+    rising = (lengths_of_rows >= 0).all() & (row_starts[0] == 0)
+    starts = None
+    if row_starts.numel() == rows + 1:
+        starts = checked_tensor(row_starts, rising, "BlockMap: row_starts that do not rise from 0")
+    if starts is None:
+        raise InputError(
+            f"row_starts {show(row_starts)} for {rows} rows of blocks",
+            f"{rows + 1} entries that start at 0 and never decrease",
+            "pass crow_indices() of a CSR tensor with one row per query block",
+        )
+    ends = row_starts[-1] == columns.numel()
+    if (starts := checked_tensor(starts, ends, "BlockMap: row_starts that end elsewhere")) is None:
+        raise InputError(
+            f"row_starts end at {int(row_starts[-1])}, columns has {columns.numel()} entries",
+            "row_starts[-1] == len(columns)",
+            "pass the matching pair of tensors",
+        )
+    within = (columns >= 0) & (columns < width)
+    if (known := checked_tensor(within, within, "BlockMap: a key block outside the map")) is None:
+        raise out_of_range(columns, width, "columns")
+    # Which row an entry belongs to: how many rows have begun. What lies outside goes to one extra column.
+    entries = torch.arange(columns.numel(), device=columns.device)
+    row = torch.searchsorted(starts[1:].long().contiguous(), entries, right=True).clamp(max=rows - 1)
+    hits = torch.zeros(rows, width + 1, dtype=torch.int32, device=columns.device)
+    place = row * (width + 1) + torch.where(known, columns, width).long()
+    hits.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    return listed_once(hits[None, None, :, :width], "columns") > 0
 
 
 def classes_there(lists: Lists, columns: int) -> Tensor:

@@ -2,13 +2,15 @@
 
     allowed(q, kv) = block is full, or block is partial and (there is no mask_mod or mask_mod allows it)
 
-A block map without a mask_mod is therefore a mask by itself.
+A block map without a mask_mod is therefore a mask by itself. `blocks & mask` is what both allow: there, full
+blocks are masked, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from pkgutil import resolve_name  # an import within a method of a map would have no trace of it kept
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +29,24 @@ from fa4flex.primitives.block_lists import (
     check_index_tensor,
     check_lists,
     checked_tensor,
-    listed_once,
+    listed_by_rows,
     out_of_range,
+)
+from fa4flex.primitives.block_parts import (
+    ascending,
+    check_class,
+    check_longer,
+    grown,
+    listed,
+    padded,
+    part_of,
 )
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 from fa4flex.primitives.schedule import Contents
 from ptxsim.active import simulating
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +56,9 @@ class BlockMap:
     R = ceil(q_len / block_size[0]), C = ceil(kv_len / block_size[1]). B = 1 or H = 1 stands for every
     batch or every query head. Raises InputError for anything else.
 
-    `&`, `|` and `~` combine a map with masks, and give a Mask.
+    `&`, `|` and `~` combine a map with masks, and give a Mask. `blocks[b, h, rows, columns]` is the map of a
+    part: of entries of the batch and heads in any order, and of rows and columns of blocks that follow each
+    other, whose lengths it has. An int keeps its dimension; what is left out is whole.
     """
 
     classes: Tensor
@@ -118,6 +134,36 @@ class BlockMap:
         return BlockMap(classes.to(torch.uint8), size, q_len, kv_len)
 
     @staticmethod
+    def from_lists(
+        ids: Any, block_size: int | tuple[int, int], q_len: int | None = None, kv_len: int | None = None
+    ) -> BlockMap:
+        """From the key blocks that each row of query blocks lists, which become partial blocks.
+
+        ids  an integer tensor [R, entries], [H, R, entries] or [B, H, R, entries] in which -1 lists nothing,
+             or nested lists of ints; blocks that are listed twice are listed. Lengths default to whole
+             blocks, up to the last one that is listed: to know it, the host waits for a device
+
+        Blocks past kv_len raise InputError on a CPU, and list nothing on a device.
+        """
+        size = block_size_of(block_size)
+        rows = ids if isinstance(ids, Tensor) else padded(ids)
+        if rows.ndim not in (2, 3, 4):
+            raise InputError(
+                f"ids of rank {rows.ndim}", "[R, C'], [H, R, C'] or [B, H, R, C']", "unsqueeze it"
+            )
+        check_index_tensor(rows, rows.ndim, "ids")
+        while rows.ndim < 4:
+            rows = rows.unsqueeze(0)
+        if kv_len is None:
+            kv_len = (max(int(rows.max()) if rows.numel() else 0, 0) + 1) * size[1]
+        q_len = rows.shape[2] * size[0] if q_len is None else q_len
+        _check_lengths(q_len, kv_len)
+        columns = -(-kv_len // size[1])
+        if not torch.compiler.is_compiling() and checked_here(rows) and bool((rows >= columns).any()):
+            raise out_of_range(rows, columns, "ids")
+        return trusted_map(listed(rows, None, columns).to(torch.uint8), size, q_len, kv_len)
+
+    @staticmethod
     def from_torch(
         block_mask: BlockMask, contents: Contents = "compared"
     ) -> tuple[BlockMap | None, MaskMod | None]:
@@ -157,43 +203,7 @@ class BlockMap:
         row_starts [R + 1] (crow_indices, indptr) and columns [entries] (col_indices, indices), int32 or
         int64; shape = (R, C) in blocks; lengths default to whole blocks.
         """
-        rows, width = shape
-        check_index_tensor(row_starts, 1, "row_starts")
-        check_index_tensor(columns, 1, "columns")
-        if row_starts.device != columns.device:
-            raise InputError(
-                f"row_starts on {row_starts.device}, columns on {columns.device}",
-                "one device",
-                "move one of them",
-            )
-        lengths_of_rows = row_starts[1:] - row_starts[:-1]
-        rising = (lengths_of_rows >= 0).all() & (row_starts[0] == 0)
-        starts = None
-        if row_starts.numel() == rows + 1:
-            starts = checked_tensor(row_starts, rising, "BlockMap: row_starts that do not rise from 0")
-        if starts is None:
-            raise InputError(
-                f"row_starts {show(row_starts)} for {rows} rows of blocks",
-                f"{rows + 1} entries that start at 0 and never decrease",
-                "pass crow_indices() of a CSR tensor with one row per query block",
-            )
-        ends = row_starts[-1] == columns.numel()
-        if (starts := checked_tensor(starts, ends, "BlockMap: row_starts that end elsewhere")) is None:
-            raise InputError(
-                f"row_starts end at {int(row_starts[-1])}, columns has {columns.numel()} entries",
-                "row_starts[-1] == len(columns)",
-                "pass the matching pair of tensors",
-            )
-        within = (columns >= 0) & (columns < width)
-        if (known := checked_tensor(within, within, "BlockMap: a key block outside the map")) is None:
-            raise out_of_range(columns, width, "columns")
-        # Which row an entry belongs to: how many rows have begun. What lies outside goes to one extra column.
-        entries = torch.arange(columns.numel(), device=columns.device)
-        row = torch.searchsorted(starts[1:].long().contiguous(), entries, right=True).clamp(max=rows - 1)
-        hits = torch.zeros(rows, width + 1, dtype=torch.int32, device=columns.device)
-        place = row * (width + 1) + torch.where(known, columns, width).long()
-        hits.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-        listed = listed_once(hits[None, None, :, :width], "columns") > 0
+        listed = listed_by_rows(row_starts, columns, shape)
         return BlockMap.from_dense(listed, block_size, q_len, kv_len)
 
     @staticmethod
@@ -246,6 +256,13 @@ class BlockMap:
         """The map as a Mask; `inner` decides inside partial blocks (None: they are allowed)."""
         return BlockedMask(self, None if inner is None else as_mask(inner))
 
+    def packed(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
+        """The map of all packed tokens, [1, H or 1, R, C], as a mask over each sequence's own indices: for
+        calls with Varlen(cu_seqlens_q, cu_seqlens_k). Given as `blocks=`, a map is over each sequence's own
+        indices instead."""
+        packed = resolve_name("fa4flex.primitives.ragged_maps:packed")
+        return packed(self, cu_seqlens_q, cu_seqlens_k)
+
     def __and__(self, other: Any) -> Mask:
         return self.mask() & other
 
@@ -280,8 +297,12 @@ class BlockMap:
         own_batch, own_heads = self.classes.shape[:2]
         if own_batch not in (1, batch):
             raise _unfit("batch", own_batch, batch)
-        if own_heads not in (1, heads):
+        if not self._fits_heads(heads):
             raise _unfit("heads", own_heads, heads)
+
+    def _fits_heads(self, heads: int) -> bool:
+        """True if the map is one for so many query heads."""
+        return self.classes.shape[1] in (1, heads)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -297,6 +318,68 @@ class BlockMap:
     def to(self, device: torch.device | str) -> BlockMap:
         """The same map on another device."""
         return replace(self, classes=self.classes.to(device))
+
+    # --- other maps -----------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> BlockMap:
+        lengths = self.q_len, self.kv_len
+        classes, (q_len, kv_len), first = part_of(index, self.classes, self.block_size, lengths)
+        self._check_part((q_len, kv_len), first)
+        return self._of(classes, q_len, kv_len)
+
+    def _of(self, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
+        """A map of its kind with classes that were made of its own: nobody need look at them."""
+        trusted: BlockMap = resolve_name("fa4flex.primitives.lists:remade")(self, classes, q_len, kv_len)
+        return trusted
+
+    def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
+        """Raise UnsupportedError where the part from `first` of these lengths would mean something else."""
+
+    def grown(self, q_len: int | None = None, kv_len: int | None = None, new: str = "partial") -> BlockMap:
+        """The map for more queries or keys, as a step of decoding adds them.
+
+        new  class of blocks that there were none of: "partial" (a mask decides), "empty" or "full". The last
+             block of a row may have had fewer tokens: it keeps its class
+        """
+        q_len = check_longer("q_len", self.q_len, self.q_len if q_len is None else q_len)
+        kv_len = check_longer("kv_len", self.kv_len, self.kv_len if kv_len is None else kv_len)
+        rows, columns = -(-q_len // self.block_size[0]), -(-kv_len // self.block_size[1])
+        return self._of(grown(self.classes, rows, columns, check_class(new)), q_len, kv_len)
+
+    def for_query_heads(self, heads: int) -> BlockMap:
+        """The map of heads of keys as one of `heads` query heads, where groups of neighbours share it."""
+        own = self.classes.shape[1]
+        if not is_count(heads) or heads % own:
+            raise InputError(
+                f"for_query_heads({heads!r}) of a map of {own} heads",
+                f"a multiple of {own}",
+                "a map of heads of keys serves the query heads that share them",
+            )
+        return self._of(self.classes.repeat_interleave(heads // own, 1), self.q_len, self.kv_len)
+
+    def to_torch(self, mask: Mask | MaskMod | Family[Mask] | None = None, **context: int) -> BlockMask:
+        """The map as torch's BlockMask; `mask` decides in partial blocks (None: they are allowed).
+
+        context  num_heads, for a mask that asks for it; lengths are those of the map
+        """
+        (counts, ids), (full_counts, full_ids) = (
+            ascending(self.classes == which, self.classes.shape[3]) for which in (PARTIAL, FULL)
+        )
+        mod = None if mask is None else as_mask(mask).bind(q_len=self.q_len, kv_len=self.kv_len, **context)
+        lengths = self.q_len, self.kv_len
+        # Torch reads entries behind the counts as blocks: any that there is will do.
+        lists = counts, ids.clamp(min=0), full_counts, full_ids.clamp(min=0)
+        return BlockMask.from_kv_blocks(*lists, self.block_size, mod, seq_lengths=lengths)
+
+    # --- pictures -------------------------------------------------------------------------------
+
+    def plot(self, b: int = 0, h: int | None = None) -> Figure:
+        """A matplotlib Figure of the blocks of query head `h`, or of all heads (16 at most) side by side.
+        Needs the extra `plot`."""
+        return resolve_name("fa4flex.view.block_map:figure")(self, b, h)
+
+    def _repr_html_(self) -> str:
+        return resolve_name("fa4flex.view.block_map:html")(self)
 
     def __repr__(self) -> str:
         return f"BlockMap({show(self.classes)}, {self.block_size}, {self.q_len}, {self.kv_len})"
@@ -465,11 +548,12 @@ def _unfit(name: str, number: int, wanted: int) -> InputError:
 def _refitted(name: str, number: int, wanted: int) -> str:
     """Advice for a map of another batch, or of other heads, than a call's."""
     made = f"make the map with {wanted} {name}"
-    dimension, index = (0, "") if name == "batch" else (1, ":, ")
+    index = "" if name == "batch" else ":, "
     if number > wanted:
-        part = f"blocks.classes[{index}:{wanted}]"
-    elif wanted % number == 0:
-        part = f"blocks.classes.repeat_interleave({wanted // number}, {dimension})"
-    else:
+        return f"{made}, or take a part of it: blocks[{index}:{wanted}]"
+    if wanted % number:
         return made
+    if name == "heads":
+        return f"{made}, or say that its heads are those of keys: blocks.for_query_heads({wanted})"
+    part = f"blocks.classes.repeat_interleave({wanted // number}, 0)"
     return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"

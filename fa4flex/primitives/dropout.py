@@ -2,9 +2,9 @@
 
     w[q, kv] = p[q, kv] keep(seed, b, h, q, kv) / (1 - rate)
 
-The factor comes after normalising: log-sum-exp, maxima and sinks are of the probabilities before it
-(Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a function of a seed and of the
-pair's logical indices alone: every backend drops the same pairs, in both passes.
+The factor comes after normalising, whatever the normaliser: log-sum-exp, maxima, entropy and sinks are of
+the weights before it (Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a
+function of a seed and of the pair's logical indices alone: all backends drop the same pairs, in both passes.
 
 `keep` compares 16 bits with a threshold. With mix(x) = the finaliser of MurmurHash3, all numbers of 32 bits:
 
@@ -119,23 +119,9 @@ def as_dropout(value: Any) -> Dropout | None:
 
 
 def check_beside(variant: Any) -> None:
-    """Raise UnsupportedError for what dropout cannot be combined with yet."""
-    if variant.dropout is None:
-        return
-    if variant.backend == "flex":
+    """Raise UnsupportedError for what dropout cannot be combined with."""
+    if variant.dropout is not None and variant.backend == "flex":
         raise refuse_flex()
-    if variant.weights.kind != "softmax":
-        raise UnsupportedError(
-            f"dropout with {variant.normalizer!r}, whose kernels have no place for it",
-            "dropout of the softmax's weights, also plus a constant",
-            "leave dropout out",
-        )
-    if variant.precision.skip:
-        raise UnsupportedError(
-            f"dropout with Precision(skip={variant.precision.skip:g}), whose bound is of undropped weights",
-            "dropout, or skip, by itself",
-            "leave skip out in training",
-        )
 
 
 def refuse_flex() -> UnsupportedError:

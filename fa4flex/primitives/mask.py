@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pkgutil import resolve_name  # an import within a method of a mask would have no trace of it kept
+from typing import TYPE_CHECKING, Any
 
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import CONTEXT, Family, FunctionMod, Mod, call_with, kind_of, positional, settle
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MaskMod = Callable[..., Any]
 
@@ -45,6 +49,18 @@ class Mask(Mod):
     def bind(self, **context: int) -> Mask:
         """This mask with lengths fixed, e.g. to hand it to torch's `create_block_mask`."""
         return Bound(self, tuple(sorted(context.items())))
+
+    def plot(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        tile: tuple[int, int] | None = None,
+        b: int = 0,
+        h: int = 0,
+    ) -> Figure:
+        """A matplotlib Figure: every pair up to 512 tokens, tiles of `tile` (queries, keys) beyond, of batch
+        entry `b` and query head `h`. Needs the extra `plot`."""
+        return resolve_name("fa4flex.view.mask:view_of")(self).plot(q_len, kv_len, tile, b, h)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,14 +1,16 @@
-"""Precision: the dtypes of scores, softmax, sums and output, and the probability that may be left out."""
+"""Precision: the dtypes of products, scores, softmax, sums and output, and the probability that may be left
+out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.products import GIVEN, check_products, format_name
 
 COMPUTE = {"float32": torch.float32, "float64": torch.float64}
 OUTPUT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -18,8 +20,8 @@ _NOT_BUILT = {
     **dict.fromkeys(
         ("float8_e4m3fn", "float8_e5m2", "fp8", "float8_e4m3fnuz", "float8_e5m2fnuz"),
         (
-            "no product here is computed in fp8, and no output scaled to it",
-            "quantise outside; keys and values may be e4m3, with kv_scales",
+            "sums of 8 bits lose long rows, and no output is scaled to them",
+            'products of 8 bits are Precision(qk="int8", pv="float8_e4m3")',
         ),
     ),
     **dict.fromkeys(
@@ -39,23 +41,42 @@ class Precision:
     output   dtype of the output; None means that of q
     skip     probability that each query may leave out, 0 <= skip < 1: tiles of keys that are proved to hold
              less than their share of it take neither exponentials nor values. None and 0 leave out nothing
+    qk       what q and k are rounded to at each call: "int8", "float8_e4m3", "mxfp8" or "nvfp4"; "bfloat16":
+             they are multiplied as they are given
+    pv       the same of v: "float8_e4m3", or "bfloat16"
+    promote  False: sums of 8-bit products may stay in the tensor cores' accumulators, 13 fraction bits on
+             Hopper; True: they go to float32 after each tile of keys
+    backward   products of the backward pass: "bfloat16", those of what was rounded, as it is
 
     Each element of an output is off by at most skip * (max v - min v), over the values of its channel at the
     allowed keys, and 0 where there are sinks; the LSE is lower by at most -log(1 - skip). docs/primitives.md
-    has the proof. The LSE has the dtype of the computation. Raises UnsupportedError for meaningful but
-    unsupported dtypes (fp8, half-precision sums), InputError for anything else.
+    has the proof. The LSE has the dtype of the computation.
+
+    With qk, attention is over what `fa4flex.quantize` makes of q, k and v (16 or 32 bits): docs/precision.md
+    has the errors. Gradients pass straight through the rounding. Raises UnsupportedError for meaningful but
+    unsupported formats and pairs of them, with the reason, InputError for anything else.
     """
 
     compute: str = "auto"
     output: torch.dtype | None = None
     skip: float = 0.0
+    qk: str = GIVEN
+    pv: str = GIVEN
+    promote: bool = True
+    backward: str = GIVEN
 
     skip_text: ClassVar[str]
     """The same in digits, which graphs hold."""
+    coded: ClassVar[bool]
+    """True where q and k are rounded to codes at each call."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip", _share(self.skip))
         object.__setattr__(self, "skip_text", repr(self.skip))
+        for product in ("qk", "pv", "backward"):
+            object.__setattr__(self, product, format_name(getattr(self, product)))
+        check_products(self.qk, self.pv, self.promote, self.backward)
+        object.__setattr__(self, "coded", self.qk != GIVEN)
         name = str(self.compute).removeprefix("torch.")
         if name in _NOT_BUILT:
             reason, instead = _NOT_BUILT[name]
@@ -114,3 +135,33 @@ def refuse_skip(skip: float, beside: str, reason: str) -> None:
             "skip=0, which leaves out nothing",
             f"leave skip out, or leave out {beside}",
         )
+
+
+def refuse_codes(precision: Precision, beside: str, instead: str) -> None:
+    """Raise UnsupportedError for codes of q, k and v beside what does not know them."""
+    if precision.coded:
+        raise UnsupportedError(
+            f"Precision(qk={precision.qk!r}) {beside}",
+            "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
+            instead,
+        )
+
+
+def of_numbers(precision: Precision) -> Precision:
+    """The precision of attention over what codes stand for."""
+    return replace(precision, qk=GIVEN, pv=GIVEN, promote=True) if precision.coded else precision
+
+
+def told(precision: Precision) -> dict[str, Any]:
+    """All fields, of which `read` makes the same again, as JSON has them."""
+    value = {one.name: getattr(precision, one.name) for one in fields(precision)}
+    output = None if precision.output is None else str(precision.output).removeprefix("torch.")
+    return value | {"output": output}
+
+
+def read(told: dict[str, Any]) -> Precision:
+    """The precision that `told` has told of, among other things; fields that an older version did not know
+    have their defaults. Raises KeyError without the first two, which all versions know."""
+    given = {one.name: told[one.name] for one in fields(Precision) if one.name in told}
+    given["compute"], output = told["compute"], told["output"]
+    return Precision(**{**given, "output": None if output is None else getattr(torch, output)})

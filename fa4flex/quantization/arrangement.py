@@ -29,16 +29,20 @@ class Arrangement:
             return x
         return (x.transpose(1, 2) if self.layout == "bhsd" else x).flatten(0, 1)
 
-    def laid(self, x: Tensor, batch: int) -> Tensor:
-        """x [T, H, ...] in the layout, contiguous."""
+    def laid(self, x: Tensor, like: Tensor) -> Tensor:
+        """x [T, H, ...] in the layout, as `like` is, contiguous."""
         if self.packed:
             return x.contiguous()
-        x = x.unflatten(0, (batch, -1))
+        x = self._by_sequence(x, like)
         return (x.transpose(1, 2) if self.layout == "bhsd" else x).contiguous()
 
-    def rows(self, x: Tensor, batch: int) -> Tensor:
-        """x [T, H] as statistics are: [B, H, S], or [H, T] of packed tokens."""
-        return (x.T if self.packed else x.unflatten(0, (batch, -1)).transpose(1, 2)).contiguous()
+    def rows(self, x: Tensor, like: Tensor) -> Tensor:
+        """x [T, H] as statistics are: [B, H, S] with B and S of `like`, or [H, T] of packed tokens."""
+        return (x.T if self.packed else self._by_sequence(x, like).transpose(1, 2)).contiguous()
+
+    def _by_sequence(self, x: Tensor, like: Tensor) -> Tensor:
+        """x [B S, ...] as [B, S, ...]."""
+        return x.unflatten(0, (like.shape[0], like.shape[2 if self.layout == "bhsd" else 1]))
 
     def of_rows(self, x: Tensor) -> Tensor:
         """x [T, H] of `rows`."""

@@ -99,7 +99,9 @@ def in_blocks(x: Tensor, form: Format) -> tuple[Tensor, Tensor, Tensor]:
         scales = torch.where(greatest == 0, 1.0, exponent.clamp(-127, 127).float().exp2())
         whole = torch.ones(x.shape[1], device=x.device)
     else:
-        whole = torch.where(greatest.isfinite(), greatest, 0.0).amax((0, 2)) / (form.largest * E4M3.largest)
+        finite = torch.where(greatest.isfinite(), greatest, 0.0)
+        most = finite.amax((0, 2)) if len(x) else finite.new_zeros(x.shape[1])
+        whole = most / (form.largest * E4M3.largest)
         whole = torch.where(whole == 0, 1.0, whole)
         of_blocks = greatest / form.largest / whole[:, None]
         least = 2.0**-9  # the least number above zero: a block of zeros must not divide by zero

@@ -8,34 +8,30 @@
 The mean of the keys changes no softmax by itself; it changes the log-sum-exp, sinks and score mods, which
 therefore see the bias. Scales of tiles and centred keys are SageAttention's (Zhang et al. 2024), the rotation
 that of FlashAttention-3 (Shah et al. 2024).
+
+Gradients pass straight through the rounding (Bengio et al. 2013): codes stand for what was rounded, as if it
+had not been. Centring and the bias are differentiated as they are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.latent import refuse_latent
+from fa4flex.primitives.products import GIVEN, KEYS, OF_KEYS, OF_VALUES, VALUES, check_format
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.arrangement import Arrangement, repeated
 from fa4flex.quantization.formats import E4M3, FORMATS, TILE, Format, in_blocks
 from fa4flex.quantization.quantized import Keys, Quantized, Values
 from fa4flex.quantization.rotation import Rotation
 from fa4flex.quantization.tokens import Tokens
-
-_REFUSED = {
-    "float8_e5m2": ("twice the error of e4m3 at the same speed: scales give the range", "float8_e4m3"),
-    "mxfp4": ("scales of powers of two for 32 channels lose an outlier's neighbours", "nvfp4"),
-    "bfloat16": ("nothing to quantise in q and k", "int8"),
-}
-_REFUSED_VALUES = {
-    "int8": ("a sink's small value is lost beside large ones (17 % error)", "float8_e4m3"),
-    "nvfp4": ("probabilities and values of 4 bits lose a sink's value (83 % error)", "float8_e4m3"),
-    "mxfp8": ("scales along the keys would belong to tiles of probabilities", "float8_e4m3"),
-    "float8_e5m2": ("twice the error of e4m3: scales of channels give the range", "float8_e4m3"),
-}
+from fa4flex.runtime import autocast
+from fa4flex.runtime.checks import check_strided, in_transforms
 
 
 def quantize(
@@ -64,39 +60,57 @@ def quantize(
     center_v  take the mean of each channel of v out before rounding
 
     A row or tile that holds a NaN or an infinity stands for NaN. Nothing waits for the device. dequantize()
-    gives what the codes stand for. Raises InputError for shapes and dtypes that do not fit, UnsupportedError
-    for formats that lose what they must keep, and for tensors that require gradients.
+    gives what the codes stand for. Where q, k or v require gradients, these pass straight through the
+    rounding: the codes keep the tensors, and attention over the codes is differentiated as if they were what
+    they stand for. Raises InputError for shapes and dtypes that do not fit, UnsupportedError for formats that
+    lose what they must keep, and inside transforms of torch.func.
     """
-    form = _form(qk, pv)
+    _check_formats(qk, pv)
     place = Arrangement(layout, varlen)
-    _check(q, k, v, place, form)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError(
-            "quantize of tensors that require gradients: rounding has none",
-            "tensors without gradients",
-            "call it under torch.no_grad(), or detach q, k and v",
-        )
-    queries, keys = place.of_queries(q), place.of_keys(k)
-    of_q, of_k, of_v = (place.tokens(x).float() for x in (q, k, v))
-    bias = None
-    if center_k:
-        mean = keys.means(of_k)
-        of_k = of_k - keys.of_sequences(mean)
-        shared = repeated(queries.of_sequences(mean), of_q.shape[1])
-        bias = place.rows((of_q * shared).sum(-1), q.shape[0])
-    rotation = Rotation(of_q.shape[-1], seed) if rotate else None
-    if rotation is not None:
-        of_q, of_k = rotation.of(of_q), rotation.of(of_k)
-    (q_codes, q_scale, k_codes, k_scale), whole = _scores(of_q, of_k, keys, form)
-    values, v_scale, offset = (v, None, None) if pv == "bfloat16" else _values(of_v, keys, center_v, place)
-    if not form.block:
-        q_scale = place.rows(q_scale, q.shape[0])
-        k_scale = _by_tile(k_scale, keys, place)
-    return Quantized(
-        place.laid(q_codes, q.shape[0]), place.laid(k_codes, k.shape[0]), values, q_scale, k_scale, v_scale,
-        bias, offset, whole, qk, pv, None if rotation is None else (rotation.width, seed), layout, varlen,
-        q.dtype,
-    )  # fmt: skip
+    _check(q, k, v, place)
+    _refuse_transforms(q, k, v)
+    with autocast.off(q):
+        return _Rounding(qk, pv, rotate, center_k, center_v, seed).of((q, k, v), place)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Arguments of `quantize` that say how tensors are rounded."""
+
+    qk: Keys
+    pv: Values
+    rotate: bool
+    center_k: bool
+    center_v: bool
+    seed: int
+
+    def of(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized:
+        """Codes of checked tensors."""
+        q, k, v = qkv
+        form, queries, keys = FORMATS[self.qk], place.of_queries(q), place.of_keys(k)
+        of_q, of_k, of_v = (place.tokens(x.detach()).float() for x in qkv)
+        bias, rotation = None, Rotation(q.shape[-1], self.seed) if self.rotate else None
+        if self.center_k:
+            mean = keys.means(place.tokens(k))
+            of_k = of_k - keys.of_sequences(mean.detach())
+            shared = repeated(queries.of_sequences(mean), of_q.shape[1])
+            bias = place.rows((place.tokens(q).float() * shared).sum(-1), q)
+        if rotation is not None:
+            of_q, of_k = rotation.of(of_q), rotation.of(of_k)
+        (q_codes, q_scale, k_codes, k_scale), whole = _scores(of_q, of_k, keys, form)
+        values, v_scale, offset = v, None, None
+        if self.pv != GIVEN:
+            values, v_scale, offset = _values(of_v, keys, self.center_v, place)
+        if not form.block:
+            q_scale = place.rows(q_scale, q)
+            k_scale = _by_tile(k_scale, keys, place)
+        turned_by = None if rotation is None else (rotation.width, self.seed)
+        learn = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+        return Quantized(
+            place.laid(q_codes, q), place.laid(k_codes, k), values, q_scale, k_scale, v_scale, bias, offset,
+            whole, self.qk, self.pv, turned_by, place.layout, place.varlen, q.dtype,
+            given=qkv if learn else None,
+        )  # fmt: skip
 
 
 # --- queries and keys ---------------------------------------------------------------------------------------
@@ -121,7 +135,7 @@ def _by_tile(scale: Tensor, keys: Tokens, place: Arrangement) -> Tensor:
     """Scales [T, H] of tiles as [B, H, tiles of a sequence], or [H, T] of packed sequences."""
     if place.packed:
         return scale.T.contiguous()
-    return scale.unflatten(0, (keys.sequences, -1)).transpose(1, 2).contiguous()
+    return scale.unflatten(0, (keys.sequences, keys.tiles_of_each)).transpose(1, 2).contiguous()
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -136,56 +150,85 @@ def _values(
     scale = E4M3.divisors(keys.greatest_of_sequences(centred.abs()))
     codes = E4M3.divided(centred, torch.cat([scale, torch.ones_like(scale[:1])])[keys.sequence])
     offset = None if mean is None else mean - keys.means(E4M3.numbers(codes)) * scale
-    columns = torch.zeros(keys.tiles * TILE + 1, *v.shape[1:], dtype=torch.uint8, device=v.device)
+    return turned(codes, keys, place), scale, offset
+
+
+def turned(codes: Tensor, keys: Tokens, place: Arrangement) -> Tensor:
+    """Codes of values [T, H, D] as tensor cores take them: see Quantized."""
+    columns = torch.zeros(keys.tiles * TILE + 1, *codes.shape[1:], dtype=torch.uint8, device=codes.device)
     columns[keys.column] = codes.view(torch.uint8)
-    turned = columns[:-1].view(codes.dtype)
+    made = columns[:-1].view(codes.dtype)
     if place.packed:
-        turned = turned.permute(1, 2, 0)
-    else:
-        turned = turned.unflatten(0, (keys.sequences, -1)).permute(0, 2, 3, 1)
-    return turned.contiguous(), scale, offset
+        return made.permute(1, 2, 0).contiguous()
+    return made.unflatten(0, (keys.sequences, TILE * keys.tiles_of_each)).permute(0, 2, 3, 1).contiguous()
 
 
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _form(qk: str, pv: str) -> Format:
-    for name, value, refused, known in (
-        ("qk", qk, _REFUSED, tuple(FORMATS)),
-        ("pv", pv, _REFUSED_VALUES, ("float8_e4m3", "bfloat16")),
-    ):
-        if value in refused:
-            reason, instead = refused[value]
-            raise UnsupportedError(f"{name}={value!r}: {reason}", f"one of {known}", f"{name}={instead!r}")
-        if value not in known:
-            raise InputError(f"{name}={value!r}", f"one of {known}", f"{name}={known[0]!r}")
-    return FORMATS[qk]
+def _check_formats(qk: str, pv: str) -> None:
+    if qk == GIVEN:
+        raise UnsupportedError(
+            f"qk={qk!r}: nothing to quantise in q and k", f"one of {KEYS}", 'qk="int8", or no codes at all'
+        )
+    check_format("qk", qk, KEYS, OF_KEYS)
+    check_format("pv", pv, (*VALUES, GIVEN), OF_VALUES)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, place: Arrangement, form: Format) -> None:
-    value = ", ".join(f"{n} {x.dtype} {list(x.shape)} on {x.device}" for n, x in zip("qkv", (q, k, v)))
-    dimensions = 3 if place.packed else 4
+def _refuse_transforms(*tensors: Tensor) -> None:
+    """Raise UnsupportedError inside transforms, where a rule for backward passes would be no derivative."""
+    if torch.compiler.is_compiling():
+        return
+    if in_transforms(*tensors):
+        raise UnsupportedError(
+            "codes of tensors inside torch.func.grad, vmap or jvp, or with a tangent: the"
+            " derivative of rounding is zero",
+            "backward passes, which pass straight through it",
+            "use torch.autograd.grad, or leave out qk and pv in code that is transformed",
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, place: Arrangement) -> None:
+    refuse_latent("k", k)
+    check_strided(q, k, v)
+    check_shapes(q, k, v, place)
+    if not all(x.dtype in (torch.bfloat16, torch.float16, torch.float32) for x in (q, k, v)):
+        raise InputError(told(q, k, v), "bfloat16, float16 or float32", "cast them with .to(torch.bfloat16)")
+    check_lengths(q, k, place)
+
+
+def told(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Dtypes, shapes and devices, for messages."""
+    return ", ".join(f"{n} {x.dtype} {list(x.shape)} on {x.device}" for n, x in zip("qkv", (q, k, v)))
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, place: Arrangement) -> None:
+    """Raise InputError or UnsupportedError unless q, k and v are tensors of one attention over codes."""
+    value, dimensions = told(q, k, v), 3 if place.packed else 4
     if any(x.ndim != dimensions for x in (q, k, v)):
         expected = "q, k, v [tokens, heads, width]" if place.packed else "q, k, v of four dimensions"
         raise InputError(value, expected, "pass varlen=Varlen(cu_seqlens) with packed tokens, and only then")
     heads = 1 if place.packed or place.layout == "bhsd" else 2
-    alike = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1]
+    others = [n for n in range(dimensions - 1) if n != heads]
+    alike = all(k.shape[n] == v.shape[n] for n in others) and q.shape[-1] == k.shape[-1]
     batches = place.packed or q.shape[0] == k.shape[0]
-    grouped = k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0
+    grouped = all(x.shape[heads] > 0 and q.shape[heads] % x.shape[heads] == 0 for x in (k, v))
     if not (alike and batches and grouped and q.device == k.device == v.device):
         raise InputError(
             value,
-            "k and v of as many tokens and heads, q of their width and a multiple of their heads, one device",
+            "k and v of as many tokens, q of k's width and a multiple of the heads of both, one device",
             "see the shapes of a call of attention",
         )
-    if not all(x.dtype in (torch.bfloat16, torch.float16, torch.float32) for x in (q, k, v)):
-        raise InputError(value, "bfloat16, float16 or float32", "cast them with .to(torch.bfloat16)")
     if q.shape[-1] % 32 or v.shape[-1] % 8:
         raise UnsupportedError(
             f"heads of {q.shape[-1]}, values of {v.shape[-1]}",
             "heads of a multiple of 32, which 8-bit products take at once, and values of a multiple of 8",
             "pad q and k with zeros: q.k stays what it is",
         )
+
+
+def check_lengths(q: Tensor, k: Tensor, place: Arrangement) -> None:
+    """Raise InputError unless the lengths of a ragged batch fit."""
     if place.varlen is not None and not torch.compiler.is_compiling():
         if place.packed:
             place.varlen.check(q.shape[0], k.shape[0])

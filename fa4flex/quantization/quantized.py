@@ -14,6 +14,7 @@ from fa4flex.quantization.arrangement import Arrangement
 from fa4flex.quantization.formats import E4M3, FORMATS, of_blocks
 from fa4flex.quantization.rotation import Rotation
 from fa4flex.quantization.tokens import Tokens
+from fa4flex.runtime import autocast
 
 Keys = Literal["int8", "float8_e4m3", "mxfp8", "nvfp4"]
 """Formats of queries and keys."""
@@ -66,10 +67,20 @@ class Quantized:
     varlen: Varlen | None
     dtype: torch.dtype
     """dtype of q as it was given, and of outputs."""
+    k_scales: Literal["tile", "token"] = "tile"
+    """Granularity of k_scale: that of tokens is [B, Hkv, Skv], packed [Hkv, Tk]."""
+    v_scales: Literal["channel", "token"] = "channel"
+    """Granularity of v_scale: with that of tokens, v is e4m3 in the layout that was given."""
+    given: tuple[Tensor, Tensor, Tensor] | None = None
+    """Tensors that were rounded, to which gradients pass; None where none requires some."""
 
     def dequantize(self) -> Dequantized:
-        """Numbers that the codes stand for, rotated back. They are what attention over the codes means."""
-        return _dequantized(self)
+        """Numbers that the codes stand for, rotated back. They are what attention over the codes means.
+
+        Their gradients are those of what was rounded: of q and v as they are, of k minus its mean.
+        """
+        with autocast.off(self.q):
+            return _learned(_dequantized(self), self)
 
     def __repr__(self) -> str:
         tensors = ", ".join(f"{name}={show(getattr(self, name))}" for name in "qkv")
@@ -90,16 +101,15 @@ def _dequantized(codes: Quantized) -> Dequantized:
         k = of_blocks(k, codes.k_scale, codes.whole[1], form)
     else:
         q = form.numbers(q) * place.of_rows(codes.q_scale).unsqueeze(-1)
-        k = form.numbers(k) * keys.of_tiles(_tiles_first(codes.k_scale, place)).unsqueeze(-1)
+        by_token = codes.k_scales == "token"
+        of_k = codes.k_scale if by_token else _tiles_first(codes.k_scale, place)
+        each = place.of_rows(of_k) if by_token else keys.of_tiles(of_k)
+        k = keys.cleared(form.numbers(k) * each.unsqueeze(-1))
     if codes.rotation is not None:
         rotation = Rotation(*codes.rotation)
         q, k = rotation.undone(q), rotation.undone(k)
-    v = (
-        codes.v.float()
-        if codes.v_scale is None
-        else place.laid(_values(codes, keys, place), codes.k.shape[0])
-    )
-    return Dequantized(place.laid(q, codes.q.shape[0]), place.laid(k, codes.k.shape[0]), v, codes.q_bias)
+    v = codes.v.float() if codes.v_scale is None else place.laid(_values(codes, keys, place), codes.k)
+    return Dequantized(place.laid(q, codes.q), place.laid(k, codes.k), v, codes.q_bias)
 
 
 def _tiles_first(scale: Tensor, place: Arrangement) -> Tensor:
@@ -108,9 +118,35 @@ def _tiles_first(scale: Tensor, place: Arrangement) -> Tensor:
 
 
 def _values(codes: Quantized, keys: Tokens, place: Arrangement) -> Tensor:
-    """Values [T, H, D] of transposed codes."""
+    """Values [T, H, D] of codes."""
     assert codes.v_scale is not None
+    if codes.v_scales == "token":
+        numbers = E4M3.numbers(place.tokens(codes.v)) * place.of_rows(codes.v_scale).unsqueeze(-1)
+        return keys.cleared(numbers)
     columns = codes.v.permute(2, 0, 1) if place.packed else codes.v.permute(0, 3, 1, 2).flatten(0, 1)
     numbers = E4M3.numbers(columns)[keys.column.clamp(max=len(columns) - 1)]
     v = numbers * keys.of_sequences(codes.v_scale)
     return v if codes.v_offset is None else v + keys.of_sequences(codes.v_offset)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+def _learned(exact: Dequantized, codes: Quantized) -> Dequantized:
+    """The same numbers, whose gradients are those of what was rounded."""
+    if codes.given is None or not torch.is_grad_enabled():
+        return exact
+    q, k, v = codes.given
+    if codes.q_bias is not None and k.requires_grad:
+        place = Arrangement(codes.layout, codes.varlen)
+        keys, tokens = place.of_keys(k), place.tokens(k).float()
+        k = place.laid(tokens - keys.of_sequences(keys.means(tokens)), k)
+    of_v = exact.v if codes.v_scale is None else _straight(exact.v, v)
+    return Dequantized(_straight(exact.q, q), _straight(exact.k, k), of_v, exact.bias)
+
+
+def _straight(numbers: Tensor, x: Tensor) -> Tensor:
+    """The numbers, with gradients of x: what is added is zero. Padding may hold NaN."""
+    if not x.requires_grad:
+        return numbers
+    return numbers + (x.float() - x.detach().float()).nan_to_num(0.0)

@@ -58,6 +58,11 @@ class Tokens:
         return len(self.first_tile) - 1
 
     @property
+    def tiles_of_each(self) -> int:
+        """Tiles of each sequence of a dense batch."""
+        return self.tiles // max(1, self.sequences)
+
+    @property
     def tile(self) -> Tensor:
         """Tile of each token; the number of tiles for padding."""
         return torch.where(self._padding, self.tiles, self.first_tile[self.sequence] + self.place // TILE)
@@ -82,6 +87,10 @@ class Tokens:
     def of_sequences(self, x: Tensor) -> Tensor:
         """Rows of x [N, ...] for each token, 0 for padding."""
         return torch.cat([x, torch.zeros_like(x[:1])])[self.sequence]
+
+    def cleared(self, x: Tensor) -> Tensor:
+        """x [T, ...] with 0 for padding."""
+        return x.masked_fill(self._padding.view(-1, *[1] * (x.ndim - 1)), 0.0)
 
     def of_tiles(self, x: Tensor) -> Tensor:
         """Rows of x [tiles, ...] for each token, 1 for padding."""

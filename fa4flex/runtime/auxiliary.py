@@ -12,14 +12,14 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.plan.problem import STATISTICS
 from fa4flex.primitives.base import kind_of
 from fa4flex.runtime.call import Results, Statistics
-from fa4flex.variant import Variant
 
 __all__ = ["Aux"]
 
 
 class Aux(NamedTuple):
     """Statistics of a call, each None where it was not asked for: of p = exp(score - lse), the scores being
-    modified ones. float32, or float64 for float64 inputs.
+    modified ones, before dropout. float32, or float64 for float64 inputs. With `Precision(skip=...)` lse and
+    entropy are of the keys that are not left out, and the maxima are exact.
 
     lse         log(sum(exp(score))) of each row, [B, H, S] or packed [H, T], with the sink, if there is one.
                 Differentiable. -inf for a row without allowed keys and sink
@@ -60,23 +60,6 @@ def statistics_of(return_aux: Any, return_lse: bool = False) -> Statistics:
                 'e.g. return_aux=("max_logit", "entropy")',
             )
     return tuple([name for name in STATISTICS if name in return_aux])
-
-
-def check_beside(variant: Variant, wanted: Statistics) -> None:
-    """Raise UnsupportedError for statistics that a variant with dropout, or which skips, does not have."""
-    if variant.dropout is not None and "entropy" in wanted:
-        raise UnsupportedError(
-            f"the entropy of rows with {variant.dropout!r}, whose gradient would be that of dropped weights",
-            "the entropy of all weights",
-            "ask for it in a call without dropout",
-        )
-    names = [name for name in ("max_logit", "entropy") if name in wanted]
-    if variant.precision.skip and names:
-        raise UnsupportedError(
-            f"{' and '.join(names)} with Precision(skip={variant.precision.skip:g}), of what is left out too",
-            "the log-sum-exp, or statistics of all keys",
-            "ask for them in a call without skip",
-        )
 
 
 def merged_aux(parts: Sequence[Aux], lses: Tensor, lse: Tensor) -> Aux:

@@ -12,7 +12,7 @@ from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.keys import Keys
 from fa4flex.primitives.heads import Shares
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.key_sources import Contiguous, KeySource
+from fa4flex.runtime.key_sources import MOST_WIDTH, Contiguous, KeySource
 from fa4flex.runtime.key_sources import Results as Results
 
 Statistics = tuple[str, ...]
@@ -109,6 +109,15 @@ class Call(NamedTuple):
     def keys(self) -> Keys:
         """Source of keys as kernels are specialised to it."""
         return self.kv.keys(2 if self.heads_first else 1)
+
+    @property
+    def latent(self) -> bool:
+        """True if values are the first columns of the one head of keys in memory, and wider than heads of
+        other keys are on a GPU."""
+        k, v = self.kv.k, self.kv.v
+        if k.shape[-1] <= MOST_WIDTH or k.shape[:-1] != v.shape[:-1] or self.kv_heads != 1:
+            return False
+        return k.stride() == v.stride() and k.data_ptr() == v.data_ptr()
 
     @property
     def wants_gradients(self) -> bool:

@@ -17,6 +17,7 @@ from torch.fx import Proxy
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import Mod, functions_of, kind_of
 from fa4flex.primitives.heads import ratio
+from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.flex.choice import FLEX_DEVICES, by_flex, no_backend
@@ -54,6 +55,7 @@ def check_strided(q: Tensor, k: Tensor, v: Tensor) -> None:
                 "whole: torch.fx.wrap('its name') at module level",
             )
         if not isinstance(tensor, Tensor):
+            refuse_latent(name, tensor)
             raise InputError(
                 f"{name} is a {kind_of(tensor)}", "a torch.Tensor", f"convert it: torch.as_tensor({name})"
             )

@@ -17,6 +17,7 @@ from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.latent_rows import LatentRows
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Published
 from fa4flex.torch_internals import outside_operators
@@ -53,10 +54,12 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
 
 
 def _by_engine(program: Published, call: Call) -> Results | None:
-    """The results by a kernel; None for dropout, and for weights other than the softmax's, that no kernel
-    computes."""
+    """The results by a kernel; None for dropout, for weights other than the softmax's, and for latent rows
+    that no kernel computes."""
     engine = program.engine
-    if program.facts.softmax:
+    if call.latent:
+        call = call._replace(kv=LatentRows(call.kv.k, call.kv.v))
+    elif program.facts.softmax:
         return engine.run(call) if program.facts.kept is None or engine.serves(call) else None
     ready = engine.find(call)
     if ready is MISSING:

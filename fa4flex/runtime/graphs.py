@@ -25,7 +25,7 @@ from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.traced import ModKind
 from fa4flex.errors import Fa4flexError
 from fa4flex.kernels.plan.problem import STATISTICS
-from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.precision import Precision, refuse_codes
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.primitives.weights import Weights
@@ -207,13 +207,15 @@ def _left_out(error: Exception) -> tuple[str, Exception]:
 
 def run(variant: Variant, q: Tensor, kv: KeySource, varlen: Varlen | None, statistics: Statistics) -> Results:
     """Counterpart of launch.run in code that torch.compile traces: reads no contents and keeps nothing."""
+    refuse_codes(variant.precision, "in a graph", "call the attention itself, which rounds q and k before")
     cast = kv.cast(q)
     q, kv = (q, kv) if cast is None else cast
     kv.check(q, varlen, variant)
     if isinstance(kv, Paged):
         refuse_map(variant, "pages")
-        # Gradients, and tensors that are shared out, go by the operator that has rules for them.
-        if not torch.is_grad_enabled() and type(q) is Tensor:
+        # Gradients, and tensors that are shared out, go by the operator that has rules for them; copies of
+        # latent rows by that of contiguous keys, which sees that values lie in them.
+        if type(kv) is Paged and not torch.is_grad_enabled() and type(q) is Tensor:
             return _in_pages(variant, q, kv, varlen, statistics)
     copy = kv.copied(q, varlen, variant, kernels=launch.by_kernels(variant, q), eager=False)
     if copy is not None:

@@ -18,13 +18,10 @@ from fa4flex.contents import validating
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.primitives.kv_scales import (
-    NO_SCALES,
     Arrangement,
     KVScales,
     check_caches,
-    check_kind,
     dequantised,
-    is_eight_bit,
     per,
 )
 from fa4flex.primitives.paging import Paging
@@ -55,6 +52,10 @@ class Copied(NamedTuple):
     kv: KeySource
     varlen: Varlen | None
     results: Callable[[Results], Results]
+
+
+MOST_WIDTH = 256
+"""Width of heads, at most, of kernels that are not for latent rows."""
 
 
 class KeySource(tuple[Any, ...]):
@@ -150,16 +151,6 @@ class KeySource(tuple[Any, ...]):
         return None
 
 
-def source_of(k: Any, v: Any, paging: Paging | None, scales: KVScales | None) -> KeySource:
-    """The source that arguments of a call describe. Raises InputError for what does not describe one."""
-    if scales is None and not is_eight_bit(k, v):
-        return Contiguous(k, v) if paging is None else Paged(k, v, paging.page_table, paging.seqused_k)
-    value, pages = check_kind(scales) or NO_SCALES, (None, None)
-    if paging is not None:
-        pages = paging.page_table, paging.seqused_k  # type: ignore[assignment]
-    return EightBit(k, v, value.k, value.v, "", "", *pages)
-
-
 # --- contiguous -------------------------------------------------------------------------------------------
 
 
@@ -217,7 +208,7 @@ class Paged(_Pages, KeySource):
 
     def in_place(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
         paging = Paging(self.page_table, self.paged_keys) if validating() else None
-        if not _read_in_pages((q, self.k, self.v), varlen, variant, paging):
+        if not read_in_pages((q, self.k, self.v), varlen, variant, paging):
             return None
         return self.placed(q.shape[0], varlen is None and variant.layout == "bhsd")
 
@@ -260,9 +251,9 @@ class Paged(_Pages, KeySource):
         """The keys that sequences use, packed. Their number has to be known, so the host waits for it."""
         paging = Paging(self.page_table, self.paged_keys)
         k, starts = paging.gather(self.k)
-        kv = Contiguous(k, paging.gather(self.v)[0])
+        kv = Contiguous(k, self._values(k, lambda pool: paging.gather(pool)[0]))
         if varlen is not None:
-            return Copied(q, kv, Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q), _same)
+            return Copied(q, kv, Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q), same)
         rows = q.transpose(1, 2) if heads_first else q  # [B, Sq, Hq, D]
         sizes = rows.shape[:2]
         cu_q = torch.arange(sizes[0] + 1, dtype=torch.int32, device=q.device) * sizes[1]
@@ -281,21 +272,26 @@ class Paged(_Pages, KeySource):
         """Keys and values of all pages of each sequence, used or not: the host reads nothing. Beside packed
         queries they are packed, too."""
         paging = Paging(self.page_table, self.paged_keys)
-        k, v = paging.spread(self.k), paging.spread(self.v)  # [B, T, Hkv, D]
+        k = paging.spread(self.k)  # [B, T, Hkv, D]
+        v = self._values(k, paging.spread)
         if varlen is None:
             k, v = (k.transpose(1, 2), v.transpose(1, 2)) if heads_first else (k, v)
-            return Copied(q, Contiguous(k, v), Varlen(seqused_k=self.paged_keys), _same)
+            return Copied(q, Contiguous(k, v), Varlen(seqused_k=self.paged_keys), same)
         batch, tokens = k.shape[:2]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
         ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, self.paged_keys)
-        return Copied(q, Contiguous(k.flatten(0, 1), v.flatten(0, 1)), ragged, _same)
+        return Copied(q, Contiguous(k.flatten(0, 1), v.flatten(0, 1)), ragged, same)
+
+    def _values(self, k: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        """Copies of values, beside those of keys."""
+        return copy(self.v)
 
 
-def _same(result: Results) -> Results:
+def same(result: Results) -> Results:
     return result
 
 
-def _read_in_pages(qkv: QKV, varlen: Varlen | None, variant: Variant, paging: Paging | None) -> bool:
+def read_in_pages(qkv: QKV, varlen: Varlen | None, variant: Variant, paging: Paging | None) -> bool:
     """True if kernels may read the pages of a call. With `paging` its contents are looked at."""
     packed = varlen is not None and varlen.packed and varlen.cu_seqlens_k is None and varlen.seqused_k is None
     if variant.blocks is not None or not (packed or varlen is None):
@@ -381,7 +377,7 @@ class EightBit(_Scaled, KeySource):
             return None
         paging = _paging(self) if validating() else None
         if arrangement == "paged":
-            if q.ndim != 4 or not _read_in_pages(qkv, varlen, variant, paging):
+            if q.ndim != 4 or not read_in_pages(qkv, varlen, variant, paging):
                 return None
         elif (
             arrangement == "packed"

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from fa4flex.codegen import blame
 from fa4flex.codegen.build import Bound, Trace, bind, bind_output, joined
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
+from fa4flex.primitives.precision import refuse_codes
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, compute, ops
 from fa4flex.runtime.call import Call, Results, Statistics, lengths_of, results_of
@@ -60,12 +61,19 @@ class Caller:
     """State of one Attention between its calls. Threads call at the same time: what belongs together is one
     object, which is stored and read at once."""
 
-    __slots__ = ("output", "recent")
+    __slots__ = ("codes", "output", "recent")
 
     def __init__(self) -> None:
         self.recent: Recent[Prepared] | None = None
         self.output: Trace | None = None
         """Trace of the output function, which is asked first."""
+        self.codes: Caller | None = None
+        """State of its calls of codes, which have a score mod of their own."""
+
+    def of_codes(self) -> Caller:
+        if self.codes is None:
+            self.codes = Caller()
+        return self.codes
 
 
 class Calling(NamedTuple):
@@ -204,6 +212,8 @@ def run(
     if any_autocast() and autocast.active(q) and (cast := kv.cast(q)) is not None:
         with autocast.off(q):
             return run(now, *cast, varlen, statistics)
+    if now.variant.precision.coded:
+        refuse_codes(now.variant.precision, *_BELOW)
     kv.check(q, varlen, now.variant)
     seen = observed(q, kv.k, kv.v)
     if not seen:
@@ -217,6 +227,9 @@ def run(
     call = call_of(now, q, kv, varlen, statistics)
     check_call(now, q, kv, varlen, call.operands)
     return _by_operator(now, call, seen)
+
+
+_BELOW = "in a call that does not round q and k", "round them: fa4flex.quantize(q, k, v), and attn(codes)"
 
 
 def _path(variant: Variant, q: Tensor) -> Callable[..., Results | None]:
@@ -281,9 +294,10 @@ def _by_kernels(
         try:
             ready = engine.made(call) if contiguous else in_place.made(engine, call)
         except UnsupportedError:
-            if engine.facts.output is None and engine.facts.kept is None and engine.facts.softmax:
+            needed = engine.facts.output is None and engine.facts.kept is None and engine.facts.softmax
+            if needed and not call.latent:
                 raise
-            # Its function is applied after it; dropout and other weights are computed blockwise.
+            # Its function is applied after it; dropout, other weights and latent rows are computed blockwise.
             ready = None
             engine.keep(call, None)
     elif blocks is not None:

@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import SymFloat, SymInt, Tensor
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
@@ -18,6 +17,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.text import dump, parse
 from fa4flex.errors import InputError
+from fa4flex.primitives import precision as precisions
 from fa4flex.primitives.dropout import refuse_flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -74,17 +74,14 @@ class Published:
     @cached_property
     def text(self) -> str:
         """The program as an operator's argument: `read` gives it back, in any process."""
-        output = self.precision.output
         fields = {
             "format": FORMAT,
             "program": dump(
                 self.facts.score, self.facts.mask, *(() if self.facts.kept is None else (self.facts.kept,))
             ),
             "schedule": asdict(self.schedule),
-            "compute": self.precision.compute,
-            "output": None if output is None else str(output).removeprefix("torch."),
+            **precisions.told(self.precision),
             "backend": self.backend,
-            "skip": self.precision.skip,
         }
         if not self.facts.softmax:
             fields["weights"] = list(self.facts.weights)
@@ -154,16 +151,15 @@ def read(text: str) -> Published:
     """The program that a text stands for. Raises InputError for text of another version, or of none."""
     try:
         fields = json.loads(text)
-        version, output = fields["format"], fields["output"]
-        roots = parse(fields["program"])
-        output = None if output is None else getattr(torch, output)
-        precision = Precision(fields["compute"], output, fields.get("skip", 0.0))
+        if fields["format"] != FORMAT:
+            raise ValueError("it was written by another version")
+        roots, precision = parse(fields["program"]), precisions.read(fields)
         schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
         weights = Weights(*fields.get("weights", SOFTMAX))
+        if len(roots) not in (2, 3):
+            raise ValueError(f"it has {len(roots)} functions")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error
-    if version != FORMAT or len(roots) not in (2, 3):
-        raise _unreadable("it was written by another version")
     score, mask, *rest = roots
     return publish(analyze(score, mask, rest[0] if rest else None, weights), schedule, precision, backend)
 

@@ -15,6 +15,7 @@ from fa4flex import later
 from fa4flex.codegen.analyze.extents import Extents, Reach, extents_of
 from fa4flex.codegen.build import Trace
 from fa4flex.primitives.kv_scales import E4M3, KVScales
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.call import NO_LENGTHS, Call, Results, Statistics, lengths_of
@@ -35,8 +36,9 @@ from fa4flex.runtime.cuda.known import (
 )
 from fa4flex.runtime.cuda.launches.ready import Ready, Sized
 from fa4flex.runtime.gradients import Attend, Outline
-from fa4flex.runtime.key_sources import Contiguous, KeySource, source_of
+from fa4flex.runtime.key_sources import Contiguous, KeySource
 from fa4flex.runtime.programs import Published
+from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import forward_ad
 from fa4flex.variant import Variant, default_scale, settings_of
 from ptxsim.active import simulating
@@ -115,10 +117,15 @@ class Recent(Generic[Prepared]):
             sinks = variant.logits()
             others = *operands, sinks  # type: ignore[arg-type]
         kv, lengths, beside = None, NO_LENGTHS, PLAIN
-        if not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
+        latent = type(k) is Latent
+        if latent or not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
+            if latent and scale is None:
+                return None
             if type(varlen) not in _LENGTHS or type(paging) not in _PAGES:
                 return None
             kv = source_of(k, v, paging, scales)
+            if latent:
+                qkv = q, kv.k, kv.v
             if varlen is not None:
                 lengths = lengths_of(varlen, kv)
             beside, more = brought(kv, lengths)
@@ -129,7 +136,12 @@ class Recent(Generic[Prepared]):
         for one in kept:
             if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
                 factor = one.scale if scale is None else scale
-                if one.direct is not None and variant.blocks is None and one.aligned(qkv, others):
+                if (
+                    one.direct is not None
+                    and variant.blocks is None
+                    and not latent
+                    and one.aligned(qkv, others)
+                ):
                     return one.direct(q, k, v, operands, sinks, factor)
                 first, asked = one.heads_first, one.statistics
                 source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
+from fa4flex.primitives.precision import refuse_codes
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.checks import check_descriptions
@@ -20,9 +21,12 @@ def skipped(
 
     now: launch.Calling | None = None
     try:
+        refuse_codes(
+            variant.precision, "in skipped()", "leave out qk and pv: codes leave out nearly the same keys"
+        )
         if varlen is not None:
             check_descriptions(varlen, None)
-        now = launch.calling(variant.core, caller)
+        now = launch.calling(variant.shown, caller)
         q, k, v = qkv
         kv = Contiguous(k, v)
         kv.check(q, varlen, now.variant)

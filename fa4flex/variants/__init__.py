@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.differential import differential as differential
     from fa4flex.variants.dilated_window import dilated_window as dilated_window
     from fa4flex.variants.document import document as document
+    from fa4flex.variants.flashmask import flashmask as flashmask
     from fa4flex.variants.gated import gated as gated
     from fa4flex.variants.global_window import global_window as global_window
     from fa4flex.variants.gpt_oss_sinks import gpt_oss_sinks as gpt_oss_sinks
@@ -35,9 +36,12 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.head_scale import head_scale as head_scale
     from fa4flex.variants.learned_bias import learned_bias as learned_bias
     from fa4flex.variants.mla import mla as mla
+    from fa4flex.variants.moba import moba as moba
     from fa4flex.variants.natten import natten as natten
+    from fa4flex.variants.nsa import nsa as nsa
     from fa4flex.variants.prefix_lm import prefix_lm as prefix_lm
     from fa4flex.variants.prefix_tree import prefix_tree as prefix_tree
+    from fa4flex.variants.quest import quest as quest
     from fa4flex.variants.relative_position import relative_position as relative_position
     from fa4flex.variants.relu_squared import relu_squared as relu_squared
     from fa4flex.variants.sandwich import sandwich as sandwich
@@ -53,7 +57,10 @@ if TYPE_CHECKING:  # written by scripts/documentation/variant_tables.py
     from fa4flex.variants.symmetric_window import symmetric_window as symmetric_window
     from fa4flex.variants.t5_bias import t5_bias as t5_bias
     from fa4flex.variants.tree import tree as tree
+    from fa4flex.variants.vertical_slash import vertical_slash as vertical_slash
+    from fa4flex.variants.video_blocks import video_blocks as video_blocks
     from fa4flex.variants.vision_cross import vision_cross as vision_cross
+    from fa4flex.variants.xattention import xattention as xattention
 
 __all__ = sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_"))
 """Names of the files in this folder."""

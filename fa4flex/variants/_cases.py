@@ -160,6 +160,12 @@ def weighed(s: Sizes, normalizer: Any, definition: Any, **rest: Any) -> Drawn:
     return Drawn(lambda: {"normalizer": normalizer, **rest}, definition, s.q_len, s.kv_len)
 
 
+def tokens(s: Sizes, heads: int = 1, width: int = 4) -> tuple[Tensor, Tensor]:
+    """Queries [1, heads, q_len, width] and keys [1, 1, kv_len, width] of which a case selects, float64."""
+    q = torch.randn(1, heads, s.q_len, width, dtype=torch.float64)
+    return q, torch.randn(1, 1, s.kv_len, width, dtype=torch.float64)
+
+
 # --- checking -------------------------------------------------------------------------------------------
 
 

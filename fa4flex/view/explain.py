@@ -20,11 +20,14 @@ from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.normalizer import Normalizer
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.products import GIVEN
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
 from fa4flex.view.sizes import Setting, setting
+from fa4flex.view.sparsity import in_words
 
 Section = tuple[str, Sequence[str]]
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
@@ -108,19 +111,22 @@ def _composition(program: Program) -> list[str]:
     if variant.dropout is not None:
         lines.append(
             f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 65536 pairs, after the "
-            "softmax; log-sum-exps are of what was before"
+            "weights are normalised; statistics are of what was before"
         )
     if variant.normalizer is not None:
         lines[0] = lines[0].replace("softmax(score)", "weights(score)")
         lines.append(f"normalizer  {variant.normalizer!r}: {_normalizer(variant.normalizer)}")
     if variant.blocks is not None:
         lines.append(
-            f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
+            f"blocks      {variant.blocks!r}: a full block is allowed whatever the mask says, an empty one "
+            "allows nothing"
         )
     if variant.sinks is not None:
         lines.append(
             f"sinks       {variant.sinks.now().shape[0]} logits, one per query head, in the denominator"
         )
+    if variant.precision.coded:
+        lines += _codes(variant.precision)
     if variant.precision.skip:
         lines += _skip(variant.precision.skip, variant.sinks is not None)
     lines.append(f"layout      {variant.layout}")
@@ -136,6 +142,22 @@ def _skip(skip: float, sinks: bool) -> list[str]:
         f"  log-sum-exp: lower by at most {-math.log1p(-skip):.3g}",
         "  backward: leaves out nothing; probabilities are exp(score - lse), at most"
         f" 1 / (1 - {skip:g}) of the exact ones",
+    ]
+
+
+def _codes(precision: Precision) -> list[str]:
+    """Lines that say what is rounded at each call, and what computes with it."""
+    given = precision.pv == GIVEN
+    values = "as they are given" if given else f"{precision.pv}, minus the mean of each channel"
+    sums = "go to float32 after each tile" if precision.promote else "may stay in accumulators"
+    return [
+        f"products    q.k of {precision.qk}: keys minus their mean, both rotated;",
+        f"  values {values}; rounded at each call, as by quantize",
+        "  mean of the keys: a bias of each query, seen by log-sum-exps, sinks and score mods",
+        "  on Hopper without gradients a kernel multiplies 8-bit codes"
+        + f"; its sums of values {sums}" * (not given),
+        "  elsewhere what codes stand for is computed: on a CPU in float32, on a GPU by kernels of 16 bits",
+        "  backward: products of 16 bits, of what codes stand for; gradients pass straight through",
     ]
 
 
@@ -195,6 +217,7 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     below = [
         *(f"({note})" for note in chosen.notes),
         tile_counts(tiles),
+        *([] if program.variant.blocks is None else [in_words(program, shape, tiles)]),
         *_decided(tiles.proof, reasons, names),
     ]
     return [*lines, *(f"  {line}" for line in below)]
@@ -205,7 +228,11 @@ def _block_map(blocks: BlockMap) -> str:
     (rows, keys), counts = blocks.block_size, blocks.counts
     listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
     lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
-    return f"a table for {lengths} alone, in blocks of {rows} x {keys}: {listed}"
+    beside = [
+        f"{name} {getattr(blocks, name)}" for name in ("tail", "window", "sinks") if getattr(blocks, name, 0)
+    ]
+    more = f"; every query sees besides: {', '.join(beside)}" if beside else ""
+    return f"a captured table for {lengths} alone, in blocks of {rows} x {keys}: {listed}{more}"
 
 
 def _sharing(program: Program, chosen: Setting) -> str:
@@ -406,7 +433,7 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             gpu.target_named(arch)
         blockwise = ["computed tile by tile in PyTorch operations on the device: exact, and slow"]
         said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
-        return said + blockwise * (not program.facts.softmax)
+        return said + blockwise * (not program.facts.softmax or bool(problem.get("latent")))
     if "direction" in problem:
         return lines
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}

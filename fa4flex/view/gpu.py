@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.analyze.tiles import TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.heads import Shares
 from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import Setting, setting
+from fa4flex.view.sparsity import in_words
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -167,6 +169,7 @@ class KernelView:
                 if problem.in_range
                 else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
             )
+        proved += self._sparsity()
         names = Names.of(self.shown)
         if self.problem.get("direction", "forward") == "forward" and self.program.output is not None:
             applied = "in its epilogue" if self.lowered.problem.output else "by a launch of its own after it"
@@ -200,6 +203,20 @@ class KernelView:
             return f"by PyTorch operations: {error.given}"
         return "by a kernel of its own in each pass"
 
+    def _sparsity(self) -> list[str]:
+        """Selected pairs of a block map, beside those in the tiles that this kernel computes for them."""
+        forward = self.problem.get("direction", "forward") == "forward"
+        tiles = self._tiles() if forward and self.program.variant.blocks is not None else None
+        if tiles is None:
+            return []
+        plan = self.lowered.plan
+        least = plan.bound(self._size()).seconds * 1e6
+        return [
+            f"sparsity: {in_words(self.program, self.shape, tiles)}",
+            f"  least time over the tiles that remain {least:.3g} us; candidates' times are those of all "
+            "tiles, as contents of a table are a call's",
+        ]
+
     def in_a_line(self) -> str:
         """The kernel of a pass other than forward, or why there is none."""
         try:
@@ -226,17 +243,22 @@ class KernelView:
     def _computed(self) -> tuple[float | None, float | None]:
         """Shares of the kernel's tiles that are computed, and of keys that these read; None where lengths of
         sequences, which are a call's, or tensors of other sizes decide."""
-        problem, plan = self.lowered.problem, self.lowered.plan
-        if problem.lengths != "dense":
-            return None, None
-        if problem.mask_form in ("none", "pairs"):
+        problem = self.lowered.problem
+        if problem.lengths == "dense" and problem.mask_form in ("none", "pairs"):
             return 1.0, 1.0
+        tiles = self._tiles()
+        return (None, None) if tiles is None else (max(tiles.density, NONE), tiles.used_columns)
+
+    def _tiles(self) -> TileMap | None:
+        """Tiles of the kernel; None where a call decides which are computed."""
+        plan = self.lowered.plan
+        if self.lowered.problem.lengths != "dense":
+            return None
         rows, keys = plan.tile
         try:
-            tiles = tiles_of(self.program, Setting(self.shape), (max(rows // plan.packed_heads, 1), keys))
+            return tiles_of(self.program, Setting(self.shape), (max(rows // plan.packed_heads, 1), keys))
         except Fa4flexError:
-            return None, None
-        return max(tiles.density, NONE), tiles.used_columns
+            return None
 
 
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
@@ -256,31 +278,45 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     }
     of_keys = changes.pop("kv_heads", shape.heads)
     shares = Shares.of(of_keys, changes.pop("v_heads", of_keys))
+    keys = _keys(changes, lengths)
     known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
         kv_heads=of_keys * shares.k,
         shares=shares,
         head_dim=width,
-        dtype=dtype,
+        dtype=dtype if keys.codes is None else keys.codes.qk,
         lengths=lengths,
-        keys=_keys(changes),
+        keys=keys,
         captured=tuple((dtype_name(o.dtype), tuple(o.shape)) for o in program.operands),
         **arguments | known,
     )
 
 
-_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales"
+_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent"
+_OF_CODES = "qk", "pv", "promote"
 
 
-def _keys(changes: dict[str, Any]) -> Keys:
-    """The source of keys that `changes` say, which is taken out of them."""
-    from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
+def _keys(changes: dict[str, Any], lengths: str) -> Keys:
+    """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize."""
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, Codes, LatentKeys, eight_bit, in_pages, of_codes
 
-    rows, dtype, *scales = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    codes = {name: changes.pop(name) for name in _OF_CODES if name in changes}
+    if codes:
+        qk, pv = (_FORMATS.get(x, x) for x in (codes.get("qk", "int8"), codes.get("pv", "float8_e4m3")))
+        offset, promote = pv == _FORMATS["float8_e4m3"], codes.get("promote", True)
+        return of_codes(Codes(qk, pv, True, offset, lengths == "packed", promote))
+    given = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
+    rows, dtype, *scales, latent = given
+    if latent:
+        pages = in_pages(rows)
+        return LatentKeys(pages.loader, rows, pages.rows) if rows else LatentKeys()
     if dtype:
         return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
+
+
+_FORMATS = {"float8_e4m3": "float8_e4m3fn"}
 
 
 def check_names(changes: dict[str, Any]) -> None:
@@ -289,7 +325,7 @@ def check_names(changes: dict[str, Any]) -> None:
 
     others = ("arch", "direction", "batch", "heads", "kv_heads", "v_heads", "q_len", "kv_len")
     of_problem = (field.name for field in fields(Problem) if field.name not in ("keys", "shares"))
-    known = [*others, *of_problem, *_OF_KEYS]
+    known = [*others, *of_problem, *_OF_KEYS, *_OF_CODES]
     for name, value in changes.items():
         if name not in known:
             near = get_close_matches(name, known, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,12 @@ import torch
 from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.blame import dress
-from fa4flex.codegen.build import Program
+from fa4flex.codegen.build import Program, build
 from fa4flex.codegen.evaluate import PastTheEnd, Value, evaluate
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
+from fa4flex.primitives.mask import Mask
+from fa4flex.variant import Variant
 from fa4flex.view import ascii, svg
 from fa4flex.view.grid import Grid
 from fa4flex.view.names import name_of
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 TILE = (128, 128)
 MOST_TOKENS = 512
 MOST_PANELS = 4
-TITLE_WIDTH = 70
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class MaskView:
         tile = tile or ((_share(shape.q_len, 8), _share(shape.kv_len, 8)) if small else TILE)
         tiles = self._map(chosen, tile)
         where = _panel_name((tiles.map_batch, tiles.map_heads), b, h)
-        title = textwrap.fill(f"{self.name}{', ' if where else ''}{where}", TITLE_WIDTH)
+        title = f"{self.name}{', ' if where else ''}{where}"
         return plot(self.grid(tiles, chosen, tile, b, h), title, self._tokens(shape, b, h) if small else None)
 
     def _showing(self, q_len: int | None, kv_len: int | None, b: int, h: int) -> Setting:
@@ -158,6 +158,11 @@ class MaskView:
         if len(shown) < planes[0] * planes[1]:
             facts.append(f"{len(shown)} of {planes[0] * planes[1]} (batch, head) pairs drawn")
         return svg.picture(panels, self.name, [*facts, *chosen.notes])
+
+
+def view_of(mask: Mask) -> MaskView:
+    """The picture of a mask that is not compiled."""
+    return MaskView(build(Variant(mask=mask)))
 
 
 def tiles_of(program: Program, chosen: Setting, tile: tuple[int, int]) -> TileMap:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
+import textwrap
+from collections.abc import Sequence
 
 import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,6 +19,8 @@ from fa4flex.view.svg import COLOURS
 INK, PAPER, EMPTY_FILL, HOLE = "#2b3140", "#ffffff", "#eceff4", "#fbe3bd"
 MOST_CELLS = 256
 MOST_TILE_LINES = 64
+MOST_TICKS = 8
+TITLE_WIDTH = 70
 
 
 class MaskFigure(Figure):
@@ -45,6 +50,31 @@ def plot(grid: Grid, title: str, tokens: numpy.ndarray | None = None) -> Figure:
     return figure
 
 
+def plots(grids: Sequence[tuple[str, Grid]], title: str) -> Figure:
+    """Tile classes of several grids side by side, each under its name."""
+    across = min(len(grids), 4)
+    down = math.ceil(len(grids) / across)
+    figure = MaskFigure(figsize=(2.6 * across + 0.6, 2.8 * down + 1), facecolor=PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(textwrap.fill(title, 28 * across), fontsize=11, color=INK)
+    for at, (name, grid) in enumerate(grids):
+        axes = figure.add_subplot(down, across, at + 1)
+        grid = grid.coarsen(MOST_CELLS, MOST_CELLS)
+        _image(axes, grid.classes, [EMPTY_FILL, COLOURS[PARTIAL], COLOURS[FULL]], grid)
+        _tile_lines(axes, grid)
+        _dress(axes, grid, name, 4)
+    figure.legend(handles=_legend(False), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def ticks(length: int, tile: int, most: int = MOST_TICKS) -> list[int]:
+    """Ends of tiles to write numbers at, `most` and one at most: each second, fourth, eighth ... of them."""
+    step = tile
+    while length // step > most:
+        step *= 2
+    return list(range(0, length + 1, step))
+
+
 def _image(axes, classes: numpy.ndarray, colours: list[str], grid: Grid) -> None:  # type: ignore[no-untyped-def]
     axes.imshow(
         classes, cmap=ListedColormap(colours), vmin=0, vmax=len(colours) - 1, interpolation="nearest",
@@ -70,8 +100,10 @@ def _tile_lines(axes, grid: Grid) -> None:  # type: ignore[no-untyped-def]
         axes.vlines(numpy.arange(1, grid.columns) * grid.tile[1], 0, grid.q_len, colors=PAPER, linewidth=0.8)
 
 
-def _dress(axes, grid: Grid, title: str) -> None:  # type: ignore[no-untyped-def]
-    axes.set_title(title, fontsize=11, color=INK, loc="left", pad=24)
+def _dress(axes, grid: Grid, title: str, most: int = MOST_TICKS) -> None:  # type: ignore[no-untyped-def]
+    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize=11, color=INK, loc="left", pad=24)
+    axes.set_xticks(ticks(grid.kv_len, grid.tile[1], most))
+    axes.set_yticks(ticks(grid.q_len, grid.tile[0], most))
     axes.set_xlabel("key", color=INK)
     axes.set_ylabel("query", color=INK)
     axes.xaxis.set_label_position("top")

@@ -414,7 +414,7 @@ wgmma.mma_async.sync.aligned.<k16>.f32.bf16.bf16  {r}, a, a, pred, imm, imm, imm
 wgmma.mma_async.sync.aligned.<k16>.f32.bf16.bf16  {r}, {r}, a, pred, imm, imm, imm
 wgmma.mma_async.sync.aligned.<k8>.f32.tf32.tf32  {r}, a/{r}, a, pred, imm, imm
 wgmma.mma_async.sync.aligned.<k32>.(f16|f32).(e4m3|e5m2).(e4m3|e5m2)  {r}, a/{r}, a, pred, imm, imm
-wgmma.mma_async.sync.aligned.<k32>.s32.(s8|u8).(s8|u8)  {r}, a/{r}, a, pred
+wgmma.mma_async.sync.aligned.<k32>[.satfinite].s32.(s8|u8).(s8|u8)  {r}, a/{r}, a, pred
 wgmma.(fence|commit_group).sync.aligned
 wgmma.wait_group.sync.aligned  a
 """,

@@ -8,7 +8,7 @@ has waited for it knows that all four parts are over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -38,7 +38,8 @@ BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 
 
 @dataclass(frozen=True)
 class Shape:
-    """m64n`n`k`k`: D of `d`, A of `a`, B of `b`. Scales of -1 negate."""
+    """m64n`n`k`k`: D of `d`, A of `a`, B of `b`. Scales of -1 negate. Integers wrap, or are clamped where it
+    `saturates`."""
 
     n: int
     k: int
@@ -49,6 +50,7 @@ class Shape:
     b_scale: int
     a_major: Major
     b_major: Major
+    saturates: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def _multiply(warp: Warp, what: Multiply, a: int | None, b: int, adds: bool, err
     if shape.a in aligned.TYPES:
         after = aligned.multiply_add(*factors, before, (shape.a, shape.b), shape.d)
     else:
-        after = matmul.multiply_add(*factors, before, shape.d)
+        after = matmul.multiply_add(*factors, before, shape.d, saturate=shape.saturates)
     table[what.rows[0]] = fragment.split(after.view(fragment.dtype))
     warp.cta.cluster.traffic["MMA multiply-adds"] += ROWS * shape.n * shape.k
 
@@ -283,6 +285,7 @@ def _decode(instruction: Instruction, form: Form) -> Multiply:
     transposed = [0, *immediate[2:]] if in_registers else immediate[2:]
     majors: list[Major] = ["MN" if t else "K" for t in (*transposed, 0, 0)]
     shape = Shape(int(n), int(k), *form.types, *scales, *majors[:2])  # type: ignore[arg-type]
+    shape = replace(shape, saturates="satfinite" in form.flags)
     return Multiply(
         shape,
         _registers(d),

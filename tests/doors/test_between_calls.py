@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import fa4flex
-from fa4flex import BlockMap, KVScales, Paging, Precision, Schedule, Varlen, reference
+from fa4flex import BlockMap, KVScales, Lists, Paging, Precision, Schedule, Varlen, reference
 from fa4flex.runtime.launch import Caller
 from fa4flex.variant import Variant, at_call, changed, compose
 from fa4flex.variants import softmax_plus
@@ -53,6 +53,13 @@ def block_map(seed: int, heads: int = 1) -> BlockMap:
     classes = torch.randint(0, 3, (1, heads, 4, 4), generator=torch.Generator().manual_seed(seed))
     classes[..., 0] = 2  # each query sees a key
     return BlockMap.from_dense(classes.to(torch.uint8), BLOCK)
+
+
+def lists(seed: int, heads: int = 1, **beside: int) -> Lists:
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, 8, (1, heads, 4, 3), generator=made)
+    ids[..., 0] = 0  # each query sees a key
+    return Lists(ids, kv_len=S, unit=8, queries=BLOCK, **beside)
 
 
 def torch_mask(mod: Callable[..., Any] = striped) -> BlockMask:
@@ -129,15 +136,29 @@ def of_eight_bits() -> Step:
     return Step((Q, k, v), {"kv_scales": scales}, (Q, k.double() * by_head[0], v.double() * by_head[1]))
 
 
+def latent() -> Step:
+    """Rows whose first 12 columns are the values, one head for all queries."""
+    rows = K[:, :1]
+    given = fa4flex.Latent(rows.transpose(1, 2), 12, 4)
+    return Step((Q, given, None), {"scale": 0.3}, (Q, rows, rows[..., :12]))  # type: ignore[arg-type]
+
+
 CALLS: dict[str, Callable[[], list[Step]]] = {
     "q": lambda: [Step((2 * Q, K, V)), Step((Q.float(), K.float(), V.float()))],
-    "k": lambda: [Step((Q, -K, V)), Step((Q, K[:, :1], V[:, :1]))],
+    "k": lambda: [Step((Q, -K, V)), Step((Q, K[:, :1], V[:, :1])), latent()],
     "v": lambda: [Step((Q, K, 3 * V)), Step((Q, K, V[..., :8]))],
     "varlen": lambda: [padded()],
     "paging": lambda: [paged()],
     "kv_scales": lambda: [of_eight_bits()],
     "blocks": lambda: [
-        Step(QKV, {"blocks": x}) for x in (block_map(3), block_map(4, HEADS), torch_mask(), torch_mask(near))
+        Step(QKV, {"blocks": x})
+        for x in (
+            block_map(3),
+            block_map(4, HEADS),
+            torch_mask(),
+            torch_mask(near),
+            lists(6, HEADS, window=9, sinks=3, tail=1),
+        )
     ],
     "scale": lambda: [Step(QKV, {"scale": 0.75})],
     "sinks": lambda: [Step(QKV, {"sinks": SINKS})],
@@ -191,14 +212,10 @@ def plain(backend: str, others: dict[str, Any]) -> Step:
     return Step((Q.float(), K.float(), V.float())) if compiled else PLAIN
 
 
-def fits(name: str, others: dict[str, Any], step: Step) -> bool:
-    """True for a call that is legal: maps are for one length, and not for pages."""
-    return not (step.dense is not None and "blocks" in others and step.dense[1].shape[2] != S)
-
-
 def turned(variant: Variant, step: Step) -> Tensors:
     q, k, v = step.qkv
-    return (q, k, v) if variant.layout == "bhsd" else tuple(x.transpose(1, 2) for x in step.qkv)  # type: ignore[return-value]
+    turn = (lambda x: x.transpose(1, 2) if isinstance(x, Tensor) else x) if variant.layout == "bshd" else None
+    return (q, k, v) if turn is None else tuple(map(turn, step.qkv))  # type: ignore[return-value]
 
 
 # --- every field, every parameter -------------------------------------------------------------------------
@@ -234,6 +251,50 @@ def test_fields_of_one_attention_change(name: str, backend: Any) -> None:
         for which in ORDER:
             variant = pair[which]
             check(fa4flex.Attention(variant, caller)(*turned(variant, step)), variant, step)
+
+
+PRECISIONS: dict[str, Precision] = {
+    "compute": Precision(compute="float64"),
+    "output": Precision(output=torch.bfloat16),
+    "skip": Precision(skip=0.3),
+    "qk": Precision(qk="nvfp4"),
+    "pv": Precision(qk="int8", pv="float8_e4m3"),
+    "promote": Precision(qk="int8", pv="float8_e4m3", promote=False),
+}
+"""A value other than the default, for each field of a precision that has one."""
+
+
+def rounded(precision: Precision, qkv: Tensors, variant: Variant) -> tuple[Tensor, Tensor]:
+    """out and lse of the formula over what a precision makes of the tensors."""
+    if not precision.coded:
+        return exact(variant, Step(qkv))
+    codes = fa4flex.quantize(*qkv, qk=precision.qk, pv=precision.pv)  # type: ignore[arg-type]
+    q, k, v, bias = codes.dequantize()
+    assert bias is not None
+    scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    shift = fa4flex.as_score(lambda s, b, h, i, j: s + scale * bias[b, h, i])
+    mod = shift if variant.score_mod is None else shift >> variant.score_mod
+    return exact(changed(variant, score_mod=mod), Step((q, k, v)))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_fields_of_a_precision_change(name: str) -> None:
+    """Between each two precisions, calls and modules give what each alone gives."""
+    assert set(PRECISIONS) == {f.name for f in fields(Precision)} - {"backward"}
+    made = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, HEADS, S, 32, generator=made) for _ in range(3))
+    for other in (Precision(), PRECISIONS["pv"]):
+        for others in other_fields("precision"):
+            pair, caller = [compose(**others, precision=x) for x in (other, PRECISIONS[name])], Caller()
+            for which in ORDER:
+                variant = pair[which]
+                found, of_rows = fa4flex.Attention(variant, caller)(q, k, v, return_lse=True)
+                out, lse = rounded(variant.precision, (q, k, v), variant)
+                assert found.dtype == variant.precision.output_dtype(q.dtype)
+                close = TOLERANCES[found.dtype] if not variant.precision.skip else 0.3 * 8
+                torch.testing.assert_close(found.double(), out, atol=close, rtol=close)
+                if not variant.precision.skip:
+                    torch.testing.assert_close(of_rows.double(), lse, atol=1e-5, rtol=1e-5)
 
 
 Door = Callable[[Variant], Callable[..., Any]]
@@ -273,8 +334,6 @@ def test_what_a_call_brings_changes(door: str, backend: Any, name: str) -> None:
     for others in other_fields(name):
         variant = compose(**others, backend=backend)
         for step in CALLS[name]():
-            if not fits(name, others, step):
-                continue
             attn = DOORS[door](variant)
             for which in ORDER:
                 now = (PLAIN, step)[which]
@@ -398,6 +457,23 @@ def test_fields_change_on_a_gpu(recorder: Named, name: str, trains: bool) -> Non
                 recorder,
                 lambda v=variant, x=now, caller=caller: fa4flex.Attention(v, caller)(*x),
                 lambda v=variant, x=now: fa4flex.Attention(v, Caller())(*x),
+            )
+
+
+@pytest.mark.parametrize("trains", (False, True))
+@pytest.mark.parametrize("name", ("qk", "pv"))
+def test_rounding_changes_on_a_gpu(recorder: Named, name: str, trains: bool) -> None:
+    made = torch.Generator().manual_seed(3)
+    qkv = [torch.randn(1, HEADS, 192, 32, generator=made).bfloat16().requires_grad_(trains) for _ in range(3)]
+    for others in other_fields("blocks"):
+        given = {key: larger(x) for key, x in others.items() if key != "blocks"}
+        pair = [compose(**given, precision=x) for x in (Precision(qk="int8"), PRECISIONS[name])]
+        caller = Caller()
+        for which in ORDER:
+            launched_as_alone(
+                recorder,
+                lambda v=pair[which], caller=caller: fa4flex.Attention(v, caller)(*qkv),
+                lambda v=pair[which]: fa4flex.Attention(v, Caller())(*qkv),
             )
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import agree, close
+from normalizer_cases import NORMALIZERS
 from output_cases import KINDS, Sizes, leaves, sizes_of
 from torch import Tensor, nn
 
 import fa4flex
-from fa4flex import Dropout, reference
+from fa4flex import Dropout, Precision, Schedule, reference
 from fa4flex.codegen.build import bind
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.runtime.programs import publish, read
-from fa4flex.variants import causal
+from fa4flex.variants import alibi, causal
 
 
 def qkv(*sizes: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -140,6 +141,34 @@ def test_compiled_calls(kind: str, seed: int) -> None:
     made = KINDS[kind](sizes, leaf, {"mask": causal, "dropout": dropout})
     wrap = lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")  # noqa: E731
     agree(made.attend(*made.qkv, wrap=wrap), made.oracle(made.qkv), made.qkv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softpick", "biased"])
+def test_compiled_calls_of_other_weights(name: str, seed: int) -> None:
+    leaf = leaves(torch.float64)
+    normalizer, learned = NORMALIZERS[name](Sizes(), leaf)
+    made = KINDS["dense"](Sizes(), leaf, {"normalizer": normalizer, "dropout": Dropout(0.3, 8)})
+    wrap = lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")  # noqa: E731
+    agree(made.attend(*made.qkv, wrap=wrap), made.oracle(made.qkv), [*made.qkv, *learned])
+
+
+@pytest.mark.slow
+def test_compiled_calls_have_all_statistics_beside_skipping(seed: int) -> None:
+    """The graph's results are those of the call."""
+    names = ("lse", "max_scores", "max_logit", "entropy")
+    attn = fa4flex.compile(
+        alibi(torch.full((4,), 2.0)), causal, dropout=Dropout(0.3, 8),
+        precision=Precision(skip=1e-3), schedule=Schedule(tile=(8, 8)),
+    )  # fmt: skip
+    x = qkv()
+    out, aux = attn(*x, return_aux=names)
+    mine = torch.compile(lambda *x: attn(*x, return_aux=names), fullgraph=True, backend="aot_eager")(*x)
+    assert attn.skipped(*x).any()
+    assert torch.equal(mine[0], out) and all(map(torch.equal, mine[1], aux))
+    for results in (mine, (out, aux)):
+        loss = results[0].sum() + results[1].entropy.sum()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(loss, x))
 
 
 @pytest.mark.slow

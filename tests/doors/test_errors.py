@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -173,12 +172,12 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InputError,
         "key block 2 in indices.*0 to 1",
     ),
-    "block map with varlen": (
-        lambda: fa4flex.compile(blocks=BlockMap.from_dense(torch.ones(2, 2, dtype=torch.bool), 8))(
+    "short block map with varlen": (
+        lambda: fa4flex.compile(blocks=BlockMap.from_dense(torch.ones(2, 2, dtype=torch.bool), 4))(
             *packed(), varlen=Varlen(cu(0, 16))
         ),
-        UnsupportedError,
-        "block map with packed sequences",
+        InputError,
+        "a sequence of 16 tokens with a block map of q_len=8",
     ),
     "two masks": (
         lambda: fa4flex.compile(
@@ -335,16 +334,10 @@ def _pages() -> tuple[Tensor, Paging]:
     return rand(4, 8, 4, 8), Paging(torch.tensor([[0, 1], [3, 2]]), torch.tensor([16, 9]))
 
 
-def _paged_map() -> Any:
+def _paged_map(kv_len: int) -> Any:
     cache, paging = _pages()
-    return fa4flex.compile(blocks=_dense_map(1))(dense()[0], cache, cache, paging=paging)
-
-
-def _paged_table() -> Any:
-    cache, paging = _pages()
-    listed = torch.rand(2, 2) < 0.6
-    mask = lambda b, h, q_idx, kv_idx: listed[q_idx // 8, kv_idx // 8]  # noqa: E731
-    return fa4flex.compile(mask=mask)(dense()[0], cache, cache, paging=paging)
+    blocks = BlockMap.from_dense(torch.rand(2, 1) < 0.6, 8, kv_len=8).grown(kv_len=kv_len)
+    return fa4flex.compile(blocks=blocks)(dense()[0], cache, cache, paging=paging)
 
 
 def _with_map(blocks: BlockMap) -> Any:
@@ -367,16 +360,20 @@ vector = torch.randn(4, 16)
 offsets = Varlen(cu(0, 16))
 
 ADVICE: dict[str, tuple[Callable[[], Any], str, Callable[[], Any]]] = {
-    "a map and pages": (_paged_map, "a block map with pages.*captured bool tensor", _paged_table),
+    "a short map and pages": (
+        lambda: _paged_map(8),
+        r"16 tokens with a block map of kv_len=8.*blocks.grown\(kv_len=16\)",
+        lambda: _paged_map(16),
+    ),
     "a map of more heads": (
         lambda: _with_map(wide),
-        r"make the map with 4 heads, or .*dataclasses.replace\(blocks, classes=blocks.classes\[:, :4\]\)",
-        lambda: _with_map(dataclasses.replace(wide, classes=wide.classes[:, :4])),
+        r"make the map with 4 heads, or take a part of it: blocks\[:, :4\]",
+        lambda: _with_map(wide[:, :4]),
     ),
     "a map of KV heads": (
         lambda: _with_map(few),
-        r"heads are query heads.*blocks.classes.repeat_interleave\(2, 1\)",
-        lambda: _with_map(dataclasses.replace(few, classes=few.classes.repeat_interleave(2, 1))),
+        r"heads are query heads.*blocks.for_query_heads\(4\)",
+        lambda: _with_map(few.for_query_heads(4)),
     ),
     "a batch of queries alone": (
         lambda: plain(qkv[0], qkv[1][:1], qkv[2][:1]),

@@ -49,6 +49,14 @@ PUBLISHED: dict[str, tuple[Facts, Schedule, Precision]] = {
     "contents": (analyze(SCORE, CAUSAL), Schedule(contents="counted"), Precision()),
     "compute": (analyze(SCORE, CAUSAL), Schedule(), Precision(compute="float64")),
     "output": (analyze(SCORE, CAUSAL), Schedule(), Precision(output=torch.float32)),
+    "skip": (analyze(SCORE, CAUSAL), Schedule(), Precision(skip=0.1)),
+    "qk": (analyze(SCORE, CAUSAL), Schedule(), Precision(qk="int8")),
+    "pv": (analyze(SCORE, CAUSAL), Schedule(), Precision(qk="int8", pv="float8_e4m3")),
+    "promote": (
+        analyze(SCORE, CAUSAL),
+        Schedule(),
+        Precision("auto", None, 0.0, "int8", "float8_e4m3", False),
+    ),
 }
 
 
@@ -61,6 +69,15 @@ def test_programs_are_told_apart_in_memory_and_as_text() -> None:
         assert publish(*PUBLISHED[name]) is program and read(program.text) is program
         engine = program.engine
         assert (engine.facts, engine.schedule, engine.precision) == PUBLISHED[name]
+
+
+def test_every_field_of_a_precision_is_in_the_text() -> None:
+    text = json.loads(publish(*PUBLISHED["base"]).text)
+    written = {field.name for field in fields(Precision)}
+    assert written <= text.keys()
+    made = [precision for _, _, precision in PUBLISHED.values()]
+    changed = {name for x in made for name in written if getattr(x, name) != getattr(Precision(), name)}
+    assert changed == written - {"backward"}, "each that has another value is changed above"
 
 
 def test_every_field_of_a_schedule_is_in_the_text() -> None:

@@ -20,7 +20,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.trees",
+    "fa4flex", "fa4flex.variants", "fa4flex.nn", "fa4flex.parallel", "fa4flex.reference", "fa4flex.select",
+    "fa4flex.trees",
     "ptxsim",
     "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.torch",
     "fa4flex.integrations.layers",
@@ -38,7 +39,7 @@ MADE_HERE = {
 """Classes whose objects functions return: how they are constructed is internal."""
 
 OWN_USE = {
-    "bind", "bounds", "check", "check_contents", "check_padded", "check_tokens", "check_used",
+    "bind", "bounds", "brought", "check", "check_contents", "check_padded", "check_tokens", "check_used",
     "checked", "combined_with", "compute_dtype", "context", "cu_k", "differentiable", "digest", "fits",
     "incoming", "now", "outgoing", "output_dtype", "parts", "prepared", "role", "spread", "src_data_rank",
     "together", "trace", "turned", "variant",

@@ -284,10 +284,11 @@ DROPOUT = {
 
 @pytest.mark.parametrize("layout", DROPOUT)
 @pytest.mark.parametrize("across", [1, 2])
-def test_dropout_counts_in_the_whole(layout: str, across: int, seed: int) -> None:
+@pytest.mark.parametrize("normalizer", [None, v.sigmoid_attention(0.0)], ids=["softmax", "sigmoid"])
+def test_dropout_counts_in_the_whole(normalizer: Any, across: int, layout: str, seed: int) -> None:
     """Ranks drop the pairs that one process drops, in both passes."""
-    dropout = fa4flex.Dropout(0.3, seed)
-    case = Case(Sizes(2, 4, 4, 29, 37), lambda: {"mask": v.causal, "dropout": dropout}, ())
+    composition = {"mask": v.causal, "dropout": fa4flex.Dropout(0.3, seed), "normalizer": normalizer}
+    case = Case(Sizes(2, 4, 4, 29, 37), lambda: composition, ())
     compare(case, 2 * across, DROPOUT[layout], across)
 
 

@@ -136,3 +136,27 @@ def test_a_warp_that_does_not_come(timing: tuple[str, int]) -> None:
     product = f"@%p3 bra NEXT;\n{PRODUCT}\nNEXT:"
     result = run(timing, "", "", product)
     assert result.fault is not None and "1 products of its warpgroup" in str(result.fault)
+
+
+@pytest.mark.parametrize("begun, saturates, expected", [
+    (100, "", 100 + 32 * 127 * 127),
+    (100, ".satfinite", 100 + 32 * 127 * 127),
+    (2**31 - 10, "", 2**31 - 10 + 32 * 127 * 127 - 2**32),
+    (2**31 - 10, ".satfinite", 2**31 - 1),
+])  # fmt: skip
+def test_integers_wrap_or_are_clamped(begun: int, saturates: str, expected: int) -> None:
+    """All elements are 127, which 32 products of are added to what a thread has."""
+    registers = "{%r12, %r13, %r14, %r15}"
+    product = f"wgmma.mma_async.sync.aligned.m64n8k32{saturates}.s32.s8.s8 {registers}, %rd1, %rd2, 1;"
+    parts = {
+        "BARRIER": "bar.sync 0;",
+        "CHANGE": "".join(f"mov.b32 %r{i}, {begun};" for i in range(12, 16)),
+        "PRODUCT": product,
+        "AFTER": "ld.param.u64 %rd3, [out]; @%p1 st.global.b32 [%rd3], %r12;",
+    }
+    text = KERNEL.replace("mov.b32 %r7, 0;", "mov.b32 %r7, 0x7f7f7f7f;")
+    for name, part in parts.items():
+        text = text.replace(f"    {name}\n", f"    {part}\n")
+    out = torch.zeros(16, dtype=torch.int32)
+    launch(text, "product", Shape((1, 1, 1), (128, 1, 1)), struct.pack("<Q", out.data_ptr()))
+    assert int(out[0]) == expected

@@ -51,13 +51,19 @@ class Own:
         assert results
         return right and not any(result.findings or result.remarks for result in results)
 
+    def told(self, timing: str, seed: int) -> str:
+        """Findings of a run, and whether its results are right, in words."""
+        results, right = self.run(timing, seed)
+        found = [line for result in results for line in (*result.findings, *result.remarks)]
+        return "\n".join([f"{len(results)} launches, results right: {right}", *map(str, found)])
+
     def noticed(self, mutant: Mutant) -> bool:
         """True if some timing shows the mutant."""
         return not all(clean_to_its_end(self.clean, *timing, mutant) for timing in TIMINGS)
 
     def that_matter(self) -> list[Mutant]:
         """Mutants of all kernels that can matter, once for each kernel."""
-        assert clean_to_its_end(self.clean, "late", 1)
+        assert clean_to_its_end(self.clean, "late", 1), self.told("late", 1)
         results, _ = self.run("eager", 0)
         once = {result.program.kernel.body: result for result in results}
         return [
@@ -104,9 +110,8 @@ def _bounded() -> Iterator[None]:
     def memory(**more: Any) -> HostMemory:
         made = HostMemory(strict=True, **more)
         for tensor in gc.get_objects():
-            plain = type(tensor) is torch.Tensor and not is_wrapped(
-                tensor
-            )  # those of transforms have no memory
+            # Tensors of transforms have no memory.
+            plain = type(tensor) is torch.Tensor and not is_wrapped(tensor)
             if plain and tensor.device.type == "cpu" and tensor.numel():
                 storage = tensor.untyped_storage()
                 made.register("a tensor", storage.data_ptr(), storage.nbytes())

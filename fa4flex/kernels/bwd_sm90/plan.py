@@ -430,9 +430,11 @@ def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True for all problems on Hopper, but dropout and gradients of the entropy in heads so wide that
-    warpgroups share out something else than keys: what makes dS' there does not see the logarithms of P'."""
+    warpgroups share out something else than keys: what makes dS' there does not see the logarithms of P'. Nor
+    both together: dropout makes dS' of P' before the entropy's gradient comes in."""
     apart = max(pad(problem.head_dim), pad(problem.head_dim_v)) <= KEYS_APART
-    return target.family == "sm90" and (apart or not (problem.dropout or problem.entropy))
+    alone = not (problem.dropout and problem.entropy)
+    return target.family == "sm90" and alone and (apart or not (problem.dropout or problem.entropy))
 
 
 BWD_SM90 = Pipeline(

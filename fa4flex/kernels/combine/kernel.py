@@ -33,6 +33,9 @@ BLOCKS = 2048
 """Blocks of a launch, at most: about as many as a chip has room for at once. Where the keys of a batch turn
 out not to be split, each of them has nothing to do, which takes time as well."""
 
+MOST_AT_ONCE = 256
+"""Columns of an output, at most, of which a warp has registers for BATCH parts; of wider ones, for half."""
+
 _FIELDS = FORWARD.read_by(MERGE)
 _OF_OUTPUT = "operands", "scalars", "scale"
 
@@ -76,15 +79,16 @@ class Sums(NamedTuple):
 
 
 class Combine:
-    """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times.
-    `hooks`: those of the variant. Outputs of elementwise weights are added: splits with keys have sums of 1,
-    whose logarithm is 0."""
+    """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times, of
+    `batch` parts at once. `hooks`: those of the variant. Outputs of elementwise weights are added: splits
+    with keys have sums of 1, whose logarithm is 0."""
 
     def __init__(self, width: int, hooks: Hooks = Hooks()) -> None:
         self.width = width
         self.hooks = hooks
         self.together = 4 if width > 64 else 2
         self.pieces = -(-width // (32 * self.together))
+        self.batch = BATCH if width <= MOST_AT_ONCE else BATCH // 2
 
     @cute.jit
     def __call__(self, arguments: CombineArguments, stream: cuda.CUstream) -> None:
@@ -148,7 +152,7 @@ class Combine:
     def merge(self, parts: Parts, row: Row, thread: Int32, sums: Sums) -> None:
         """A block's: one row."""
         warp, lane = thread // 32, thread % 32
-        begun = Batch.of(self.together, self.pieces)
+        begun = Batch.of(self.together, self.pieces, self.batch)
         self.load(parts, warp, lane, begun)
         largest = self.largest(parts, lane)
         self.gather(parts, thread, largest, begun, sums)
@@ -182,7 +186,7 @@ class Combine:
     def load(self, parts: Parts, first: Int32, lane: Int32, batch: cutlass.Constexpr[Batch]) -> None:
         """Splits `first`, and every WARPS-th after it; past the last, nothing is read: mostly there are fewer
         than there is room for."""
-        for i in cutlass.range_constexpr(BATCH):
+        for i in cutlass.range_constexpr(self.batch):
             split = first + WARPS * i
             batch.log_sums[i] = -Float32.inf
             if split < parts.count:
@@ -215,8 +219,9 @@ class Combine:
         mine = cute.make_rmem_tensor((self.together, self.pieces), Float32)
         mine.fill(0.0)
         total = begun.add(shift, mine, Float32(0.0))
-        for first in cutlass.range(warp + WARPS * BATCH, parts.count, WARPS * BATCH, unroll=1):
-            batch = Batch.of(self.together, self.pieces)
+        every = WARPS * self.batch
+        for first in cutlass.range(warp + every, parts.count, every, unroll=1):
+            batch = Batch.of(self.together, self.pieces, self.batch)
             self.load(parts, first, lane, batch)
             total = batch.add(shift, mine, total)
         target = cute.logical_divide(sums.outputs[warp, None], cute.make_layout(self.together))
@@ -229,7 +234,7 @@ class Combine:
 
     @cute.jit
     def write(self, row: Row, thread: Int32, largest: Float32, sums: Sums) -> None:
-        """Two columns of the row by each thread, and its log-sum-exp."""
+        """The row, two columns by each thread at a time, and its log-sum-exp."""
         columns, totals = sums.outputs, sums.totals
         total = (totals[0] + totals[1]) + (totals[2] + totals[3])
         if const_expr(self.hooks.elementwise):
@@ -240,12 +245,20 @@ class Combine:
             if thread == 0:
                 row.lse[row.q] = lse
         pairs = cute.logical_divide(row.out, cute.make_layout(2))
+        for first in cutlass.range_constexpr(0, self.width // 2, THREADS):
+            self.write_pair(row, pairs, thread + first if first else thread, scale, columns)
+
+    @cute.jit
+    def write_pair(
+        self, row: Row, pairs: cute.Tensor, number: Int32, scale: Float32, columns: cute.Tensor
+    ) -> None:
+        """Two columns next to each other."""
         kind = row.out.element_type
-        if 2 * thread < self.width:
+        if 2 * number < self.width:
             pair = cute.make_rmem_tensor((2,), kind)
             if const_expr(row.at is None):
                 for i in cutlass.range_constexpr(2):
-                    column = 2 * thread + i
+                    column = 2 * number + i
                     total = (columns[0, column] + columns[1, column]) + (
                         columns[2, column] + columns[3, column]
                     )
@@ -253,13 +266,13 @@ class Combine:
             else:
                 values = cute.make_rmem_tensor((1, 2), Float32)
                 for i in cutlass.range_constexpr(2):
-                    column = 2 * thread + i
+                    column = 2 * number + i
                     total = (columns[0, column] + columns[1, column]) + (
                         columns[2, column] + columns[3, column]
                     )
                     values[0, i] = total * scale
                 at: Any = row.at
-                apply_output(self.hooks, row_channels(at, row.q, 2 * thread, 2), values, self.width)
+                apply_output(self.hooks, row_channels(at, row.q, 2 * number, 2), values, self.width)
                 for i in cutlass.range_constexpr(2):
                     pair[i] = values[0, i].to(kind)
-            cute.autovec_copy(pair, pairs[None, thread])
+            cute.autovec_copy(pair, pairs[None, number])

@@ -20,16 +20,21 @@ class Batch:
     outputs: cute.Tensor
 
     @staticmethod
-    def of(together: int, pieces: int) -> Batch:
+    def of(together: int, pieces: int, parts: int = BATCH) -> Batch:
         """Room for as many parts as a warp loads at once."""
-        outputs = cute.make_rmem_tensor((together, pieces, BATCH), Float32)
-        return Batch(cute.make_rmem_tensor((BATCH,), Float32), outputs)
+        outputs = cute.make_rmem_tensor((together, pieces, parts), Float32)
+        return Batch(cute.make_rmem_tensor((parts,), Float32), outputs)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return cute.size(self.log_sums)
 
     def add(self, shift: Float32, sums: cute.Tensor, total: Float32) -> Float32:
         """Add all of them to a lane's sums (together, piece); returns the sum of their weights and
         `total`."""
         together, pieces = sums.shape
-        for i in range(BATCH):
+        for i in range(self.parts):
             weight = cute.math.exp2((self.log_sums[i] - shift) * LOG2_E, fastmath=True)
             total = total + weight
             for piece in range(pieces):

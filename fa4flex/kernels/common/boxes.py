@@ -60,17 +60,17 @@ def box_transfers(
     else:
         block = column_block(k_width)
         box = cute.make_layout((boxes.rows, block), stride=(block, 1))
-        k = _block_transfer(load, reordered(arguments.k, [1, 3, 2, 0]), k_layout.inner, box)
+        k = block_transfer(load, reordered(arguments.k, [1, 3, 2, 0]), k_layout.inner, box)
     if v_whole:
         v = _rows_transfer(load, arguments.v, v_layout.inner, (boxes.rows, v_width))
     else:
         block = column_block(v_width)
         box = cute.make_layout((block, boxes.rows), stride=(1, block))
-        v = _block_transfer(load, reordered(arguments.v, [3, 1, 2, 0]), v_layout.inner, box)
+        v = block_transfer(load, reordered(arguments.v, [3, 1, 2, 0]), v_layout.inner, box)
     return k, v
 
 
-def _block_transfer(load: Any, cache: cute.Tensor, swizzle: Any, box: cute.Layout) -> cpasync.TmaInfo:
+def block_transfer(load: Any, cache: cute.Tensor, swizzle: Any, box: cute.Layout) -> cpasync.TmaInfo:
     """The descriptor of boxes of a block of columns."""
     return cpasync.make_tiled_tma_atom(load, cache, cute.make_composed_layout(swizzle, 0, box), box.shape)
 

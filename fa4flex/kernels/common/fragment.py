@@ -95,6 +95,32 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
         pairs[i] = packed(source[2 * i], source[2 * i + 1], target.element_type)
 
 
+def narrow_to_bytes(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Round float32 registers (row, column) to e4m3, as an operand of 8 bits: its place 16 h + 4 c + 2 j + b
+    in a row is that of key 16 h + 8 j + 2 c + b, of which lane c of four has the score."""
+    words = cute.recast_tensor(target, Int32)
+    for i in range(cute.size(words)):
+        step, half, row = i // 4, i // 2 % 2, i % 2
+        first = 8 * step + 4 * half
+        words[i] = _pack_four(*[source[row, first + j] for j in range(4)])
+
+
+@dsl_user_op
+def _pack_four(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)],
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
 def widened(word: Int32, kind: Any) -> tuple[Float32, Float32]:
     """The two numbers of 16 bits in a word, as float32."""
     if kind.__name__ == "BFloat16":
@@ -183,6 +209,7 @@ __all__ = [
     "computed_once",
     "multiply",
     "narrow",
+    "narrow_to_bytes",
     "numbers",
     "packed",
     "quad_reduce",

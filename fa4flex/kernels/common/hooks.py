@@ -185,6 +185,11 @@ class Hooks:
         return self.weights == "elementwise"
 
     @property
+    def plain(self) -> bool:
+        """True if y is q.k as it is: finite in tiles that nothing masks, wherever float32 holds it."""
+        return self.start is None and self.score is None
+
+    @property
     def hidden(self) -> float:
         """y of masked pairs."""
         return 0.0 if self.elementwise else -float("inf")

@@ -121,9 +121,13 @@ class OnlineSoftmax:
 
     def maxima(self, scores: cute.Tensor) -> list[Float32]:
         """This thread's largest y per row of a tile, seen as (row, column)."""
-        found = [_largest(scores[r, None]) for r in range(self.state.rows)]
+        found = self.largest(scores)
         self.note(found)
         return found
+
+    def largest(self, scores: cute.Tensor) -> list[Float32]:
+        """This thread's largest score per row."""
+        return [_largest(scores[r, None]) for r in range(self.state.rows)]
 
     def note(self, highest: list[Float32]) -> None:
         """Keep the largest y of all tiles, whatever maximum is in use."""
@@ -155,7 +159,7 @@ class OnlineSoftmax:
         for r, x in enumerate(highest):
             before, shift = state.largest[r], state.shift[r]
             self._use(cute.arch.fmax(self.reduce(x, cute.arch.fmax), before), r)
-            scale = cute.math.exp2(before * self.factor - state.shift[r], fastmath=True)
+            scale = cute.math.exp2(self.shift_of(before) - state.shift[r], fastmath=True)
             state.scale[r] = scale
             if state.moment is not None:
                 state.moment[r] = (state.moment[r] - state.total[r] * (state.shift[r] - shift)) * scale
@@ -165,20 +169,29 @@ class OnlineSoftmax:
         largest = select_(largest * self.factor < LOWEST, -Float32.inf, largest)
         self.state.largest[r] = largest
         self.state.ceiling[r] = largest + self.slack
-        self.state.shift[r] = finite(largest) * self.factor
+        self.state.shift[r] = self.shift_of(finite(largest))
 
-    def exponentiate(self, scores: cute.Tensor) -> None:
+    def shift_of(self, largest: Float32) -> Float32:
+        """Number that is taken from exponents of a row whose largest y this is."""
+        return largest * self.factor
+
+    def exponents(self, r: int) -> tuple[Float32, Float32]:
+        """Factor of a row's scores in exponents of 2, and what is taken from these."""
+        return self.factor, self.state.shift[r]
+
+    def exponentiate(self, scores: cute.Tensor, is_finite: bool = False) -> None:
         """y of a tile, seen as (row, column), becomes its probability, up to the denominator, and part of its
-        row's total."""
+        row's total. is_finite: no y is -inf."""
         state = self.state
         for r in range(state.rows):
             row = scores[r, None]
-            logs = row.load() * self.factor - state.shift[r]
+            factor, shift = self.exponents(r)
+            logs = row.load() * factor - shift
             row.store(cute.math.exp2(logs, fastmath=True))
             state.total[r] = _total(row, state.total[r])
             if state.moment is not None:
                 of_base_2 = elements(logs, cute.size(row))
-                state.moment[r] = moment_of(numbers(row), of_base_2, state.moment[r])
+                state.moment[r] = moment_of(numbers(row), of_base_2, state.moment[r], is_finite)
 
     def finish(self, sink: Float32 | None) -> list[Finished]:
         """All rows, of heads that have this sink."""
@@ -293,11 +306,14 @@ FAR = -1000.0
 """Logarithm of base 2 of probabilities that are 0, instead of -inf, which times 0 is NaN."""
 
 
-def moment_of(probabilities: list[Float32], logs: list[Float32], before: Float32) -> Float32:
-    """`before` and the sum of probabilities times their logarithms of base 2."""
+def moment_of(
+    probabilities: list[Float32], logs: list[Float32], before: Float32, is_finite: bool = False
+) -> Float32:
+    """`before` and the sum of probabilities times their logarithms of base 2, of which none is -inf if
+    `is_finite`."""
     chains = [before, Float32(0.0), Float32(0.0), Float32(0.0)]
     for i, (p, log) in enumerate(zip(probabilities, logs, strict=True)):
-        chains[i % 4] = chains[i % 4] + p * cute.arch.fmax(log, Float32(FAR))
+        chains[i % 4] = chains[i % 4] + p * (log if is_finite else cute.arch.fmax(log, Float32(FAR)))
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
 
 

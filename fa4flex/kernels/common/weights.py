@@ -40,7 +40,7 @@ class ElementwiseWeights:
     def start(self, highest: list[Float32]) -> None:
         """Nothing is relative to a first tile."""
 
-    def exponentiate(self, scores: cute.Tensor) -> None:
+    def exponentiate(self, scores: cute.Tensor, is_finite: bool = False) -> None:
         """The scores are weights already."""
 
     def finish(self, sink: Float32 | None) -> list[Finished]:

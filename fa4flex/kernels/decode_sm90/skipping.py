@@ -144,6 +144,7 @@ class AskingConsumer(Consumer):
         highest = [highest_of(one, grid) for one, grid in zip(softmaxes, grids)]
         count = Boolean(False)
         for one, mine, depth in zip(softmaxes, highest, whole.depths):
+            one.note(mine)
             count = count | some_count(one, mine, depth)
         keep = any_of(WRITTEN, count)
         self.tell(whole.asked, k_state, keep)

@@ -93,6 +93,8 @@ class Consumer:
         self.ring = QueryRing(config.q_stages)
         self.epilogue = Epilogue(config, hooks)
         self.rows = rows_of(config)
+        self.starts = hooks.start is not None
+        """True if products of queries and keys are added to what the variant says."""
 
     @cute.jit
     def run(
@@ -157,6 +159,7 @@ class Consumer:
         """All keys of a warpgroup's rows, and what they give."""
         pipes, keys = mine.pipes, mine.keys
         tile = self.tile(mine, row_ends(arguments.tables, mine.at, self.config.row_ends))
+        tile = self.told(tile, mine, arguments)
         mine.products.out.fill(0.0)
         cute.arch.mbarrier_wait(pipes.q_full + mine.place, mine.phase)
         states = self.first(tile, tile_at(keys, Int32(0)), states[0])
@@ -238,10 +241,18 @@ class Consumer:
         at, offsets = mine.at, self.rows.offsets
         rows = prepare_rows(self.hooks, at, mine.query, offsets, ends)
         fragment = quad_fragment(at, rows, mine.query, self.config.tile_n, mine.lane, offsets)
-        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, mine.state)
+        softmax = self.weights(at, mine.state)
         queries = tuple([mine.query + offset for offset in offsets])
         dropout = RowDropout.of(self.hooks.dropout, at, queries, mine.lane % 4 * 2)
         return Tile(mine.pipes, mine.products, mine.group, fragment, softmax, dropout)
+
+    def told(self, tile: Tile, mine: Mine, arguments: Arguments) -> Tile:
+        """The tile, with what arguments tell of it besides."""
+        return tile
+
+    def weights(self, at: At, state: Running) -> Any:
+        """The softmax of a thread's rows, or what stands in its place."""
+        return weights_of(self.hooks, at, self.config.rescale_threshold, state)
 
     @cute.jit
     def first(
@@ -260,7 +271,7 @@ class Consumer:
         tile.softmax.start(tile.softmax.maxima(grid))
         tile.softmax.exponentiate(grid)
         self.drop(begun, tile)
-        narrow(as_operand(begun.scores), products.p)
+        self.narrow(begun, products)
         v_state = k_state.clone()
         k_state.advance()
         self.clear_past_end(tile, key_tile, v_state)
@@ -281,16 +292,20 @@ class Consumer:
         self.give_turn(self.next(tile.group))
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
+        if const_expr(not tile.softmax.online):
+            # Products that read P's registers halve the rate of arithmetic beside them.
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
         self.modify(begun, tile, masked)
         grid = begun.grid
         raised = Boolean(False)
         if const_expr(tile.softmax.online):
             raised = take_maxima((tile.softmax,), (grid,))
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        tile.softmax.exponentiate(grid)
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
+        tile.softmax.exponentiate(grid, is_finite=not masked and self.hooks.plain)
         self.drop(begun, tile)
-        narrow(as_operand(begun.scores), products.p)
+        self.narrow(begun, products)
         if const_expr(tile.softmax.online):  # noqa: SIM102  one is decided when compiled, one when run
             if raised:
                 rescale(products.out, (tile.softmax,))
@@ -310,13 +325,18 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
 
+    @property
+    def clears(self) -> bool:
+        """True if values past the end of a sequence may be anything."""
+        return self.config.lengths != "dense"
+
     @cute.jit
     def clear_past_end(
         self, tile: cutlass.Constexpr[Tile], key_tile: Int32, v_state: pipeline.PipelineState
     ) -> None:
         """Zero the values of a masked tile past the end of a sequence, before the next step multiplies them.
         Dense tensors end where TMA fills in zeros itself."""
-        if const_expr(self.config.lengths != "dense"):
+        if const_expr(self.clears):
             end = tile.fragment.at.kv_len - key_tile * self.config.tile_n
             if end < self.config.tile_n:
                 tile.pipes.v.consumer_wait(v_state)
@@ -331,7 +351,7 @@ class Consumer:
         k = products.k[None, None, None, k_state.index]
         v = products.v[None, None, None, v_state.index]
         pipes.k.consumer_wait(k_state)
-        if self.hooks.start is not None:
+        if self.starts:
             compute_before(begun.scores[cute.size(begun.scores) - 1])
         self.take_turn(tile.group)
         self.multiply_queries(products, begun, k)
@@ -351,8 +371,11 @@ class Consumer:
 
     def multiply_queries(self, products: Products, begun: Begun, k: cute.Tensor) -> None:
         """Issue the product of queries and keys, after what scores start from."""
-        started = self.hooks.start is not None
-        multiply(products.scores, begun.scores, products.q, k, started, self.config.depth)
+        multiply(products.scores, begun.scores, products.q, k, self.starts, self.config.depth)
+
+    def narrow(self, begun: Begun, products: Products) -> None:
+        """Probabilities become an operand of the product with values."""
+        narrow(as_operand(begun.scores), products.p)
 
     def modify(self, begun: Begun, tile: Tile, masked: bool) -> None:
         """q.k becomes what the softmax is taken of: the variant's score, or -inf."""

@@ -50,6 +50,7 @@ class Epilogue:
         if const_expr(tile.dropout is not None):
             scales = [scale * tile.dropout.stream.remaining for scale in scales]
         multiply_rows(out, scales)
+        self.of_codes(arguments, mine, out, finished, lane)
         if const_expr(self.hooks.output is not None):
             width = arguments.out.shape[cute.rank(arguments.out) - 1]
             places = quad_channels(mine.at, mine.query, out, lane, self.rows.offsets)
@@ -58,6 +59,16 @@ class Epilogue:
             self.store(mine, lane)
         else:
             self.store_rows(arguments.out, work, out, row, lane)
+
+    def of_codes(
+        self,
+        arguments: Arguments,
+        mine: Any,
+        out: cute.Tensor,
+        finished: list[Finished],
+        lane: Int32,
+    ) -> None:
+        """Outputs (row, column) of codes become those of what the codes stand for."""
 
     @cute.jit
     def statistics(

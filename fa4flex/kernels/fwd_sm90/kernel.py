@@ -65,6 +65,7 @@ class Forward:
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         config = self.config
+        arguments = self.views(arguments)
         kind = arguments.q.element_type
         layouts = self.layouts(kind, arguments.out.element_type)
         transfers = self.transfers(arguments, layouts)
@@ -76,14 +77,19 @@ class Forward:
         if const_expr(config.divisors):
             grid = with_divisors(grid, arguments, ordered)
         blocks = self.blocks(arguments, grid)
-        self.device(
-            arguments, grid, *transfers, tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
-        ).launch(
+        self.device(arguments, grid, *transfers, self.products(kind)).launch(
             grid=[blocks, 1, 1],
             block=[config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
+
+    def views(self, arguments: Arguments) -> Arguments:
+        """The arguments, q, k and v as products read them."""
+        return arguments
+
+    def products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+        return tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
 
     def blocks(self, arguments: Arguments, grid: Grid) -> Int32:
         """Number of blocks of a launch."""
@@ -96,9 +102,14 @@ class Forward:
         n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
         return (
             sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers * config.q_stages),
-            *stage_layouts(config, kind, config.boxes),
+            *self.stages(kind),
             sm90.make_smem_layout_a(row, (ROWS, n, dv), out_kind, config.consumers),
         )
+
+    def stages(self, kind: Any) -> tuple[Any, Any]:
+        """Those of k and v."""
+        layouts: tuple[Any, Any] = stage_layouts(self.config, kind, self.config.boxes)
+        return layouts
 
     def transfers(self, arguments: Arguments, layouts: tuple[Any, ...]) -> tuple[Any, ...]:
         config = self.config
@@ -135,9 +146,13 @@ class Forward:
             "next": cute.struct.Align[cute.struct.MemRange[Int32, self.handed], 16],
             "queries": tile_room(kind, cute.cosize(layouts[0])),
             "keys": tile_room(kind, cute.cosize(layouts[1])),
-            "values": tile_room(kind, cute.cosize(layouts[2])),
+            "values": tile_room(self.value_kind(kind), cute.cosize(layouts[2])),
             "out": tile_room(out_kind, 0 if config.alias_output else cute.cosize(layouts[3])),
         }
+
+    def value_kind(self, kind: Any) -> Any:
+        """Dtype of values, where queries have this one."""
+        return kind
 
     @cute.kernel
     def device(

@@ -125,11 +125,12 @@ class HopperPlan(Checked):
     @property
     def need(self) -> Need:
         """Estimate of what a consumer thread keeps in registers."""
-        return consumer_need(self.tiles.tile_n, self.tiles.head_dim_v, self.work)
+        return consumer_need(self.tiles.tile_n, self.tiles.head_dim_v, self.work, self.problem.keys.codes)
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
-        widths = self.problem.depths[0] * MMA_K, self.tiles.head_dim_v
+        # Products of 8 bits take half the time of as many of 16.
+        widths = self.problem.depths[0] * MMA_K, self.tiles.head_dim_v * self.tiles.v_itemsize // 2
         return expected_bound(self.problem, widths, self.work, self.target, size)
 
     def config(self) -> Config:
@@ -189,6 +190,7 @@ class HopperPlan(Checked):
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
+            *self.explain_products(),
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
             *explain_skip(self.problem.skip, "a warpgroup's 64 rows"),
@@ -203,6 +205,10 @@ class HopperPlan(Checked):
             explain_bound(self.bound, size),
         ]
         return "\n".join(lines)
+
+    def explain_products(self) -> list[str]:
+        """Dtypes of products and sums, where they are others than those of tensors, and float32."""
+        return []
 
     def _explain_candidates(self, size: Size | None) -> list[str]:
         if size is None:
@@ -230,7 +236,7 @@ class HopperPlan(Checked):
 _PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers issue products freely"}
 
 
-def plan_hopper(request: ForwardRequest) -> HopperPlan:
+def plan_hopper(request: ForwardRequest, kind: type[HopperPlan] = HopperPlan) -> HopperPlan:
     problem, work = request.problem, request.work
     if problem.keys.loaded and request.order == "by_work":
         raise UnsupportedError(
@@ -242,7 +248,7 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
     choices = choose(request)
     choice = choices[0] if len(choices) == 1 else _least(request, choices, form, packed)
     tiles = choice.tiles
-    return HopperPlan(
+    return kind(
         target=request.target,
         problem=problem,
         tiles=tiles,

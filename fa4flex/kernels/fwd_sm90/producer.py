@@ -76,7 +76,7 @@ class Producer:
             if const_expr(self.config.paged):
                 key_values = self.pages(work, kv_head, keys, arguments, Block(transfers, shared, pipes))
             else:
-                key_values = self.contiguous(work, kv_head, Block(transfers, shared, pipes))
+                key_values = self.contiguous(work, kv_head, arguments, Block(transfers, shared, pipes))
             tile = tile_at(keys, Int32(0))
             key_values.turn_to(Int32(0))
             key_values.load_keys(k_state, tile)
@@ -104,7 +104,7 @@ class Producer:
         """Tile after tile of a block."""
         self.scheduler.walk(grid, arguments, block.pipes.next, load, states, takes=self.leads)
 
-    def contiguous(self, work: Work, kv_head: Int32, block: Block) -> KeyValues:
+    def contiguous(self, work: Work, kv_head: Int32, arguments: Arguments, block: Block) -> KeyValues:
         config, (transfers, shared, pipes) = self.config, block
         k, v = tokens_of(work, kv_head, transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))

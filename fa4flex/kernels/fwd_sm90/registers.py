@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.keys import Codes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.work import Work
 
@@ -17,6 +18,9 @@ ROWS = 2
 
 ADDRESSES = 20
 """Descriptors, barrier addresses and phases, tile counters: what such a kernel keeps besides its data."""
+
+CODES_ADDRESSES = 9
+"""The same of kernels of codes, whose epilogue computes its addresses itself, as compiled ones have them."""
 
 MOST_SCRATCH = 8
 """Temporaries of a score's expression; the compiler walks a fragment in pieces, so they do not grow."""
@@ -65,6 +69,21 @@ def split_registers(consumers: int, producer_computes: bool) -> Split:
     return SPLITS[consumers][-1 if producer_computes else 0]
 
 
+def promotes(codes: Codes) -> bool:
+    """True if the output of a tile of keys is summed up apart from that of all others."""
+    return codes.transposed and codes.promote
+
+
+MOST_APART = 128
+"""The widest values of which all columns of a tile's output are summed up apart at once."""
+
+
+def apart(head_dim_v: int) -> int:
+    """Columns of a tile's output that are summed up apart at once: beside the whole of wider ones there is
+    no room for these."""
+    return head_dim_v if head_dim_v <= MOST_APART else 64 if head_dim_v % 64 == 0 else 32
+
+
 @dataclass(frozen=True)
 class Need:
     """An estimate of the registers a consumer thread needs, part by part."""
@@ -78,23 +97,27 @@ class Need:
     @property
     def accumulators(self) -> int:
         """Scores, probabilities and output alone: what no compiler can do without."""
-        return sum(count for name, count in self.parts if name in ("scores", "probabilities", "output"))
+        accumulators = ("scores", "probabilities", "output", "sums of a tile")
+        return sum(count for name, count in self.parts if name in accumulators)
 
     def explain(self) -> str:
         return " + ".join(f"{count} {name}" for name, count in self.parts if count) + f" = {self.total}"
 
 
-def consumer_need(tile_n: int, head_dim_v: int, work: Work) -> Need:
+def consumer_need(tile_n: int, head_dim_v: int, work: Work, codes: Codes | None = None) -> Need:
     """Registers of a consumer thread at their most: the next scores land while probabilities are used."""
+    eight = codes is not None and codes.transposed
+    sums = apart(head_dim_v) // 2 if codes is not None and promotes(codes) else 0
     hooks = work.uniform + ROWS * (work.row + work.row_ends + work.column) + min(work.element, MOST_SCRATCH)
     return Need(
         (
             ("scores", tile_n // 2),
-            ("probabilities", tile_n // 4),
+            ("probabilities", tile_n // 8 if eight else tile_n // 4),
             ("output", head_dim_v // 2),
-            ("row state", 2 * ROWS),
+            ("sums of a tile", sums),
+            ("row state", (2 if codes is None else 4) * ROWS),
             ("hooks", hooks),
             ("loads", LOADS if work.loads >= 1 else 0),
-            ("addresses", ADDRESSES),
+            ("addresses", ADDRESSES if codes is None else CODES_ADDRESSES),
         )
     )

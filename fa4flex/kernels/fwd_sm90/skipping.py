@@ -61,6 +61,7 @@ class SkippingConsumer(Consumer):
         self.modify(begun, tile, masked)
         grid, rows = begun.grid, (tile.softmax,)
         highest = [highest_of(tile.softmax, grid)]
+        tile.softmax.note(highest[0])
         keep = any_of(WRITTEN, some_count(tile.softmax, highest[0], tile.depth), tile.group)
         raised = passed(rows, highest)
         if raised:
@@ -70,6 +71,7 @@ class SkippingConsumer(Consumer):
         tile.kept[0] = Int32(keep)
         if keep:
             tile.softmax.exponentiate(grid)
+            self.drop(begun, tile)
             narrow(as_operand(begun.scores), products.p)
             if raised:
                 rescale(products.out, rows)

@@ -38,13 +38,26 @@ AHEAD = 96
 @dataclass(frozen=True)
 class Tiles:
     """tile_m queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory; q_stages
-    tiles of queries in flight."""
+    tiles of queries in flight; bytes of an element of q and k, and of v."""
 
     tile_m: int
     tile_n: int
     head_dim: int
     head_dim_v: int
     q_stages: int = 1
+    itemsize: int = 2
+    v_itemsize: int = 2
+
+    @property
+    def transposed(self) -> bool:
+        """True if values have a row of keys per channel, as products of 8 bits read them."""
+        return self.v_itemsize == 1
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """Rows and columns of a tile of values."""
+        n, dv = self.tile_n, self.head_dim_v
+        return (dv, n) if self.transposed else (n, dv)
 
     @property
     def consumers(self) -> int:
@@ -74,7 +87,7 @@ class Tiles:
         With memory of its own, the next queries come while the output leaves."""
         if not staged(problem):
             return True
-        if not may_share(self.head_dim, self.head_dim_v):
+        if self.itemsize < OUT_BYTES or not may_share(self.head_dim, self.head_dim_v):
             return False
         sizes = self._sizes(problem, kv_stages)
         apart = lay_out(sizes, {}, barrier_table(self, kv_stages, problem.uneven).used, target)
@@ -90,15 +103,19 @@ class Tiles:
         return lay_out(sizes, alias, barrier_table(self, kv_stages, dynamic).used, target)
 
     def _sizes(self, problem: Problem, kv_stages: int) -> dict[str, int]:
-        size = problem.itemsize
+        size = self.itemsize
         sizes = {
             "q": tile_bytes(self.tile_m, self.head_dim, size) * self.q_stages,
             "k": tile_bytes(self.tile_n, self.head_dim, size) * kv_stages,
-            "v": tile_bytes(self.tile_n, self.head_dim_v, size) * kv_stages,
+            "v": tile_bytes(self.tile_n, self.head_dim_v, self.v_itemsize) * kv_stages,
         }
         if staged(problem):
-            sizes["out"] = tile_bytes(self.tile_m, self.head_dim_v, size)
+            sizes["out"] = tile_bytes(self.tile_m, self.head_dim_v, OUT_BYTES)
         return sizes
+
+
+OUT_BYTES = 2
+"""Bytes of an element of an output that is staged."""
 
 
 def staged(problem: Problem) -> bool:
@@ -148,6 +165,14 @@ TABLE = (
     Row(256, 256, ((128, 80), (128, 64)), ((128, 64),)),
 )
 
+_OF_SCALES = ((128, 128), (128, 64))
+CODES_TABLE = (
+    Row(64, 64, ((192, 128), *_OF_SCALES), ((192, 128), *_OF_SCALES)),
+    Row(192, 128, _OF_SCALES, _OF_SCALES),
+    Row(256, 256, _OF_SCALES, _OF_SCALES),
+)
+"""Tiles of codes: keys of one have one scale, so that they divide the keys of a scale."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -166,7 +191,8 @@ def pad(width: int) -> int:
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
     """The (queries, keys) for this problem, those first that were measured most: one where scores read much,
     else those of the table; where keys lie in pages, those of few boxes, or by rows."""
-    row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
+    table = TABLE if problem.keys.codes is None else CODES_TABLE
+    row = next(r for r in table if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else (LITTLE_CODE,) if problem.many_reads else row.hooked
     if problem.keys.loaded:
         fitting = (pair for pair in pairs if _for_pages(problem, pair))
@@ -234,8 +260,9 @@ def _name(pair: Pair) -> str:
 
 
 def _try(pair: Pair, problem: Problem, work: Work) -> tuple[Tiles, Need, int]:
-    tiles = Tiles(*pair, pad(problem.head_dim), pad(problem.head_dim_v))
-    need = consumer_need(tiles.tile_n, tiles.head_dim_v, work)
+    sizes = {"itemsize": problem.itemsize, "v_itemsize": problem.v_itemsize}
+    tiles = Tiles(*pair, pad(problem.head_dim), pad(problem.head_dim_v), **sizes)
+    need = consumer_need(tiles.tile_n, tiles.head_dim_v, work, problem.keys.codes)
     limit = split_registers(tiles.consumers, producer_computes(problem, work)).consumer
     return tiles, need, limit
 

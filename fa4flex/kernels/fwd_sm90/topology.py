@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm90.config import HANDED
-from fa4flex.kernels.fwd_sm90.roles import barrier_table
+from fa4flex.kernels.fwd_sm90.roles import WRITTEN, barrier_table
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
 from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.memory import NUMBER, column_block
@@ -56,14 +56,16 @@ def forward_topology(
     pingpong = pingpong and n > 1
     table = barrier_table(tiles, kv_stages, dynamic, pingpong, producing)
     early = staging == "own" or boxes is not None
-    consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging, early) for i in range(n))
+    clears = staging == "none" and not tiles.transposed
+    turns = [_turns(i, n) if pingpong else _NO_TURNS for i in range(n)]
+    consumers = tuple(_consumer(i, turns[i], staging, early, clears) for i in range(n))
     producer, *others = _PRODUCERS[producing](n)
     gathering = producing == "gathering"
     k_box, v_box = boxes.shapes((tiles.head_dim, tiles.head_dim_v)) if boxes else (None, None)
     rings = (
-        *(_ring(table, "q", (tiles.tile_m // n, tiles.head_dim), unit=i) for i in range(n)),
-        _ring(table, "k", (tiles.tile_n, tiles.head_dim), k_box),
-        _ring(table, "v", (tiles.tile_n, tiles.head_dim_v), v_box),
+        *(_ring(table, "q", (tiles.tile_m // n, tiles.head_dim), tiles.itemsize, unit=i) for i in range(n)),
+        _ring(table, "k", (tiles.tile_n, tiles.head_dim), tiles.itemsize, k_box),
+        _ring(table, "v", tiles.values, tiles.v_itemsize, v_box),
     )
     if dynamic:
         rings = (*rings, table.ring("next", NUMBER * HANDED))
@@ -73,10 +75,11 @@ def forward_topology(
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
         others = [replace(role, last=role.last + received) for role in others]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
+    meet = clears or staging != "none"
     return Topology(
         (producer, *others, *consumers),
         rings,
-        table.named_barriers(),
+        tuple(x for x in table.named_barriers() if meet or not x.name.startswith(WRITTEN.name)),
         staging,
         overlaps=overlaps,
         by_warp=("k", "v") if gathering else (),
@@ -88,16 +91,17 @@ def _ring(
     table: BarrierTable,
     name: str,
     tile: tuple[int, int],
+    size: int,
     box: tuple[int, int] | None = None,
     unit: int | None = None,
 ) -> Ring:
-    """16-bit elements. A TMA copy brings a block of columns of all rows, or a `box` of rows and columns; or
-    warps gather rows."""
+    """`size`: bytes of an element. A TMA copy brings a block of columns of all rows, or a `box` of rows and
+    columns; or warps gather rows."""
     rows, width = tile
-    box_rows, columns = box or (rows, column_block(width))
-    copies = (box_rows * columns * 2,) * (width // columns * (rows // box_rows))
+    box_rows, columns = box or (rows, column_block(width, size))
+    copies = (box_rows * columns * size,) * (width // columns * (rows // box_rows))
     gathered = table[f"{name}_full"].lanes > 1
-    return table.ring(name, rows * width * 2, () if gathered else copies, unit)
+    return table.ring(name, rows * width * size, () if gathered else copies, unit)
 
 
 def _copy(name: str, tile: int = 0) -> Events:
@@ -150,12 +154,14 @@ def _turns(i: int, n: int) -> tuple[Events, Events, Events]:
 _NO_TURNS: tuple[Events, Events, Events] = ((), (), ())
 
 
-def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging, early: bool) -> Role:
+def _consumer(
+    i: int, turns: tuple[Events, Events, Events], staging: Staging, early: bool, clears: bool
+) -> Role:
     """Consumer i. A turn covers both products: S_j goes first, so that its softmax runs under O_j-1. Queries
-    are free after the last scores (`early`), or when the output has left."""
+    are free after the last scores (`early`), or when the output has left. `clears`: values may have an end
+    within a tile."""
     opening, take, give = turns
     wait, scores = (Event("wait", "k"),), (Event("issue", "S"),)
-    clears = staging == "none"
     clear = clearing(i) if clears else ()
     softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
     (start, end), (start_before, end_before) = values(clears), values(clears, -1)

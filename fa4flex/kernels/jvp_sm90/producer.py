@@ -9,6 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
+from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.transfer import Ring, Views, load_stage, partition, sequence
@@ -62,7 +63,7 @@ def load_beside(
 class Producer(forward.Producer):
     config: Config
 
-    def contiguous(self, work: Work, kv_head: Int32, block: Block) -> KeyValues:
+    def contiguous(self, work: Work, kv_head: Int32, arguments: Arguments, block: Block) -> KeyValues:
         transfers: Any = block.transfers
         shared: Any = block.shared
         pipes = block.pipes

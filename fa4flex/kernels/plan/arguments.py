@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGE_TABLE, Keys
+from fa4flex.kernels.plan.keys import COLUMNS, CONTIGUOUS, PAGE_TABLE, Keys
 from fa4flex.kernels.plan.looks import (
     Array,
     Blocks,
@@ -199,9 +199,9 @@ def _splits(one: Pass) -> bool:
 
 MERGE = "combine"
 _FORWARD = (
-    Argument("q", Heads("q_len", "q_heads", "head_dim")),
-    Argument("k", Heads("kv_len", "k_heads", "head_dim", "kv_element", cached=True), "call.kv"),
-    Argument("v", Heads("kv_len", "v_heads", "head_dim_v", "kv_element", cached=True), "call.kv"),
+    Argument("q", Heads("q_len", "q_heads", "head_dim", "element")),
+    Argument("k", Heads("kv_len", "k_heads", "head_dim", "k_element", cached=True), "call.kv"),
+    Argument("v", Heads("kv_len", "v_heads", "head_dim_v", "v_element", cached=True), "call.kv"),
     Argument(
         "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
     ),
@@ -243,7 +243,13 @@ _AFTER_KEYS = replace(USED_KEYS, read_by=("kernel", MERGE)), FAULTS
 def forward_schema(keys: Keys) -> Schema:
     """Arguments of a forward pass over keys of such a source."""
     rows = (Argument(row.name, row.look, "call.kv", always if row.held else _never) for row in keys.rows)
-    return Schema((*_FORWARD, *rows, *_AFTER_KEYS))
+    before: tuple[Argument, ...] = _FORWARD
+    if keys.codes is not None and keys.codes.transposed:
+        before = tuple(_BY_CHANNEL if row.name == "v" else row for row in _FORWARD)
+    return Schema((*before, *rows, *_AFTER_KEYS))
+
+
+_BY_CHANNEL = Argument("v", COLUMNS, "call.kv", field="columns")
 
 
 FORWARD = forward_schema(CONTIGUOUS)

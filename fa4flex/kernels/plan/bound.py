@@ -110,7 +110,7 @@ def hbm_bytes(problem: Problem, work: Work, size: Size) -> float:
     kv_heads = size.h if size.kv_heads is None else size.kv_heads
     of_row = problem.head_dim * problem.itemsize + problem.head_dim_v * problem.out_itemsize
     of_k, of_v = problem.head_dim / problem.shares.k, problem.head_dim_v / problem.shares.v
-    of_key = (of_k + of_v) * problem.kv_itemsize
+    of_key = of_k * problem.kv_itemsize + of_v * problem.v_itemsize
     keys = size.kv_len * (1.0 if size.keys_read is None else size.keys_read)
     tensors = size.b * (size.h * size.q_len * of_row + kv_heads * keys * of_key)
     statistics = 4 * len(problem.statistics) * size.b * size.h * size.q_len

@@ -218,7 +218,10 @@ def asks_for_order(schedule: Schedule) -> bool:
 
 def few_rows(problem: Problem, sizes: Sizes) -> bool:
     """True if a tile has all queries of a group of heads. Of packed sequences, all queries together are
-    known, which says nothing of one. Kernels for many rows are right for few."""
+    known, which says nothing of one. Kernels for many rows are right for few. Of latent rows, which all heads
+    share, a tile has all queries of some heads."""
+    if problem.keys.latent:
+        return problem.lengths != "packed" and sizes.q.at_most(MOST_ROWS, right="no")
     return problem.lengths != "packed" and sizes.rows.at_most(MOST_ROWS, right="no")
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fa4flex.kernels.plan.lengths import Scaling
-from fa4flex.kernels.plan.looks import Dimension, Given, Look, Scales
+from fa4flex.kernels.plan.looks import Array, Columns, Dimension, Given, Look, Scales
 
-KeyDtype = Literal["", "float8_e4m3fn"]
+KeyDtype = Literal["", "float8_e4m3fn", "codes"]
+"""Dtype of k and v: that of q; an 8-bit cache; codes, as q is."""
+QueryCodes = Literal["int8", "float8_e4m3fn"]
+ValueCodes = Literal["float8_e4m3fn", "bfloat16", "float16"]
 
 TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of keys that kernels know to lie next to each other in memory."""
@@ -33,6 +36,32 @@ class KeyRow:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Quantised queries, keys and values, as fa4flex.quantize lays them out.
+
+    qk        of q and k, which have scales by query, and by TILE keys
+    pv        of v and of probabilities: transposed, with scales by channel, or 16-bit values as they are
+    biased    q.k has a part that is the same for all keys of a query
+    offset    channels of v have a part that is the same for all keys
+    packed    sequences follow each other, and it is told with which tile of scales each begins
+    promote   sums of P v over a tile of keys are float32; else all of them have the fraction bits of the
+              tensor cores' sums
+    """
+
+    qk: QueryCodes
+    pv: ValueCodes
+    biased: bool = False
+    offset: bool = False
+    packed: bool = False
+    promote: bool = True
+
+    @property
+    def transposed(self) -> bool:
+        """True if v has one row of keys per channel."""
+        return self.pv == "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
 class Keys:
     """loader        class that finds keys on the device, as "package.module:Class"; "": keys of a sequence
                      follow each other, and each sequence has as many, or lengths come with the call
@@ -41,6 +70,7 @@ class Keys:
     rows             tensors besides k and v
     dtype            of k and v, where it is another than that of q; "": the same
     k_scales, v_scales   granularity of the scales of an 8-bit cache, besides heads
+    codes            what q, k and v are codes of; None: they are numbers
     """
 
     loader: str = ""
@@ -49,6 +79,10 @@ class Keys:
     dtype: KeyDtype = ""
     k_scales: Scaling = ""
     v_scales: Scaling = ""
+    codes: Codes | None = None
+
+    latent: ClassVar[bool] = False
+    """True if values are the first columns of keys."""
 
     @property
     def loaded(self) -> bool:
@@ -64,6 +98,13 @@ class Keys:
     def bare(self) -> Keys:
         """The same as far as kernels that read no keys know of it."""
         return Keys(self.loader and PAGES, int(self.loaded))
+
+
+@dataclass(frozen=True)
+class LatentKeys(Keys):
+    """Rows of which values are the first columns: a tile of keys in shared memory is one of values, too."""
+
+    latent: ClassVar[bool] = True
 
 
 CONTIGUOUS = Keys()
@@ -101,3 +142,28 @@ def eight_bit(page_size: int, k_scales: Scaling = "", v_scales: Scaling = "") ->
 def _scales(per: Scaling, paged: bool) -> Scales:
     first: Dimension = "pages" if per == "page" or (per == "token" and paged) else "batch"
     return Scales((first, "kv_heads", "kv_len") if per == "token" else (first, "kv_heads"))
+
+
+# --- codes ------------------------------------------------------------------------------------------------
+
+TILE = 128
+"""Keys that share a scale."""
+
+COLUMNS = Columns("kv_heads", "head_dim_v", "columns")
+"""Look of transposed values."""
+
+
+def of_codes(codes: Codes) -> Keys:
+    """Keys and values of codes, contiguous, padded or packed."""
+    rows = (
+        KeyRow("q_scale", Array("float32", ("batch", "q_heads", "q_len"))),
+        KeyRow("k_scale", Array("float32", ("batch", "kv_heads", "key tiles"))),
+        KeyRow("v_scale", _CHANNELS).when(codes.transposed),
+        KeyRow("q_bias", Array("float32", ("batch", "q_heads", "q_len"))).when(codes.biased),
+        KeyRow("v_offset", _CHANNELS).when(codes.offset),
+        KeyRow("first_tiles", Array("int32", ("lengths",))).when(codes.packed),
+    )
+    return Keys(rows=rows, dtype="codes", codes=codes)
+
+
+_CHANNELS = Array("float32", ("sequences", "kv_heads", "channels"), together=2)

@@ -71,6 +71,16 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """e4m3 [batch, heads, width, length], a row for each channel, in pieces of 16 bytes; packed calls leave
+    batch out. width is an attribute of Problem."""
+
+    heads: str
+    width: str
+    length: str
+
+
+@dataclass(frozen=True)
 class Number:
     """Number that is passed by value: "float" of 32 bits, "int" of 32, or an "address"."""
 
@@ -101,4 +111,4 @@ class Captured:
     what: Literal["tensors", "numbers", "gradients", "pieces", "written"]
 
 
-Look = Heads | Rows | Array | Given | Scales | Blocks | Number | Parts | Captured
+Look = Heads | Rows | Array | Given | Scales | Columns | Blocks | Number | Parts | Captured

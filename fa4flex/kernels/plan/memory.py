@@ -111,9 +111,13 @@ class Memory:
             )
 
 
-def column_block(width: int) -> int:
+SWIZZLES = (128, 64, 32)
+"""Bytes of a row that swizzle patterns have."""
+
+
+def column_block(width: int, itemsize: int = 2) -> int:
     """Columns of one block of a tile this wide: what a TMA copy moves at once."""
-    return 64 if width % 64 == 0 else 32
+    return next(x for x in SWIZZLES if width * itemsize % x == 0) // itemsize
 
 
 def block_bytes(width: int) -> int:

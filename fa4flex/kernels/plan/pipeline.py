@@ -164,8 +164,9 @@ class Pipeline:
     mixes        whether a launch for packed queries has the heads of sequences with few queries packed
     writes_float32  whether its kernel writes an output that is not rounded to 16 bits
     applies_output  whether its kernel has the hook `output`
-    drops        whether its kernel has the hook `dropout`
+    drops        whether its kernel has the hook `dropout`, which is of the softmax's weights
     weights      those that its kernel makes of scores
+    latent       whether its kernel reads latent rows once, as keys and values, and no others
     """
 
     name: str
@@ -181,3 +182,4 @@ class Pipeline:
     applies_output: bool = False
     drops: bool = False
     weights: tuple[Weights, ...] = ("softmax",)
+    latent: bool = False

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from fa4flex.codegen.analyze.facts import MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGES, TOGETHER, KeyDtype, Keys
+from fa4flex.kernels.plan.keys import CONTIGUOUS, PAGES, TOGETHER, KeyDtype, Keys, QueryCodes
 from fa4flex.kernels.plan.lengths import Lengths, Scaling
 from fa4flex.primitives.heads import ALIKE, Shares
 
@@ -17,12 +17,16 @@ Half = Literal["bfloat16", "float16"]
 OutDtype = Literal["bfloat16", "float16", "float32"]
 Adding = Literal["sum", "once", "once in pairs"]
 Weights = Literal["softmax", "softpick", "elementwise"]
+E4M3 = "float8_e4m3fn"
 STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
+WIDEST_LATENT = 576
+"""The widest latent row, whose values two warpgroups share out."""
+
 MMA_K = 16
-"""Columns of 16 bits of its operands that one instruction of a product takes."""
+"""Columns of 16 bits of its operands that one instruction of a product takes; of 8 bits, twice as many."""
 
 _FLAGS = (
     "sinks", "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "met_alike",
@@ -33,7 +37,7 @@ _FLAGS = (
 @dataclass(frozen=True)
 class Problem:
     """head_dim, head_dim_v   widths of q and k, and of v and the output, as the tensors have them
-    dtype, out_dtype       of q, k and v, and of the output
+    dtype, out_dtype       of q, k and v, and of the output; where they are codes, that of q and k
     keys                   source of keys and values
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
@@ -76,7 +80,7 @@ class Problem:
 
     head_dim: int
     head_dim_v: int
-    dtype: Half = "bfloat16"
+    dtype: Half | QueryCodes = "bfloat16"
     out_dtype: OutDtype = "bfloat16"
     lengths: Lengths = "dense"
     mask_form: MaskForm = "none"
@@ -105,13 +109,14 @@ class Problem:
     moved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_dtype("dtype", self.dtype, get_args(Half))
+        codes = self.keys.codes
+        _require_dtype("dtype", self.dtype, get_args(Half) if codes is None else (codes.qk,))
         _require_dtype("out_dtype", self.out_dtype, get_args(OutDtype))
         _require_one_of("kv_dtype", self.keys.dtype, get_args(KeyDtype))
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self.keys, name), get_args(Scaling))
         for name in ("head_dim", "head_dim_v"):
-            _require_width(name, getattr(self, name))
+            _require_width(name, getattr(self, name), WIDEST_LATENT if self.keys.latent else WIDEST)
         _require_one_of("lengths", self.lengths, get_args(Lengths))
         _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
@@ -132,13 +137,20 @@ class Problem:
     @property
     def itemsize(self) -> int:
         """Bytes of one element of q, and of k and v where they are no 8-bit cache."""
-        return 2
+        return 2 if self.keys.codes is None else 1
+
+    @property
+    def v_itemsize(self) -> int:
+        """Bytes of one element of v."""
+        codes = self.keys.codes
+        return self.kv_itemsize if codes is None else itemsize(codes.pv)
 
     @property
     def depths(self) -> tuple[int, int]:
         """Instructions of a product along heads of q and k, and of v. Tiles may be wider: columns behind
         these are zeros, and what multiplies them is left out."""
-        return -(-self.head_dim // MMA_K), -(-self.head_dim_v // MMA_K)
+        columns = MMA_K * 2 // self.itemsize
+        return -(-self.head_dim // columns), -(-self.head_dim_v // MMA_K)
 
     @property
     def out_itemsize(self) -> int:
@@ -152,13 +164,29 @@ class Problem:
 
     @property
     def kv_itemsize(self) -> int:
-        """Bytes of one element of k and v."""
+        """Bytes of one element of k, and of v where they are no codes."""
         return 1 if self.keys.dtype else self.itemsize
 
     @property
-    def kv_element(self) -> str:
-        """Dtype of k and v as kernels are handed them: e4m3 as bytes."""
-        return "uint8" if self.keys.dtype else self.dtype
+    def element(self) -> str:
+        """Dtype of q as kernels are handed it: e4m3 as bytes."""
+        return "uint8" if self.dtype == E4M3 else self.dtype
+
+    @property
+    def k_element(self) -> str:
+        """Dtype of k likewise."""
+        return "uint8" if self.keys.dtype == E4M3 else self.element
+
+    @property
+    def v_element(self) -> str:
+        """Dtype of v likewise."""
+        codes = self.keys.codes
+        return self.k_element if codes is None or codes.transposed else codes.pv
+
+    @property
+    def weight_dtype(self) -> str:
+        """Dtype of probabilities, as values are multiplied by them."""
+        return self.dtype if self.keys.codes is None else self.keys.codes.pv
 
     @property
     def adds_up(self) -> bool:
@@ -200,6 +228,9 @@ class Problem:
         return [f"KV heads: {', '.join(told)}"]
 
     def _of_cache(self) -> list[str]:
+        codes = self.keys.codes
+        if codes is not None:
+            return [f"codes, values of {codes.pv}"]
         if not self.keys.dtype:
             return []
         scales = ((name, getattr(self.keys, f"{name}_scales")) for name in ("k", "v"))
@@ -208,7 +239,7 @@ class Problem:
 
     def _of_loader(self) -> list[str]:
         if not self.keys.loaded:
-            return []
+            return ["latent rows"] * self.keys.latent
         if self.keys.loader == PAGES:
             return [f"pages of {self.keys.together} keys or a multiple"]
         return [f"keys found by {self.keys.loader.partition(':')[2]}"]
@@ -242,15 +273,15 @@ def _require_dtype(name: str, dtype: object, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _require_width(name: str, width: object) -> None:
+def _require_width(name: str, width: object, widest: int = WIDEST) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width <= 0:
         raise InputError(f"{name}={width!r}", "a positive int", "pass the last dimension of the tensor")
     scale = f", and keep the scale: scale={width} ** -0.5" if name == "head_dim" else ", and cut the output"
     padding = "q and k with zeros" if name == "head_dim" else "v with zeros"
-    if width > WIDEST:
+    if width > widest:
         raise UnsupportedError(
             f"{name}={width}: one matrix instruction makes at most {WIDEST} columns",
-            f"at most {WIDEST}",
+            f"at most {widest}",
             "use narrower heads, or run this one on a CPU or with torch's flex_attention",
         )
     if width % 8:

@@ -20,10 +20,10 @@ Order = Literal["linear", "longest_first", "by_work"]
 RESCALE = 8.0
 """Log2 units by which a score may pass the maximum in use (FlashAttention-4's threshold)."""
 
-MOST_RESCALE = {"float16": 15.0, "bfloat16": 64.0}
+MOST_RESCALE = {"float16": 15.0, "bfloat16": 64.0, "float8_e4m3fn": 0.0}
 """Largest threshold, in log2 units, at which no probability and no row sum overflows: a probability is
 at most 2^threshold, which float16 must hold (its largest is 65504 < 2^16); bfloat16 has float32's range,
-where sums over 2^31 keys stay finite up to a threshold of 96."""
+where sums over 2^31 keys stay finite up to a threshold of 96. e4m3 ends at 448, and probabilities fill it."""
 
 ORDERS = {
     "linear": "tiles of queries from the first to the last",
@@ -79,7 +79,8 @@ class ForwardRequest(Request):
     @property
     def rescale_threshold(self) -> float:
         if self.threshold is None:
-            return 0.0 if "max_scores" in self.problem.statistics else RESCALE
+            most = MOST_RESCALE[self.problem.weight_dtype]
+            return 0.0 if "max_scores" in self.problem.statistics else min(RESCALE, most)
         return float(self.threshold)
 
     @cached_property
@@ -109,10 +110,10 @@ def rescaling(threshold: float) -> str:
 
 
 def check_threshold(number: float, problem: Problem) -> None:
-    most = MOST_RESCALE[problem.dtype]
+    most = MOST_RESCALE[problem.weight_dtype]
     if not 0 <= number <= most:
         raise UnsupportedError(
-            f"rescale_threshold={number} with {problem.dtype} probabilities",
+            f"rescale_threshold={number} with {problem.weight_dtype} probabilities",
             f"0 to {most:g}: beyond, probabilities or their sums could overflow",
             f"use {RESCALE:g}, or 0 to take the maxima of every tile of keys",
         )

@@ -9,6 +9,9 @@ expm1(s) exp(-m) below 1, where the difference would have no digits,
     ds = exp(s - m) ([s > 0] dP - sign(s) delta) / total
 
 No exponential is above 1, and total is never 0: either some u is near 1, or m is small and eps counts.
+
+Dropout multiplies p by Z, after normalising, and so dP: dV = (p Z)^T dO, dP = Z (dO V^T). Softpick's total is
+of all pairs, and delta stays rowsum(dO O).
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class _Elementwise:
             scores = raw_scores(self.block, span, self.queries, self.space)
             weights = self.weights(modified(self.block, span, scores, self.space), span)
             values = self.block.heads.keys(self.block.walk.inputs.v, span.keys)
-            flat = weights.flatten(1, 2)
+            flat = self.block.keep(weights, span).flatten(1, 2)
             matmul(flat, values.to(flat.dtype), self.output, accumulate=True)
         self.write(result)
 
@@ -171,8 +174,10 @@ class _Rows:
         values = heads.keys(state.inputs.v, span.keys).to(state.inputs.precision)
         dscores = self.space.take("dscores", *weights.shape)
         matmul(self.dout, values.mT, dscores.flatten(1, 2))
+        block.keep(dscores, span)
         if self.softpick:
             weights, dscores = self._normalised(span, weights, dscores)
+        weights = block.keep(weights, span)
         matmul(weights.flatten(1, 2).mT, self.dout, heads.keys(state.dv, span.keys), accumulate=True)
         block.hide(dscores, span, 0)
         self.shared.add(block, span, scores, dscores)

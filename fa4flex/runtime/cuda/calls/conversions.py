@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.kernels.plan.looks import Array, Captured, Heads, Look
+from fa4flex.kernels.plan.looks import Array, Captured, Columns, Heads, Look
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.runtime.cuda.calls.looks import ALIGNMENT
 
@@ -21,7 +21,7 @@ def conversion(look: Look, value: Any) -> Conversion | None:
     """Conversion that makes an argument look as its row says, this one and those that look like it; None
     where it is as it should be, or is not given."""
     match look:
-        case Heads() if value is not None and (value.dtype == E4M3 or not tma_able(value)):
+        case Heads() | Columns() if value is not None and (value.dtype == E4M3 or not tma_able(value)):
             if value.dtype != E4M3:
                 return compact
             return _bytes if tma_able(value) else lambda x: _bytes(compact(x))

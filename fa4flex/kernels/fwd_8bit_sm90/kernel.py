@@ -1,0 +1,84 @@
+"""The Hopper forward kernel of codes: fwd_sm90's roles and launch, with operands of 8 bits.
+
+producer warp --[q x warpgroups]--> consumer warpgroups --(TMA store)--> out
+              --[k ring]---------->
+              --[v ring]---------->  v transposed by who quantised it: nobody transposes here
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float8E4M3FN, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.products import ROWS
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
+from fa4flex.kernels.common.transfer import reordered
+from fa4flex.kernels.fwd_8bit_sm90.config import Config
+from fa4flex.kernels.fwd_8bit_sm90.consumer import Consumer
+from fa4flex.kernels.fwd_8bit_sm90.producer import Producer
+from fa4flex.kernels.fwd_sm90 import kernel as forward
+
+HALVES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class Forward(forward.Forward):
+    config: Config
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        super().__init__(config, hooks)
+        scheduler = TileScheduler(config, hooks, group=config.group, hands=config.dynamic)
+        self.producers = (Producer(config, scheduler),)
+        self.consumer = Consumer(config, hooks, scheduler)
+
+    def views(self, arguments: Arguments) -> Arguments:
+        changes: dict[str, Any] = {}
+        if self.config.qk != "int8":
+            changes = {name: _recast(getattr(arguments, name)) for name in ("q", "k")}
+        if self.config.transposed:
+            modes = [0, 3, 1, 2] if cute.rank(arguments.v) == 4 else [2, 0, 1]
+            changes["v"] = reordered(_recast(arguments.v), modes)
+        made: Arguments = arguments._replace(**changes)
+        return made
+
+    def products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+        config, k = self.config, OperandMajorMode.K
+        sums = Int32 if config.qk == "int8" else Float32
+        of_values, major = self.value_kind(kind), k if config.transposed else OperandMajorMode.MN
+        one = {"atom_layout_mnk": (1, 1, 1)}
+        scores = sm90.make_trivial_tiled_mma(kind, kind, k, k, sums, tiler_mn=(ROWS, config.tile_n), **one)
+        values = sm90.make_trivial_tiled_mma(
+            of_values,
+            of_values,
+            k,
+            major,
+            Float32,
+            tiler_mn=(ROWS, config.apart),
+            a_source=warpgroup.OperandSource.RMEM,
+            **one,
+        )
+        return scores, values
+
+    def stages(self, kind: Any) -> tuple[Any, Any]:
+        config, of_values = self.config, self.value_kind(kind)
+        n, d, dv, count = config.tile_n, config.head_dim, config.head_dim_v, config.kv_stages
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        # Transposed values are a K-major operand, others an MN-major one.
+        return (
+            sm90.make_smem_layout_b(row, (ROWS, n, d), kind, count),
+            sm90.make_smem_layout_b(row if config.transposed else column, (ROWS, dv, n), of_values, count),
+        )
+
+    def value_kind(self, kind: Any) -> Any:
+        return Float8E4M3FN if self.config.transposed else HALVES[self.config.pv]
+
+
+def _recast(x: cute.Tensor) -> cute.Tensor:
+    """Bytes as e4m3."""
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Float8E4M3FN), x.layout)

@@ -1,0 +1,256 @@
+"""Lists of the keys that queries attend to, in units of neighbouring keys, and the maps that they are.
+
+    allowed(q, kv) = kv // unit is listed in row q // queries, or kv < sinks, or p - window < kv <= p,
+                     or first <= kv <= p;   p = q + (kv_len - q_len),
+                     first = ((p + 1) // unit + 1 - tail) * unit
+
+A mask beside lists decides about all of these pairs: lists say where to look, a mask what may be seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.exact import is_count
+from fa4flex.primitives.base import CONTEXT, Family, Mod, call_with, check_integers, show
+from fa4flex.primitives.block_lists import EMPTY, FULL
+from fa4flex.primitives.block_parts import ascending, listed
+from fa4flex.primitives.blocks import BlockMap, trusted_map
+from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
+from ptxsim.active import simulating
+
+LEAST_UNIT = 64
+"""Keys of a unit from which a map of units is what a GPU's kernels read; of smaller units it would be the
+mask itself, written out."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lists:
+    """Keys that rows of queries attend to, one softmax over the union of all that is said here.
+
+    ids      int32 or int64 [B or 1, H, R, cap]: unit i is the keys from i * unit to (i + 1) * unit; H is 1,
+             or the query heads, or a divisor of them, as heads of keys are: groups of neighbours share a list
+    counts   integers [B or 1, H, R]: only so many first entries of a row are read; None: all
+    kv_len   keys, of which those past the end are in no list
+    q_len    queries; None: R * queries
+    unit     keys of a unit
+    queries  neighbouring queries that share a row of ids
+    tail     units that every query sees up to itself, from the one that the key after it falls in: of 1, the
+             keys after the last whole unit; 0: none
+    window   keys up to and with the query's own; sinks: first keys; both beside what is listed
+
+    An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
+    there once. Raises InputError for shapes and numbers that do not fit.
+    """
+
+    ids: Tensor
+    counts: Tensor | None = None
+    kv_len: int = field(kw_only=True)
+    q_len: int | None = field(default=None, kw_only=True)
+    unit: int = field(default=1, kw_only=True)
+    queries: int = field(default=1, kw_only=True)
+    tail: int = field(default=0, kw_only=True)
+    window: int = field(default=0, kw_only=True)
+    sinks: int = field(default=0, kw_only=True)
+    role: ClassVar[str] = "blocks"
+
+    def __post_init__(self) -> None:
+        check_integers("ids", self.ids)
+        if self.ids.ndim != 4:
+            raise InputError(
+                f"ids of rank {self.ids.ndim}, shape {list(self.ids.shape)}",
+                "[B or 1, H, R, entries]",
+                "add the missing dimensions, e.g. ids[None, None]",
+            )
+        for name in ("kv_len", "unit", "queries", "tail", "window", "sinks"):
+            least = 0 if name in ("tail", "window", "sinks") else 1
+            if not is_count(getattr(self, name), least):
+                raise InputError(
+                    f"{name}={getattr(self, name)!r}", f"an int of {least} or more", f"pass {name} in tokens"
+                )
+        q_len = self.ids.shape[2] * self.queries if self.q_len is None else self.q_len
+        object.__setattr__(self, "q_len", q_len)
+        if not is_count(q_len) or -(-q_len // self.queries) != self.ids.shape[2]:
+            raise InputError(
+                f"{self.ids.shape[2]} rows of ids for q_len={q_len}, {self.queries} queries a row",
+                "a row for each ceil(q_len / queries)",
+                "pass q_len=, or queries= that share a row",
+            )
+        if self.counts is not None:
+            check_integers("counts", self.counts)
+            if self.counts.shape != self.ids.shape[:3] or self.counts.device != self.ids.device:
+                raise InputError(
+                    f"counts {list(self.counts.shape)} on {self.counts.device}, "
+                    f"ids {list(self.ids.shape)} on {self.ids.device}",
+                    "a count for each row of ids, on one device",
+                    "leave counts out where -1 stands behind what is listed",
+                )
+
+    @classmethod
+    def of(cls, blocks: BlockMap, capacity: int | None = None) -> Lists:
+        """The blocks of a map that are not empty, ascending; of each row the `capacity` lowest, by default
+        all. A mask beside lists decides in all of them, in full ones as well."""
+        counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
+        rows, columns = blocks.block_size
+        more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}
+        return cls(ids, counts, kv_len=blocks.kv_len, q_len=blocks.q_len, unit=columns, queries=rows, **more)
+
+    @property
+    def capacity(self) -> int:
+        """Entries of a row."""
+        return int(self.ids.shape[3])
+
+    def classes(self) -> Tensor:
+        """uint8 [B or 1, H, R, units]: 1 where a unit is listed, 0 elsewhere."""
+        columns = -(-self.kv_len // self.unit)
+        return listed(self.ids, self.counts, columns).to(torch.uint8)
+
+    def map(self) -> BlockMap:
+        """The map of what is listed, in blocks of `queries` x `unit`, a byte for each; it keeps what is seen
+        besides."""
+        assert self.q_len is not None
+        size = self.queries, self.unit
+        beside = {"tail": self.tail, "window": self.window, "sinks": self.sinks}
+        return listed_map(self.classes(), size, (self.q_len, self.kv_len), **beside)
+
+    def mask(self, inner: Mask | MaskMod | Family[Mask] | None = None) -> Mask:
+        """The lists as a Mask of pairs; `inner` decides about all that they allow."""
+        return self.map().mask(inner)
+
+    def brought(self) -> BlockMap:
+        """The map that a call with `blocks=` of these lists has. Raises UnsupportedError for short units on a
+        GPU: no kernel reads them without the map of all pairs of rows and units."""
+        if self.unit < LEAST_UNIT and (self.ids.is_cuda or simulating()):
+            columns = -(-self.kv_len // self.unit)
+            size = self.ids.shape[0] * self.ids.shape[1] * self.ids.shape[2] * columns
+            raise UnsupportedError(
+                f"lists of units of {self.unit} keys on {self.ids.device}",
+                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks",
+                f"pass blocks=lists.map(), a captured table of all rows and units, {size} bytes; or select "
+                "larger units",
+            )
+        return self.map()
+
+    def to(self, device: torch.device | str) -> Lists:
+        """The same lists on another device."""
+        counts = None if self.counts is None else self.counts.to(device)
+        return replace(self, ids=self.ids.to(device), counts=counts)
+
+    def __repr__(self) -> str:
+        counts = "" if self.counts is None else f", {show(self.counts)}"
+        numbers = {"kv_len": 0, "q_len": 0, "unit": 1, "queries": 1, "tail": 0, "window": 0, "sinks": 0}
+        more = "".join(
+            f", {n}={getattr(self, n)}" for n, usual in numbers.items() if getattr(self, n) != usual
+        )
+        return f"Lists({show(self.ids)}{counts}{more})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ListedMap(BlockMap):
+    """A BlockMap whose heads may be those of keys, and beside whose blocks every query sees a tail, a window
+    and sinks: see Lists."""
+
+    tail: int = 0
+    window: int = 0
+    sinks: int = 0
+
+    def mask(self, inner: Mask | MaskMod | Family[Mask] | None = None) -> Mask:
+        return ListedMask(self, None if inner is None else as_mask(inner))
+
+    def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
+        moved = first[0] + lengths[0] - self.q_len != first[1] + lengths[1] - self.kv_len
+        if (self.sinks and first[1]) or ((self.tail or self.window) and moved):
+            raise UnsupportedError(
+                f"a part of {self!r}, whose tail, window and sinks are those of other tokens there",
+                "parts that leave out as many of the last queries as of the last keys, and no first keys",
+                "slice a map without them, and combine it with a mask: fa4flex.variants.sliding_window",
+            )
+
+    def _fits_heads(self, heads: int) -> bool:
+        return heads % int(self.classes.shape[1]) == 0
+
+    def __repr__(self) -> str:
+        numbers = {"tail": self.tail, "window": self.window, "sinks": self.sinks}
+        more = "".join(f", {name}={value}" for name, value in numbers.items() if value)
+        size = f"{self.block_size}, {self.q_len}, {self.kv_len}"
+        return f"ListedMap({show(self.classes)}, {size}{more})"
+
+
+def remade(blocks: BlockMap, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
+    """A map of the kind of `blocks` with classes that were made of its own: nobody need look at them."""
+    made: BlockMap = object.__new__(type(blocks))
+    others = vars(trusted_map(classes, blocks.block_size, q_len, kv_len))
+    for name, value in {**vars(blocks), **others}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def listed_map(
+    classes: Tensor,
+    size: tuple[int, int],
+    lengths: tuple[int, int],
+    tail: int = 0,
+    window: int = 0,
+    sinks: int = 0,
+) -> ListedMap:
+    """A ListedMap of classes that were made here: none is above 2, and nobody need look."""
+    made: ListedMap = object.__new__(ListedMap)
+    values = trusted_map(classes, size, *lengths)
+    for name, value in {**vars(values), "tail": tail, "window": window, "sinks": sinks}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ListedMask(Mask):
+    """A map of lists as a mask, with the mask that decides about what it allows."""
+
+    blocks: ListedMap
+    inner: Mask | None
+    context: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = set() if self.inner is None else set(self.inner.context)
+        names |= {"num_heads"} if self.blocks.classes.shape[1] > 1 else set()
+        names |= {"q_len", "kv_len"} if self.blocks.tail or self.blocks.window else set()
+        object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
+
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        return () if self.inner is None else (self.inner,)
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
+        blocks, classes = self.blocks, self.blocks.classes
+        (rows, columns), heads = blocks.block_size, classes.shape[1]
+        head = h // (context["num_heads"] // heads) if heads > 1 else 0
+        result = classes[b if classes.shape[0] > 1 else 0, head, q_idx // rows, kv_idx // columns]
+        seen = result != EMPTY
+        if blocks.sinks:
+            seen = seen | (kv_idx < blocks.sinks)
+        if blocks.tail or blocks.window:
+            position = q_idx + (context["kv_len"] - context["q_len"])
+            if blocks.window:
+                seen = seen | ((kv_idx > position - blocks.window) & (kv_idx <= position))
+            if blocks.tail:
+                first = ((position + 1) // columns + 1 - blocks.tail) * columns
+                seen = seen | ((kv_idx >= first) & (kv_idx <= position))
+        if self.inner is None:
+            return seen
+        inside = call_with(self.inner, (b, h, q_idx, kv_idx), self.inner.context, context)
+        return (result == FULL) | (seen & inside)
+
+    def __repr__(self) -> str:
+        return f"{self.blocks!r}.mask({'' if self.inner is None else repr(self.inner)})"
+
+
+def mask_of_lists(value: Any) -> Mask | None:
+    """Lists as a Mask; None for anything else."""
+    return value.brought().mask() if isinstance(value, Lists) else None
+
+
+CONVERSIONS.append(mask_of_lists)

@@ -1,0 +1,116 @@
+"""Pooled tokens: a row for each block of neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+from fa4flex.exact import is_count
+from fa4flex.primitives.base import kind_of, show
+
+How = Literal["mean", "sum", "max", "min", "last", "phases", "reversed"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pooled:
+    """`values` [B, H, ceil(length / block), D], a row for each `block` of `length` tokens."""
+
+    values: Tensor
+    block: int
+    length: int
+
+    def beside(self, other: Pooled) -> Pooled:
+        """Channels of both, one after the other. Raises InputError for other blocks or tokens."""
+        if (self.block, self.length) != (other.block, other.length):
+            raise InputError(
+                f"{self!r} beside {other!r}", "the same blocks of the same tokens", "pool both alike"
+            )
+        return replace(self, values=torch.cat((self.values, other.values), -1))
+
+    def __repr__(self) -> str:
+        return f"Pooled({show(self.values)}, {self.block}, {self.length})"
+
+
+def pool(x: Tensor, block: int, how: How | Tensor = "mean") -> Pooled:
+    """Rows for blocks of neighbouring tokens: of x [B, H, S, D], S tokens, [B, H, ceil(S / block), D].
+
+    how  "mean", "sum", "max" or "min" of each channel over a block's tokens; "last", its last token; weights
+         [block], or [S] or [..., S] for each token, the sum of weights times tokens; "phases" and "reversed",
+         the tokens of a block side by side, in order and the other way round, [.., block * D]: products of
+         "reversed" queries and "phases" of keys are sums along antidiagonals
+
+    The last block is of the tokens that there are; with "phases" and "reversed", zeros stand for others.
+    Sums are in float32 at least, results in x's dtype. Differentiable. Raises InputError.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point() or not x.shape[2]:
+        what = f"{kind_of(x)}{list(x.shape) if isinstance(x, Tensor) else ''}"
+        raise InputError(
+            f"pool of {what}", "floating [B, H, S, D], S at least 1", "transpose other layouts: a view"
+        )
+    if not is_count(block):
+        raise InputError(f"block={block!r}", "a positive int, in tokens", "e.g. block=64")
+    return Pooled(_pooled(x, block, how), block, x.shape[2])
+
+
+def _pooled(x: Tensor, block: int, how: Any) -> Tensor:
+    length, rows = x.shape[2], -(-x.shape[2] // block)
+    if isinstance(how, Tensor):
+        return _weighted(x, block, how)
+    if how == "last":
+        ends = torch.arange(1, rows + 1, device=x.device) * block - 1
+        return x.index_select(2, ends.clamp(max=length - 1))
+    if how in _SIDE_BY_SIDE:
+        blocks = _blocks(x, block, 0.0)
+        return (blocks.flip(3) if how == "reversed" else blocks).flatten(3)
+    if how in _EXTREMES:
+        fill, function = _EXTREMES[how]
+        return function(_blocks(x, block, fill), 3)
+    if how not in ("mean", "sum"):
+        raise InputError(
+            f"how={how!r}",
+            "mean, sum, max, min, last, phases, reversed, or a tensor of weights",
+            'leave it at "mean", or pass weights of the tokens of a block',
+        )
+    total = _blocks(x.to(_wide(x)), block, 0.0).sum(3)
+    if how == "mean":
+        sizes = (length - torch.arange(rows, device=x.device) * block).clamp(max=block)
+        total = total / sizes[:, None]
+    return total.to(x.dtype)
+
+
+_SIDE_BY_SIDE = "phases", "reversed"
+_EXTREMES: dict[str, tuple[float, Callable[[Tensor, int], Tensor]]] = {
+    "max": (-torch.inf, lambda x, dim: x.amax(dim)),
+    "min": (torch.inf, lambda x, dim: x.amin(dim)),
+}
+
+
+def _blocks(x: Tensor, block: int, fill: float) -> Tensor:
+    """x [B, H, S, D] as [B, H, blocks, block, D], with `fill` behind the last token."""
+    more = -x.shape[2] % block
+    if more:
+        x = torch.nn.functional.pad(x, (0, 0, 0, more), value=fill)
+    return x.unflatten(2, (-1, block))
+
+
+def _weighted(x: Tensor, block: int, weights: Tensor) -> Tensor:
+    length = x.shape[2]
+    of_block = weights.ndim == 1 and weights.shape[0] == block
+    if not weights.is_floating_point() or not (of_block or (weights.ndim and weights.shape[-1] == length)):
+        raise InputError(
+            f"weights {kind_of(weights)}{list(weights.shape)} of {length} tokens in blocks of {block}",
+            f"floating, [{block}], or [.., {length}] that broadcasts with [B, H, {length}]",
+            "a softmax over a block's tokens is .softmax(-1) of logits [.., blocks, block], flattened",
+        )
+    each = weights.repeat(-(-length // block))[:length] if of_block and block != length else weights
+    wide = torch.promote_types(_wide(x), weights.dtype)
+    return _blocks(x.to(wide) * each.to(wide).unsqueeze(-1), block, 0.0).sum(3).to(x.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

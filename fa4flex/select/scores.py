@@ -1,0 +1,156 @@
+"""Scores of blocks of keys, of which selections are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+from fa4flex.exact import is_count
+from fa4flex.primitives.base import kind_of, show
+
+REDUCTIONS = "sum", "mean", "max", "logsumexp"
+Reduction = tuple[str, int]
+"""Name of a reduction, and how many neighbours it is over."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores:
+    """`values` [B, H, R, C], float32 or float64, a score for each row of `queries` tokens and unit of `keys`.
+
+    R = ceil(q_len / queries), C = ceil(kv_len / keys). A unit whose score is -inf or NaN is not selected.
+    Raises InputError for values of another shape.
+    """
+
+    values: Tensor
+    queries: int
+    keys: int
+    q_len: int
+    kv_len: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
+            raise InputError(
+                f"scores of {kind_of(self.values)}", "a floating tensor", "convert them with .float()"
+            )
+        for name in ("queries", "keys", "q_len", "kv_len"):
+            if not is_count(getattr(self, name)):
+                raise InputError(
+                    f"{name}={getattr(self, name)!r}", "a positive int", f"pass {name} in tokens"
+                )
+        wanted = [-(-self.q_len // self.queries), -(-self.kv_len // self.keys)]
+        if self.values.ndim != 4 or list(self.values.shape[2:]) != wanted:
+            raise InputError(
+                f"scores {list(self.values.shape)} for q_len={self.q_len} in rows of {self.queries}, "
+                f"kv_len={self.kv_len} in units of {self.keys}",
+                f"[B, H, {wanted[0]}, {wanted[1]}]",
+                "pass the tokens that a row and a column stand for",
+            )
+
+    @property
+    def selectable(self) -> Tensor:
+        """bool, as `values`: True where a unit may be selected."""
+        return self.values > -math.inf  # not so NaN
+
+    def causal(self, whole: bool = False) -> Scores:
+        """Scores without units that lie in the future of all queries of a row, aligned bottom-right.
+
+        whole  also without units that have a key in the future of some query of the row, as methods with
+               pooled keys want: a pooled key knows all of its tokens
+        """
+        rows, columns = self._starts()
+        if whole:  # the first query of the row, and the last key of the unit
+            seen = (columns + self.keys).clamp(max=self.kv_len) - 1 <= rows
+        else:
+            seen = columns <= (rows + self.queries).clamp(max=self.kv_len) - 1
+        return replace(self, values=self.values.masked_fill(~seen, -math.inf))
+
+    def reduced(
+        self,
+        over_heads: str | Reduction | Tensor | None = None,
+        over_queries: Reduction | None = None,
+        over_keys: Reduction | None = None,
+    ) -> Scores:
+        """Scores of larger rows and units: see `score`. Units are counted from the first."""
+        scores = self
+        if over_keys is not None:
+            size = checked_reduction("over_keys", over_keys)
+            scores = replace(scores, values=neighbours(scores.values, over_keys, 3), keys=scores.keys * size)
+        if over_queries is not None:
+            size = checked_reduction("over_queries", over_queries)
+            values = neighbours(scores.values, over_queries, 2)
+            scores = replace(scores, values=values, queries=scores.queries * size)
+        if over_heads is not None:
+            scores = replace(scores, values=heads_reduced(scores.values, over_heads))
+        return scores
+
+    def _starts(self) -> tuple[Tensor, Tensor]:
+        """Position among the keys of each row's first query [R, 1], and first key of each unit [C]."""
+        device, (rows, columns) = self.values.device, self.values.shape[2:]
+        first = torch.arange(rows, device=device) * self.queries + (self.kv_len - self.q_len)
+        return first.unsqueeze(1), torch.arange(columns, device=device) * self.keys
+
+    def __repr__(self) -> str:
+        return f"Scores({show(self.values)}, {self.queries}, {self.keys}, {self.q_len}, {self.kv_len})"
+
+
+def checked_reduction(name: str, given: Any) -> int:
+    """Number of neighbours that a reduction is over. Raises InputError for what is none."""
+    fits = isinstance(given, tuple) and len(given) == 2 and given[0] in REDUCTIONS and is_count(given[1])
+    if not fits:
+        raise InputError(
+            f"{name}={given!r}",
+            f"a pair of one of {', '.join(REDUCTIONS)} and a positive int",
+            f'e.g. {name}=("max", 64), the largest of 64 neighbours',
+        )
+    return int(given[1])
+
+
+def neighbours(x: Tensor, reduction: Reduction, dim: int) -> Tensor:
+    """Reduction over groups of neighbours along `dim`; the last group is of those that there are."""
+    how, size = reduction
+    more = -x.shape[dim] % size
+    fill = 0.0 if how in ("sum", "mean") else -math.inf
+    if more:
+        x = torch.cat((x, x.new_full((*x.shape[:dim], more, *x.shape[dim + 1 :]), fill)), dim)
+    parts = x.unflatten(dim, (-1, size))
+    if how == "max":
+        return parts.amax(dim + 1)
+    if how == "logsumexp":
+        return parts.logsumexp(dim + 1)
+    total = parts.sum(dim + 1)
+    if how == "sum":
+        return total
+    sizes = torch.full((total.shape[dim],), size, dtype=total.dtype, device=total.device)
+    sizes[-1] -= more
+    return total / sizes.view(-1, *[1] * (total.ndim - dim - 1))
+
+
+def heads_reduced(x: Tensor, how: str | Reduction | Tensor) -> Tensor:
+    """Scores [B, H, R, C] reduced over heads: all of them, groups of neighbours, or a weighted sum."""
+    heads = x.shape[1]
+    if isinstance(how, Tensor):
+        weights = how if how.ndim > 1 else how.view(1, -1, 1)
+        fits = weights.ndim == 3 and weights.is_floating_point() and weights.shape[1] == heads
+        if not fits or weights.shape[0] not in (1, x.shape[0]) or weights.shape[2] not in (1, x.shape[2]):
+            raise InputError(
+                f"over_heads of {kind_of(how)}{list(how.shape)} for scores {list(x.shape)}",
+                f"floating weights [{heads}] or [B, {heads}, R]",
+                "weights of single queries fit scores whose rows are single queries",
+            )
+        return (x * weights.to(x.dtype).unsqueeze(-1)).sum(1, keepdim=True)
+    name, left = (
+        (how, 1) if isinstance(how, str) else how if isinstance(how, tuple) and len(how) == 2 else ("", 0)
+    )
+    if name not in REDUCTIONS or not is_count(left) or heads % left:
+        raise InputError(
+            f"over_heads={how!r} of {heads} heads",
+            f"one of {', '.join(REDUCTIONS)}, a pair of one and the number of heads that are left, which "
+            f"divides {heads}, or weights",
+            'e.g. over_heads="sum", or over_heads=("max", 2) for two heads of keys',
+        )
+    return neighbours(x, (name, heads // left), 1)

@@ -1,0 +1,70 @@
+"""One synchronisation less is noticed in the Hopper kernel for latent rows, right as it stands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from unittest.mock import patch
+
+import pytest
+import torch
+from mutants import Mutant
+from own_calls import Own
+
+import fa4flex
+from fa4flex import Latent, Varlen
+from fa4flex.kernels.plan import splitting
+from fa4flex.variants import causal
+
+SCALE = 192**-0.5
+
+
+def call_of(used: bool) -> Callable[[], bool]:
+    """Three tiles of keys of one block, whose maxima rise; `used`: a sequence ends within its tensor."""
+    made = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 40, 1, 576, generator=made).bfloat16()
+    grown = torch.linspace(0.5, 2.5, 330).view(1, -1, 1, 1)
+    rows = (torch.randn(1, 330, 1, 576, generator=made) * grown).bfloat16()
+    lengths = Varlen(seqused_k=torch.tensor([300], dtype=torch.int32)) if used else None
+    attn = fa4flex.compile(mask=causal, scale=SCALE)
+    with torch.no_grad():
+        exact = attn(q.double(), Latent(rows.double()), varlen=lengths)
+
+    def call() -> bool:
+        with patch.object(splitting, "_splits", lambda *given: (1, 1)):
+            out = attn(q, Latent(rows), varlen=lengths)
+        return bool((out.double() - exact).abs().max() <= 2 * 2**-8 * exact.abs().max())
+
+    return call
+
+
+@lru_cache
+def own(used: bool) -> Own:
+    return Own("sm_90a", "mla_decode", call_of(used), 1)
+
+
+def implied(mutant: Mutant) -> bool:
+    """True if what it lacks is known not to matter: of two fences after the initialisation of barriers,
+    either; a fence of products that follows another one with no use of the registers between; and a warp
+    that gathers where its lanes have not parted."""
+    return mutant.instruction.opcode.startswith(("fence.mbarrier_init", "wgmma.fence", "bar.warp"))
+
+
+@pytest.mark.slow
+def test_some() -> None:
+    one = own(random.random() < 0.5)
+    for mutant in random.sample([m for m in one.that_matter() if not implied(m)], 4):
+        assert one.noticed(mutant), mutant
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("used", [False, True], ids=["dense", "used"])
+def test_all(used: bool) -> None:
+    """Every mutant that can matter is noticed, but for those that are implied, and few waits: a warpgroup
+    waits for pieces of the other one's block, which that one has told it of."""
+    one = own(used)
+    tried = one.that_matter()
+    left = [mutant for mutant in tried if not implied(mutant) and not one.noticed(mutant)]
+    print(len(left), "of", len(tried), *left, sep="\n")
+    assert len(tried) >= 40 and not [m for m in left if "try_wait" not in m.instruction.opcode]
