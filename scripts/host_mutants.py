@@ -34,7 +34,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fa4flex"
-DEVICE = ("kernels/common", "kernels/append/kernel", "kernels/block_lists", "kernels/block_tables/kernel")
+DEVICE = (
+    "kernels/common", "kernels/append/kernel", "kernels/block_lists", "kernels/block_tables/kernel",
+    "kernels/output_function/kernel",
+)  # fmt: skip
 """Beginnings of paths in the package that hold no host code; of pipelines' folders HOST_HALF does."""
 
 HOST_HALF = ("plan", "topology", "config", "dispatch", "__init__")

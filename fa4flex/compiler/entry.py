@@ -22,6 +22,7 @@ from fa4flex.kernels.block_lists.kernel import BlockListArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import BackwardArguments, TangentArguments, arguments_of
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
+from fa4flex.kernels.output_function.kernel import OutputArguments, OutputBackwardArguments
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
 from fa4flex.kernels.sequences.kernel import SequencesArguments
@@ -61,6 +62,8 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "append": lambda kernel, problem: [(kernel, AppendArguments)],
     "lists": lambda kernel, problem: [(kernel, BlockListArguments)],
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
+    "output": lambda kernel, problem: [(kernel, OutputArguments)],
+    "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 

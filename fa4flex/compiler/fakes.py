@@ -89,7 +89,10 @@ class Fakes:
             case Parts():
                 return self._parts(look)
             case Captured(what):
-                makers = {"tensors": self._operands, "numbers": self._numbers, "gradients": self._gradients}
+                makers = {
+                    "tensors": self._operands, "numbers": self._numbers, "gradients": self._gradients,
+                    "pieces": self._pieces, "written": self._written,
+                }  # fmt: skip
                 return makers[what]() or None
 
     def _extent(self, name: Dimension) -> Any:
@@ -141,6 +144,15 @@ class Fakes:
         integer = Int64 if self.problem.wide_index else Int32
         return tuple(Float32(1.0) if kind == "float" else integer(1) for kind in self.signature.scalars)
 
+    def _pieces(self) -> tuple[Any, ...]:
+        slots = {one.slot for one in self.config.piecewise}
+        operands = enumerate(self.problem.operands)
+        return tuple([_in_pieces(dtype, rank, slot in slots) for slot, (dtype, rank) in operands])
+
+    def _written(self) -> tuple[Any, ...]:
+        parts = 2 if self.packed else 3
+        return tuple([_in_pieces(x.dtype, x.rank if x.index else parts, x.pieces) for x in self.config.sums])
+
     def _gradients(self) -> tuple[Any, ...]:
         """Rows of 16-bit ones may be written by the copy engine."""
         results = []
@@ -150,6 +162,13 @@ class Fakes:
             shape = tuple(cute.sym_int32() for _ in range(1 + max(rank, 1)))
             results.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, together=8 if pairs else 1))
         return tuple(results)
+
+
+def _in_pieces(dtype: str, rank: int, pieces: bool) -> Any:
+    """Tensor of any shape whose rows are read or written in pieces of 16 bytes, or in single elements."""
+    element = DTYPES[dtype]
+    shape = tuple([cute.sym_int32() for _ in range(max(rank, 1))])
+    return fake_plain(element, shape, pieces, WIDE_COPY * 8 // element.width if pieces else 1)
 
 
 def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, together: int = 1) -> Any:

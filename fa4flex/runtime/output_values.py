@@ -1,4 +1,4 @@
-"""Values and gradients of an output function, in PyTorch operations on any device.
+"""Values and gradients of an output function: by kernels, and where there are none in PyTorch operations.
 
     out[b, h, q, d] = f(x, b, h, q, d)      x = the normalised output, in float32 (float64 for float64)
     dx = dout * df/dx
@@ -23,7 +23,10 @@ from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr, loads
 from fa4flex.runtime.call import SequenceLengths
 from fa4flex.runtime.cpu.captured import flat_index
+from fa4flex.runtime.cuda import output as kernels
+from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.programs import Published
+from ptxsim.active import simulating
 
 
 class OutputCall(NamedTuple):
@@ -58,6 +61,11 @@ class OutputCall(NamedTuple):
 
 def forward(program: Published, call: OutputCall) -> Tensor:
     """The function of the output, in its dtype and layout. Rows of no sequence stay as they are."""
+    by_kernel = kernels.forward(program, call) if _has_kernels(call) else None
+    return _forward(program, call) if by_kernel is None else by_kernel
+
+
+def _forward(program: Published, call: OutputCall) -> Tensor:
     applied = _Application(program, call)
     (value,) = applied.evaluate([applied.facts.score])
     result = torch.empty_like(call.out)
@@ -67,6 +75,11 @@ def forward(program: Published, call: OutputCall) -> Tensor:
 
 def backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequence[int]) -> list[Tensor]:
     """[d out before the function, then a gradient per operand slot in `needs`]."""
+    by_kernel = kernels.backward(program, call, dout, needs) if _has_kernels(call) else None
+    return _backward(program, call, dout, needs) if by_kernel is None else by_kernel
+
+
+def _backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequence[int]) -> list[Tensor]:
     applied = _Application(program, call)
     upstream = dout.to(applied.dtype)
     if applied.valid is not None:
@@ -83,6 +96,11 @@ def backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequence
     for term in gradient.of_slots(needs):
         applied.add(term, upstream, sums[term.slot])
     return results + [sums[slot].to(call.operands[slot].dtype) for slot in needs]
+
+
+def _has_kernels(call: OutputCall) -> bool:
+    """True if the output is where kernels run, which refuse what they do not take."""
+    return (call.out.is_cuda or simulating()) and not by_flex("auto", call.out)
 
 
 def on_host(x: Tensor) -> bool:

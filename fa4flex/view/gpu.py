@@ -173,8 +173,35 @@ class KernelView:
         names = Names.of(self.shown)
         if self.problem.get("direction", "forward") == "forward" and self.program.output is not None:
             applied = "in its epilogue" if self.lowered.problem.output else "by a launch of its own after it"
-            proved.append(f"output function: {applied}; with gradients, by a launch of its own")
+            proved.append(f"output function: {applied}; with gradients, {self._own_launches()}")
         return [names.rename(line) for line in (*lines, *proved)]
+
+    def _own_launches(self) -> str:
+        """The way in which the output function is computed where there are gradients."""
+        from fa4flex.kernels.output_function.plan import Inputs as OutputInputs
+        from fa4flex.runtime.cuda.output import planned, tables_of
+
+        own, problem, shape = self.program.of_output, self.lowered.problem, self.shape
+        assert own is not None
+        captured, sizes = own.captured(), (shape.batch, shape.heads, shape.q_len)
+        inputs = OutputInputs(
+            problem.out_dtype,
+            str(own.variant.precision.compute_dtype(torch.bfloat16)).removeprefix("torch."),
+            problem.head_dim_v,
+            sizes,
+            problem.lengths,
+            self.program.variant.layout == "bshd",
+            False,
+            shape.q_len,
+            tables_of(captured.operands),
+        )
+        needs = [slot for slot, x in enumerate(captured.operands) if x.requires_grad]
+        try:
+            for wanted in (None, needs):
+                planned(own.facts, inputs, captured, self.lowered.plan.target, wanted, shape.heads)
+        except UnsupportedError as error:
+            return f"by PyTorch operations: {error.given}"
+        return "by a kernel of its own in each pass"
 
     def _sparsity(self) -> list[str]:
         """Selected pairs of a block map, beside those in the tiles that this kernel computes for them."""

@@ -158,6 +158,7 @@ class Hooks:
               Booleans; called with the first query and the first key of the tile
     ranges    of block tables: integers that depend on the query or the key alone
     searched  of block tables: elements of captured tensors at at.kv, Int64, to be sorted where `spans` hold
+    derivatives   of gradients of output functions: by the elements of captured tensors, Float32
     """
 
     uniform: Hook | None = None
@@ -174,6 +175,7 @@ class Hooks:
     ranges: tuple[Pointwise, ...] = ()
     searched: tuple[Pointwise, ...] = ()
     output: Pointwise | None = None
+    derivatives: tuple[Pointwise, ...] = ()
     dropout: Dropped | None = None
     weights: str = "softmax"
 

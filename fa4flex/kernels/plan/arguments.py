@@ -415,6 +415,29 @@ BLOCK_LISTS = Schema(
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
 
+_OUTPUT_ROWS = Heads("q_len", "q_heads", "head_dim_v")
+_OF_OUTPUT = (
+    _GIVEN[0],
+    _GIVEN[2],
+    Argument("positions", Given("positions", ("q_len",)), "launch", None),
+    Argument("operands", Captured("pieces"), "launch"),
+    replace(SCALARS, source="launch"),
+    Argument("q_len", Number("int"), "launch"),
+    Argument("first_head", Number("int"), "launch"),
+    Argument("num_heads", Number("int"), "launch"),
+)
+OUTPUT = Schema((Argument("x", _OUTPUT_ROWS, "launch"), Argument("y", _OUTPUT_ROWS, "launch"), *_OF_OUTPUT))
+"""Arguments of the kernel of an output function."""
+
+OUTPUT_BACKWARD = Schema(
+    (
+        *(Argument(name, _OUTPUT_ROWS, "launch") for name in ("x", "dout", "dx")),
+        *_OF_OUTPUT,
+        Argument("gradients", Captured("written"), "launch"),
+    )
+)
+"""Arguments of the kernel of its gradients."""
+
 SCHEMAS: dict[str, Schema] = {
     "append": APPEND,
     "forward": FORWARD,
@@ -422,6 +445,8 @@ SCHEMAS: dict[str, Schema] = {
     "tangents": TANGENTS,
     "lists": BLOCK_LISTS,
     "mass": MASS,
+    "output": OUTPUT,
+    "output_backward": OUTPUT_BACKWARD,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
 }

@@ -105,9 +105,10 @@ class Parts:
 @dataclass(frozen=True)
 class Captured:
     """Captured values, in a tuple that is None where there are none: "tensors" and the tables of intervals,
-    "numbers", or the "gradients" of tensors, as [copies, shape...]."""
+    "numbers", or the "gradients" of tensors, as [copies, shape...]. Of output functions: tensors, some of
+    which are read in "pieces" of 16 bytes, and the gradients that are "written", as the config says."""
 
-    what: Literal["tensors", "numbers", "gradients"]
+    what: Literal["tensors", "numbers", "gradients", "pieces", "written"]
 
 
 Look = Heads | Rows | Array | Given | Scales | Columns | Blocks | Number | Parts | Captured

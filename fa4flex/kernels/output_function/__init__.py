@@ -1,0 +1,1 @@
+"""Output functions, and their gradients, where they are launches of their own."""
