@@ -76,8 +76,11 @@ def _launched(now: launch.Calling, call: Call, codes: Quantized) -> Results | No
 
 
 def source_of(codes: Quantized, promote: bool = True) -> Coded:
-    """Keys and values of codes that have scales by token and by tile."""
+    """Keys and values of codes that have scales by token and by tile. float32 values become bfloat16, which
+    products take, as they do where what codes stand for is computed."""
     place, columns, v = Arrangement(codes.layout, codes.varlen), None, codes.v
+    if v.dtype == torch.float32:
+        v = v.to(torch.bfloat16)
     first = place.of_keys(codes.k).first_tile.to(torch.int32) if place.packed else None
     if codes.v_scale is not None:
         columns = codes.v

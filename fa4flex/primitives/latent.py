@@ -68,16 +68,17 @@ class LatentFormat:
         given = tuple(Segment(*x) for x in self.segments)
         object.__setattr__(self, "segments", given)
         for one in given:
-            whole = one.scale is None or (one.group > 0 and one.columns % one.group == 0)
+            counts = type(one.columns) is type(one.group) is int and one.columns > 0
+            whole = counts and (one.scale is None or (one.group > 0 and one.columns % one.group == 0))
             kinds = one.dtype in _ELEMENTS and one.scale in (None, *_SCALES)
-            if one.columns < 1 or not whole or not kinds:
+            if not whole or not kinds:
                 raise InputError(
                     f"{one!r}",
                     "columns of float8_e4m3fn, bfloat16 or float16, in whole groups of scales of float32 or"
                     " float8_e8m0fnu",
                     "e.g. (torch.float8_e4m3fn, 512, torch.float32, 128)",
                 )
-        if not given or self.pad < 0:
+        if not given or type(self.pad) is not int or self.pad < 0:
             raise InputError(
                 f"{len(given)} segments, pad={self.pad}",
                 "one segment or more, and no less than 0 bytes",
@@ -204,8 +205,8 @@ class Latent:
     def _check_shape(self) -> None:
         shape, bytes_of_row = list(self.cache.shape), None if self.format is None else self.format.row_bytes
         columns = "width" if bytes_of_row is None else f"{bytes_of_row} bytes"
-        whole = bytes_of_row is None or self.cache.shape[-1] == bytes_of_row
-        if self.cache.ndim not in (3, 4) or shape[-2] != 1 or not whole:
+        one_head = self.cache.ndim in (3, 4) and shape[-2] == 1
+        if not one_head or (bytes_of_row is not None and shape[-1] != bytes_of_row):
             raise InputError(
                 f"a latent cache of shape {shape}",
                 f"one KV head: [B, S, 1, {columns}], [pages, page_size, 1, {columns}] or packed"

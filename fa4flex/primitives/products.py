@@ -11,6 +11,8 @@ GIVEN = "bfloat16"
 """Name for tensors as they are given, of 16 or 32 bits."""
 KEYS = ("int8", "float8_e4m3", "mxfp8", "nvfp4")
 """Formats that queries and keys may be rounded to."""
+MULTIPLIED = ("int8", "float8_e4m3")
+"""Those of them that kernels multiply as they are."""
 VALUES = ("float8_e4m3",)
 """Formats that probabilities and values may be rounded to."""
 

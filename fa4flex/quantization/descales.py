@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fa4flex.contents import checked_here
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import check_device, kind_of, show
 from fa4flex.primitives.varlen import Varlen
@@ -31,7 +32,9 @@ class Descales:
     Each is a number, or a float32 tensor: [] for the whole tensor; [H] of heads; [B, H] of sequences and
     heads; [B, H, blocks] of blocks of `block` tokens, which start with each sequence; or [B, H, S] of tokens.
     Of packed tokens these are [N, H], [H, blocks] with the blocks of one sequence after those of another, and
-    [H, T]. A scale of queries may have the heads of the keys, whose group shares it. Raises InputError.
+    [H, T]. A scale of queries may have the heads of the keys, whose group shares it. Scales of q and k are
+    not below 0: kernels take the largest score of a row from its largest product of codes. Raises InputError;
+    for contents on a GPU where FA4FLEX_VALIDATE=1 says so.
 
         attn(fa4flex.Descales(q=sq, k=sk, v=sv).quantized(q8, k8, v8))
     """
@@ -52,6 +55,8 @@ class Descales:
                     "a number, a float32 tensor, or None for 1",
                     f"e.g. {name}=torch.full((heads,), 0.02)",
                 )
+            elif scale is not None and scale < 0 and name != "v":
+                raise _negative(name, scale)
         if self.block is not None and (type(self.block) is not int or self.block < 1):
             raise InputError(f"block={self.block!r}", "a number of tokens", "e.g. block=128")
 
@@ -110,6 +115,7 @@ class Descales:
                         "descales without gradients",
                         f"detach it: {name}={name}_scale.detach()",
                     )
+                _check_contents(name, scale)
         return _OF_CODES[q.dtype]
 
     def __repr__(self) -> str:
@@ -261,6 +267,21 @@ def _check(name: str, scale: Tensor) -> None:
             "float32, of at most three dimensions",
             f"e.g. {name}=scale.float(), of a number for each head",
         )
+
+
+def _check_contents(name: str, scale: Tensor) -> None:
+    if name == "v" or torch.compiler.is_compiling() or not (scale.numel() and checked_here(scale)):
+        return
+    if (least := float(scale.min())) < 0:
+        raise _negative(name, least)
+
+
+def _negative(name: str, least: float) -> InputError:
+    return InputError(
+        f"{name} descale of {least}",
+        "no scale below 0",
+        "negate the codes, whose sign it is",
+    )
 
 
 def _check_dtypes(value: str, q: Tensor, k: Tensor, v: Tensor) -> None:

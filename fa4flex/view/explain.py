@@ -20,8 +20,8 @@ from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.normalizer import Normalizer
-from fa4flex.primitives.precision import Precision
-from fa4flex.primitives.products import GIVEN
+from fa4flex.primitives.products import GIVEN, MULTIPLIED
+from fa4flex.variant import Variant
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
@@ -126,7 +126,7 @@ def _composition(program: Program) -> list[str]:
             f"sinks       {variant.sinks.now().shape[0]} logits, one per query head, in the denominator"
         )
     if variant.precision.coded:
-        lines += _codes(variant.precision)
+        lines += _codes(variant)
     if variant.precision.skip:
         lines += _skip(variant.precision.skip, variant.sinks is not None)
     lines.append(f"layout      {variant.layout}")
@@ -145,18 +145,25 @@ def _skip(skip: float, sinks: bool) -> list[str]:
     ]
 
 
-def _codes(precision: Precision) -> list[str]:
+def _codes(variant: Variant) -> list[str]:
     """Lines that say what is rounded at each call, and what computes with it."""
+    precision = variant.precision
+    without = variant.normalizer, variant.dropout, variant.output_mod, precision.skip or None
+    kernel = precision.qk in MULTIPLIED and all(x is None for x in without)
     given = precision.pv == GIVEN
     values = "as they are given" if given else f"{precision.pv}, minus the mean of each channel"
     sums = "go to float32 after each tile" if precision.promote else "may stay in accumulators"
+    by_kernel = [
+        "  on Hopper without gradients a kernel multiplies 8-bit codes"
+        + f"; its sums of values {sums}" * (not given)
+    ] * kernel
     return [
         f"products    q.k of {precision.qk}: keys minus their mean, both rotated;",
         f"  values {values}; rounded at each call, as by quantize",
         "  mean of the keys: a bias of each query, seen by log-sum-exps, sinks and score mods",
-        "  on Hopper without gradients a kernel multiplies 8-bit codes"
-        + f"; its sums of values {sums}" * (not given),
-        "  elsewhere what codes stand for is computed: on a CPU in float32, on a GPU by kernels of 16 bits",
+        *by_kernel,
+        f"  {'elsewhere ' * bool(by_kernel)}what codes stand for is computed: on a CPU in float32, on a GPU"
+        " by kernels of 16 bits",
         "  backward: products of 16 bits, of what codes stand for; gradients pass straight through",
     ]
 

@@ -15,6 +15,7 @@ from fa4flex.codegen.analyze.tiles import TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.heads import Shares
+from fa4flex.primitives.products import GIVEN, MULTIPLIED, check_products, format_name
 from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import Setting, setting
@@ -299,16 +300,16 @@ _OF_CODES = "qk", "pv", "promote"
 
 def _keys(changes: dict[str, Any], lengths: str) -> Keys:
     """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize."""
-    from fa4flex.kernels.plan.keys import CONTIGUOUS, Codes, LatentKeys, eight_bit, in_pages, of_codes
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, LatentKeys, eight_bit, in_pages
 
     codes = {name: changes.pop(name) for name in _OF_CODES if name in changes}
+    given = {name: changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS}
     if codes:
-        qk, pv = (_FORMATS.get(x, x) for x in (codes.get("qk", "int8"), codes.get("pv", "float8_e4m3")))
-        offset, promote = pv == _FORMATS["float8_e4m3"], codes.get("promote", True)
-        return of_codes(Codes(qk, pv, True, offset, lengths == "packed", promote))
-    given = (changes.pop(name, 0 if name == "page_rows" else "") for name in _OF_KEYS)
-    rows, dtype, *scales, latent = given
+        _alone("codes", given)
+        return _codes(**codes, lengths=lengths)
+    rows, dtype, *scales, latent = given.values()
     if latent:
+        _alone("latent rows", {name: x for name, x in given.items() if name not in ("page_rows", "latent")})
         pages = in_pages(rows)
         return LatentKeys(pages.loader, rows, pages.rows) if rows else LatentKeys()
     if dtype:
@@ -316,7 +317,25 @@ def _keys(changes: dict[str, Any], lengths: str) -> Keys:
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
 
 
-_FORMATS = {"float8_e4m3": "float8_e4m3fn"}
+def _codes(lengths: str, qk: Any = "int8", pv: Any = "float8_e4m3", promote: Any = True) -> Keys:
+    """Keys of codes, in formats of quantize. Raises UnsupportedError for those that no kernel multiplies."""
+    from fa4flex.kernels.plan.keys import Codes, of_codes
+
+    qk, pv = format_name(qk), format_name(pv)
+    check_products(qk, pv, promote, GIVEN)
+    if qk not in MULTIPLIED:
+        raise UnsupportedError(
+            f"qk={qk!r}: no kernel multiplies such codes", f"one of {MULTIPLIED}", f"qk={MULTIPLIED[0]!r}"
+        )
+    of_qk, of_pv = (x + "fn" if x == "float8_e4m3" else x for x in (qk, pv))
+    return of_codes(Codes(of_qk, of_pv, True, pv != GIVEN, lengths == "packed", promote))
+
+
+def _alone(keys: str, given: dict[str, Any]) -> None:
+    """Raise InputError for what is said of other keys beside these."""
+    for name, value in given.items():
+        if value:
+            raise InputError(f"{name}={value!r} beside {keys}", f"{keys} alone", f"leave {name} out")
 
 
 def check_names(changes: dict[str, Any]) -> None:

@@ -293,6 +293,9 @@ def test_explanation() -> None:
         "straight through",
     ):
         assert part in " ".join(words.split())
+    for precision in (Precision(qk="mxfp8"), Precision(qk="int8", skip=0.01)):
+        no_kernel = str(fa4flex.compile(mask=causal, precision=precision).explain(64))
+        assert "q.k of" in no_kernel and "a kernel multiplies" not in no_kernel
     assert "products" not in str(fa4flex.compile(mask=causal).explain(64)).split("layout")[0]
 
 

@@ -177,6 +177,12 @@ def test_a_nan_is_nan(seed: int) -> None:
         (lambda q, k, v: Descales(q="1"), InputError, "a number, a float32 tensor"),
         (lambda q, k, v: Descales(k=torch.ones(2).double()), InputError, "float32"),
         (lambda q, k, v: Descales(block=0), InputError, "number of tokens"),
+        (lambda q, k, v: Descales(k=-0.5), InputError, "no scale below 0"),
+        (
+            lambda q, k, v: Descales(q=torch.tensor([0.5, 0.5, -0.5, 1.0])).quantized(q, k, v),
+            InputError,
+            "q descale of -0.5",
+        ),
         (lambda q, k, v: Descales(k=torch.ones(3)).quantized(q, k, v), InputError, "2 heads"),
         (lambda q, k, v: Descales(k=torch.ones(2, 2, 7)).quantized(q, k, v), InputError, "block="),
         (

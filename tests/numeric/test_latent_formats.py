@@ -192,6 +192,9 @@ def test_what_does_not_fit() -> None:
         "latent rows of 512 columns": lambda: Latent(cache[..., :584], 448, 32, v4),
         "in whole groups": lambda: LatentFormat(((E4M3, 10, torch.float32, 4),)),
         "0 segments": lambda: LatentFormat(()),
+        "columns=64.5": lambda: LatentFormat(((torch.bfloat16, 64.5),)),  # type: ignore[arg-type]
+        "pad=1.5": lambda: LatentFormat(((torch.bfloat16, 64),), pad=1.5),  # type: ignore[arg-type]
+        "of shape \\[\\]": lambda: Latent(torch.tensor(1, dtype=torch.uint8), format=v32),
     }
     for told, make in wrong.items():
         with pytest.raises(InputError, match=told):

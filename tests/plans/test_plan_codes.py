@@ -10,7 +10,7 @@ import pytest
 from checked_plans import plan_forward, sizes_of
 
 import fa4flex
-from fa4flex.errors import UnsupportedError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.fwd_8bit_sm90.plan import FWD_8BIT_SM90, LOST, CodesPlan
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
@@ -94,3 +94,21 @@ def test_tiles_of_several_scales_and_large_thresholds_are_refused() -> None:
     assert planned(problem_of(INT8), Schedule(tile=(64, 64))).tile == (64, 64)
     with pytest.raises(UnsupportedError, match="overflow"):
         plan_forward(FACTS, problem_of(INT8), SM90A, rescale_threshold=1.0, sizes=sizes_of())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"qk": "int8", "page_rows": 64}, "page_rows=64 beside codes"),
+        ({"latent": True, "kv_dtype": "float8_e4m3fn"}, "kv_dtype='float8_e4m3fn' beside latent rows"),
+        ({"qk": "int9"}, "qk='int9'"),
+    ],
+)
+def test_explanations_refuse_what_they_would_ignore(given: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        str(fa4flex.compile().explain(256, 256, arch="sm_90a", **given))
+
+
+def test_formats_that_no_kernel_multiplies_have_no_plan() -> None:
+    told = str(fa4flex.compile().explain(256, 256, arch="sm_90a", qk="mxfp8"))
+    assert "no kernel: qk='mxfp8'" in told

@@ -72,7 +72,6 @@ class Consumer(forward.Consumer):
         super().__init__(config, hooks, scheduler)
         self.epilogue = Epilogue(config, hooks)
         self.starts = False
-        self.plain = hooks.plain
 
     @property
     def clears(self) -> bool:
@@ -90,7 +89,7 @@ class Consumer(forward.Consumer):
     def weights(self, at: At, state: Running) -> CodeSoftmax:
         softmax = CodeSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
         softmax = replace(softmax, headroom=HEADROOM if self.config.transposed else 0.0)
-        if not self.plain:
+        if not self.hooks.plain:
             return softmax
         return replace(softmax, lift=cute.make_rmem_tensor((2,), Float32))
 
@@ -105,9 +104,11 @@ class Consumer(forward.Consumer):
 
         q_bias = None
         if arguments.q_bias is not None:
-            if self.plain:
+            if self.hooks.plain:
                 # It moves neither maxima nor probabilities: what it adds to sums is added at the end.
-                late = lambda: of_rows(arguments.q_bias, computed_once(mine.lane))  # noqa: E731
+                def late() -> tuple[Float32, ...]:
+                    return of_rows(arguments.q_bias, computed_once(mine.lane))
+
                 softmax = replace(softmax, late=late)
             else:
                 q_bias = of_rows(arguments.q_bias)
@@ -154,7 +155,7 @@ class Consumer(forward.Consumer):
             begun.numbers.store(begun.scores.load().to(Float32))
         for r in range(2):
             tile.lift[r] = tile.q_scale[r] * begun.scale
-        if self.plain and not masked:
+        if self.hooks.plain and not masked:
             return
         for r in range(2):
             row = begun.grid[r, None]
