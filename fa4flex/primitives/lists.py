@@ -45,7 +45,8 @@ class Lists:
     window   keys up to and with the query's own; sinks: first keys; both beside what is listed
 
     An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
-    there once. Raises InputError for shapes and numbers that do not fit.
+    there once. `compile(blocks=lists)` keeps the map of what they list at that time: lists whose ids change
+    in place are given to each call. Raises InputError for shapes and numbers that do not fit.
     """
 
     ids: Tensor
@@ -150,6 +151,11 @@ class ListedMap(BlockMap):
     window: int = 0
     sinks: int = 0
 
+    @property
+    def beside(self) -> bool:
+        """True if queries see keys beside the blocks."""
+        return bool(self.tail or self.window or self.sinks)
+
     def mask(self, inner: Mask | MaskMod | Family[Mask] | None = None) -> Mask:
         return ListedMask(self, None if inner is None else as_mask(inner))
 
@@ -160,6 +166,15 @@ class ListedMap(BlockMap):
                 f"a part of {self!r}, whose tail, window and sinks are those of other tokens there",
                 "parts that leave out as many of the last queries as of the last keys, and no first keys",
                 "slice a map without them, and combine it with a mask: fa4flex.variants.sliding_window",
+            )
+
+    def _check_alone(self, what: str) -> None:
+        if self.beside:
+            raise UnsupportedError(
+                f"{what} of {self!r}, which would lose its tail, window and sinks",
+                "a map without them",
+                "leave them out of the Lists, and combine the map with a mask: "
+                "fa4flex.variants.sliding_window",
             )
 
     def _fits_heads(self, heads: int) -> bool:
@@ -219,7 +234,7 @@ class ListedMask(Mask):
         blocks, classes = self.blocks, self.blocks.classes
         (rows, columns), heads = blocks.block_size, classes.shape[1]
         head = h // (context["num_heads"] // heads) if heads > 1 else 0
-        result = classes[b if classes.shape[0] > 1 else 0, head, q_idx // rows, kv_idx // columns]
+        result = classes[b if classes.shape[0] != 1 else 0, head, q_idx // rows, kv_idx // columns]
         seen = result != EMPTY
         if blocks.sinks:
             seen = seen | (kv_idx < blocks.sinks)
@@ -241,6 +256,8 @@ class ListedMask(Mask):
 
 def lists_of(blocks: BlockMap, capacity: int | None = None) -> Lists:
     """The blocks of a map that are not empty as Lists: see BlockMap.lists."""
+    if capacity is not None and not is_count(capacity):
+        raise InputError(f"capacity={capacity!r}", "a positive int", "leave it out for all blocks")
     counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
     rows, columns = blocks.block_size
     more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}

@@ -337,6 +337,7 @@ def test_traces_of_maps_and_lists_are_kept() -> None:
 # --- errors -------------------------------------------------------------------------------------------------
 
 IDS = torch.zeros(1, 1, 4, 2, dtype=torch.int32)
+MAP = BlockMap(torch.ones(2, 1, 2, 2, dtype=torch.uint8), 2, 4, 4)
 ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Lists(IDS.float(), kv_len=8), "ids of torch.float32"),
     (lambda: Lists(IDS[0], kv_len=8), "ids of rank 3"),
@@ -359,13 +360,27 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
         lambda: fa4flex.compile(mask=Lists(IDS, kv_len=8), blocks=Lists(IDS, kv_len=8)),
         "both as mask= and as blocks=",
     ),
+    (lambda: Lists(IDS, kv_len=8, window=2).map().to_torch(), "tail, window and sinks"),
+    (lambda: Lists(IDS, kv_len=8, sinks=1).map().packed(torch.tensor([0, 4])), "tail, window and sinks"),
+    (lambda: MAP.packed(torch.tensor([[0, 4]])), r"cu_seqlens_q of shape \[1, 2\]"),
+    (lambda: MAP.to_torch(causal, q_len=4), r"to_torch\(q_len=...\)"),
+    (lambda: MAP.lists(0), "capacity=0"),
+    (lambda: MAP[[True, False]], "batch indexed by list"),
+    (lambda: MAP[torch.tensor([2])], "index 2 into 2 batch"),
+    (lambda: MAP[::-1], "a positive step"),
+    (lambda: MAP["a":], "batch indexed by slice"),  # type: ignore[misc]
+    (lambda: MAP.grown(kv_len=9, new=["full"]), r"new=\['full'\]"),  # type: ignore[arg-type]
+    (lambda: BlockMap.from_lists([[0.5]], 2), "0.5 in a list of blocks"),
+    (lambda: BlockMap.from_lists([[True]], 2), "True in a list of blocks"),
+    (lambda: BlockMap.from_lists([[0], [[1]]], 2), r"\[1\] in a list of blocks"),
+    (lambda: BlockMap.from_lists([[1 << 40]], 2), "1099511627776 in a list of blocks"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)))
 def test_error_says_what_was_given_and_what_to_do(number: int) -> None:
     make, text = ERRORS[number]
-    with pytest.raises(InputError, match=text) as raised:
+    with pytest.raises((InputError, UnsupportedError), match=text) as raised:
         make()
     assert "to fix:" in str(raised.value)
 
