@@ -20,8 +20,8 @@ from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
-from fa4flex.runtime.key_sources import source_of
 from fa4flex.runtime.marks import mark
+from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import function_modes, is_tracing
 from fa4flex.variant import Variant, changed, query_heads, resolved
 

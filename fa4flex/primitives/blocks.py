@@ -48,8 +48,6 @@ from ptxsim.active import simulating
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fa4flex.primitives.lists import Lists as ListsOfKeys
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMap:
@@ -362,11 +360,6 @@ class BlockMap:
                 "a map of heads of keys serves the query heads that share them",
             )
         return self._of(self.classes.repeat_interleave(heads // own, 1), self.q_len, self.kv_len)
-
-    def lists(self, capacity: int | None = None) -> ListsOfKeys:
-        """The blocks that are not empty as Lists, ascending; of each row the `capacity` lowest, by default
-        all. A mask beside lists decides in all of them, in full ones as well."""
-        return resolve_name("fa4flex.primitives.lists:lists_of")(self, capacity)
 
     def to_torch(self, mask: Mask | MaskMod | Family[Mask] | None = None, **context: int) -> BlockMask:
         """The map as torch's BlockMask; `mask` decides in partial blocks (None: they are allowed).

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.exact import is_count
-from fa4flex.primitives.base import CONTEXT, Family, Mod, call_with, check_integers, show
+from fa4flex.primitives.base import CONTEXT, Family, Mod, call_with, check_integers, kind_of, show
 from fa4flex.primitives.block_lists import EMPTY, FULL
 from fa4flex.primitives.block_parts import ascending, listed
 from fa4flex.primitives.blocks import BlockMap, trusted_map
@@ -91,6 +91,21 @@ class Lists:
                     "a count for each row of ids, on one device",
                     "leave counts out where -1 stands behind what is listed",
                 )
+
+    @classmethod
+    def of(cls, blocks: BlockMap, capacity: int | None = None) -> Lists:
+        """The blocks of a map that are not empty, ascending; of each row the `capacity` lowest, by default
+        all. A mask beside lists decides in all of them, in full ones as well."""
+        if not isinstance(blocks, BlockMap):
+            raise InputError(
+                f"lists of {kind_of(blocks)}", "a fa4flex.BlockMap", "make one: BlockMap.from_torch(mask)[0]"
+            )
+        if capacity is not None and not is_count(capacity):
+            raise InputError(f"capacity={capacity!r}", "a positive int", "leave it out for all blocks")
+        counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
+        rows, columns = blocks.block_size
+        more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}
+        return cls(ids, counts, kv_len=blocks.kv_len, q_len=blocks.q_len, unit=columns, queries=rows, **more)
 
     @property
     def capacity(self) -> int:
@@ -252,16 +267,6 @@ class ListedMask(Mask):
 
     def __repr__(self) -> str:
         return f"{self.blocks!r}.mask({'' if self.inner is None else repr(self.inner)})"
-
-
-def lists_of(blocks: BlockMap, capacity: int | None = None) -> Lists:
-    """The blocks of a map that are not empty as Lists: see BlockMap.lists."""
-    if capacity is not None and not is_count(capacity):
-        raise InputError(f"capacity={capacity!r}", "a positive int", "leave it out for all blocks")
-    counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
-    rows, columns = blocks.block_size
-    more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}
-    return Lists(ids, counts, kv_len=blocks.kv_len, q_len=blocks.q_len, unit=columns, queries=rows, **more)
 
 
 def mask_of_lists(value: Any) -> Mask | None:

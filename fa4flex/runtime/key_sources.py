@@ -18,16 +18,12 @@ from fa4flex.contents import validating
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, eight_bit, in_pages
 from fa4flex.kernels.plan.lengths import Scaling
 from fa4flex.primitives.kv_scales import (
-    NO_SCALES,
     Arrangement,
     KVScales,
     check_caches,
-    check_kind,
     dequantised,
-    is_eight_bit,
     per,
 )
-from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast
@@ -153,20 +149,6 @@ class KeySource(tuple[Any, ...]):
         eager     whether the host may read contents
         """
         return None
-
-
-def source_of(k: Any, v: Any, paging: Paging | None, scales: KVScales | None) -> KeySource:
-    """The source that arguments of a call describe. Raises InputError for what does not describe one."""
-    if type(k) is Latent:
-        from fa4flex.runtime.latent_rows import latent_rows  # other calls do not wait for it
-
-        return latent_rows(k, v, paging, scales)
-    if scales is None and not is_eight_bit(k, v):
-        return Contiguous(k, v) if paging is None else Paged(k, v, paging.page_table, paging.seqused_k)
-    value, pages = check_kind(scales) or NO_SCALES, (None, None)
-    if paging is not None:
-        pages = paging.page_table, paging.seqused_k  # type: ignore[assignment]
-    return EightBit(k, v, value.k, value.v, "", "", *pages)
 
 
 # --- contiguous -------------------------------------------------------------------------------------------

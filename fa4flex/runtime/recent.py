@@ -36,8 +36,9 @@ from fa4flex.runtime.cuda.known import (
 )
 from fa4flex.runtime.cuda.launches.ready import Ready, Sized
 from fa4flex.runtime.gradients import Attend, Outline
-from fa4flex.runtime.key_sources import Contiguous, KeySource, source_of
+from fa4flex.runtime.key_sources import Contiguous, KeySource
 from fa4flex.runtime.programs import Published
+from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import forward_ad
 from fa4flex.variant import Variant, default_scale, settings_of
 from ptxsim.active import simulating

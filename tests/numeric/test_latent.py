@@ -157,7 +157,7 @@ def test_block_maps() -> None:
 
 def test_nothing_is_copied() -> None:
     """Rows of a strided cache, whose memory is all that is read: values are a view."""
-    from fa4flex.runtime.key_sources import source_of
+    from fa4flex.runtime.sources import source_of
 
     _, cache = drawn()
     kv = source_of(latent(cache), None, None, None)

@@ -91,13 +91,13 @@ def test_attention_over_lists(number: int, backend: Any, seed: int) -> None:
 def test_lists_of_maps_and_back() -> None:
     classes = torch.randint(0, 2, (2, 3, 4, 5), dtype=torch.uint8)
     blocks = BlockMap(classes, (8, 4), 30, 17)
-    lists = blocks.lists()
+    lists = Lists.of(blocks)
     assert torch.equal(lists.classes(), classes) and torch.equal(lists.map().classes, classes)
     assert torch.equal(lists.counts, classes.sum(-1).int())
     for row, listed in zip(lists.ids.flatten(0, 2).tolist(), classes.flatten(0, 2).tolist(), strict=True):
         found = [at for at, one in enumerate(listed) if one]
         assert row == found + [-1] * (5 - len(found))
-    few = blocks.lists(2)
+    few = Lists.of(blocks, 2)
     assert few.capacity == 2 and torch.equal(few.ids, lists.ids[..., :2])
     assert torch.equal(few.counts, classes.sum(-1).int().clamp(max=2))
 
@@ -364,7 +364,8 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Lists(IDS, kv_len=8, sinks=1).map().packed(torch.tensor([0, 4])), "tail, window and sinks"),
     (lambda: MAP.packed(torch.tensor([[0, 4]])), r"cu_seqlens_q of shape \[1, 2\]"),
     (lambda: MAP.to_torch(causal, q_len=4), r"to_torch\(q_len=...\)"),
-    (lambda: MAP.lists(0), "capacity=0"),
+    (lambda: Lists.of(MAP, 0), "capacity=0"),
+    (lambda: Lists.of(IDS), "lists of torch.int32"),  # type: ignore[arg-type]
     (lambda: MAP[[True, False]], "batch indexed by list"),
     (lambda: MAP[torch.tensor([2])], "index 2 into 2 batch"),
     (lambda: MAP[::-1], "a positive step"),

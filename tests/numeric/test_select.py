@@ -306,7 +306,7 @@ def test_nothing_is_read_on_the_host() -> None:
     for blocks in (mass(scores, 0.5), threshold(scores, 0.0, within=lists), lists.map()):
         assert blocks.classes.shape == (1, 2, 16, 8) and blocks.classes.device.type == "meta"
         part = blocks.grown(kv_len=200)[:, [1], 2:4].for_query_heads(4)
-        assert part.classes.shape == (1, 4, 2, 13) and part.lists(5).ids.shape == (1, 4, 2, 5)
+        assert part.classes.shape == (1, 4, 2, 13) and Lists.of(part, 5).ids.shape == (1, 4, 2, 5)
     compressed = torch.randn(1, 2, 7, 16, device="meta")
     chosen = (
         (variants.moba(q, k, 16, 3).ids, (1, 4, 128, 3)),

@@ -18,7 +18,7 @@ import fa4flex
 import ptxsim
 from fa4flex import InputError, Paging, Schedule, Sinks, Varlen
 from fa4flex.runtime import launch
-from fa4flex.runtime.key_sources import source_of
+from fa4flex.runtime.sources import source_of
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 from ptxsim.watch.findings import Finding
 

@@ -72,7 +72,7 @@ class Consumer(forward.Consumer):
         super().__init__(config, hooks, scheduler)
         self.epilogue = Epilogue(config, hooks)
         self.starts = False
-        self.plain = hooks.start is None and hooks.score is None
+        self.plain = hooks.plain
 
     @property
     def clears(self) -> bool:
