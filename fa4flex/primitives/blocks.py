@@ -330,8 +330,7 @@ class BlockMap:
 
     def _of(self, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
         """A map of its kind with classes that were made of its own: nobody need look at them."""
-        trusted: BlockMap = resolve_name("fa4flex.primitives.lists:remade")(self, classes, q_len, kv_len)
-        return trusted
+        return remade(self, classes, q_len, kv_len)
 
     def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
         """Raise UnsupportedError where the part from `first` of these lengths would mean something else."""
@@ -494,6 +493,15 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
         raise InputError(
             f"q_len={q_len}, kv_len={kv_len}", "positive ints", "pass lengths in tokens, not in blocks"
         )
+
+
+def remade(blocks: BlockMap, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
+    """A map of the kind of `blocks` with classes that were made of its own: nobody need look at them."""
+    made: BlockMap = object.__new__(type(blocks))
+    others = vars(trusted_map(classes, blocks.block_size, q_len, kv_len))
+    for name, value in {**vars(blocks), **others}.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def trusted_map(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:

@@ -202,15 +202,6 @@ class ListedMap(BlockMap):
         return f"ListedMap({show(self.classes)}, {size}{more})"
 
 
-def remade(blocks: BlockMap, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
-    """A map of the kind of `blocks` with classes that were made of its own: nobody need look at them."""
-    made: BlockMap = object.__new__(type(blocks))
-    others = vars(trusted_map(classes, blocks.block_size, q_len, kv_len))
-    for name, value in {**vars(blocks), **others}.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
 def listed_map(
     classes: Tensor,
     size: tuple[int, int],

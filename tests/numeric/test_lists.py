@@ -325,6 +325,18 @@ def test_second_passes_over_packed_maps() -> None:
     assert close(torch.einsum("hqk,khd->qhd", weights, v), out)
 
 
+def test_parts_and_growth_of_maps_in_one_graph() -> None:
+    q, k, v = torch.randn(2, 4, 8, 8), torch.randn(2, 2, 8, 8), torch.randn(2, 2, 8, 8)
+    classes, heads = torch.randint(0, 3, (2, 2, 3, 3), dtype=torch.uint8), torch.tensor([1, -2])
+
+    def call(classes: Tensor, heads: Tensor) -> Tensor:
+        blocks = BlockMap(classes, 3, 8, 7)[:, heads].grown(kv_len=8).for_query_heads(4)
+        return fa4flex.attention(q, k, v, mask=causal, blocks=blocks)
+
+    compiled = torch.compile(call, fullgraph=True)
+    assert torch.equal(compiled(classes, heads), call(classes, heads))
+
+
 def test_traces_of_maps_and_lists_are_kept() -> None:
     """A call traces nothing that an earlier one has traced: no method of a map has an import of its own."""
     classes = torch.randint(0, 3, (1, 1, 3, 3), dtype=torch.uint8)
