@@ -108,7 +108,7 @@ def _choose(draw: Draw, dice: random.Random) -> str:
     draw.has = set(dice.sample(PRIMITIVES, dice.randint(3, 6)))
     left: set[str] = set()
     while True:
-        found = [pair for pair in _conflicts(draw.has, kind, placement) if "+".join(pair) not in left]
+        found = [pair for pair in _conflicts(draw.has, kind) if "+".join(pair) not in left]
         if not found:
             break
         if dice.random() < SEEN:
@@ -117,19 +117,17 @@ def _choose(draw: Draw, dice: random.Random) -> str:
             draw.has.discard(dice.choice([x for x in found[0] if x in PRIMITIVES]))
     while len(draw.has) < 3:
         more = dice.choice(PRIMITIVES)
-        if len(_conflicts(draw.has | {more}, kind, placement)) <= len(left):
+        if len(_conflicts(draw.has | {more}, kind)) <= len(left):
             draw.has.add(more)
-    draw.conflicts = tuple("+".join(pair) for pair in _conflicts(draw.has, kind, placement))
+    draw.conflicts = tuple("+".join(pair) for pair in _conflicts(draw.has, kind))
     return kind
 
 
-def _conflicts(has: set[str], kind: str, placement: str) -> list[tuple[str, str]]:
+def _conflicts(has: set[str], kind: str) -> list[tuple[str, str]]:
     """Pairs that are refused in words."""
     found = []
     if "normalizer" in has and kind in UNSUMMED:
         found += [("normalizer", x) for x in ("sinks", "skip", "statistics") if x in has]
-    if "blocks" in has and placement in ("packed", "paged"):
-        found.append(("blocks", placement))
     return found
 
 
@@ -193,6 +191,7 @@ class _Writer:
     def _packed(self) -> None:
         of_q, of_k = self._lengths(self.sizes.rows), self._lengths(self.sizes.keys)
         of_q[0], of_k[0] = of_q[0] or 1, of_k[0] or 1
+        self.extents = max(of_q), max(of_k)
         (wide, of_v), (total_q, total_k) = self.widths, (sum(of_q), sum(of_k))
         self._qkv(
             f"{total_q}, {self.heads}, {wide}", f"{total_k}, {self.k_heads}, {wide}",
@@ -223,6 +222,7 @@ class _Writer:
         keys = [self.inner.choice(self.sizes.keys) for _ in range(2)]
         per = -(-max(self.sizes.keys) // page)
         rows = self.dice.choice((1, self.inner.choice(self.sizes.rows)))
+        self.extents = rows, max(keys)
         self._qkv(
             f"2, {self.heads}, {rows}, {wide}", f"{2 * per + 1}, {page}, {self.k_heads}, {wide}",
             f"{2 * per + 1}, {page}, {self.v_heads}, {of_v}",
@@ -275,12 +275,10 @@ class _Writer:
         self.lines.append(f'composition["mask"] = {text}')
 
     def _blocks(self) -> None:
-        rows, keys = getattr(self, "extents", (self.sizes.rows[0], self.sizes.keys[0]))
-        size = self.sizes.block
+        (rows, keys), size = self.extents, self.sizes.block
         shape = -(-rows // size), -(-keys // size)
-        per_head = (
-            f"2, {self.heads}, " if self.draw.placement != "padded" and self.dice.random() < 0.3 else ""
-        )
+        whole = self.draw.placement in ("dense", "bshd", "few")
+        per_head = f"2, {self.heads}, " if whole and self.dice.random() < 0.3 else ""
         self.lines += [
             f"classes = torch.randint(0, 3, ({per_head}{shape[0]}, {shape[1]})).byte().to(device)",
             f"blocks = fa4flex.BlockMap.from_dense(classes, {size}, q_len={rows}, kv_len={keys})",

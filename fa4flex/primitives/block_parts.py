@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
 from fa4flex.exact import is_count
-from fa4flex.primitives.base import kind_of
+from fa4flex.primitives.base import check_device, kind_of
 from fa4flex.primitives.block_lists import EMPTY, FULL, PARTIAL
 
+_MOST = torch.iinfo(torch.int32).max
 NAMES = "batch", "heads", "rows", "columns"
 """Dimensions of classes, as messages name them."""
 
@@ -60,10 +63,11 @@ def _filled(index: Any) -> list[Any]:
 
 def _in_order(one: Any, size: int, axis: int) -> slice:
     """Rows or columns of blocks as a slice with both ends."""
-    if isinstance(one, int) and not isinstance(one, bool):
+    if _is_int(one):
         at = _place(one, size, axis)
         return slice(at, at + 1)
-    if not isinstance(one, slice) or one.step not in (None, 1):
+    ends = (one.start, one.stop) if isinstance(one, slice) else (True,)
+    if not all(x is None or _is_int(x) for x in ends) or one.step not in (None, 1):
         raise InputError(
             f"{NAMES[axis]} of blocks indexed by {one!r}",
             "an int, or a slice without a step: blocks keep their order and their places",
@@ -80,19 +84,36 @@ def _in_order(one: Any, size: int, axis: int) -> slice:
 def _entries(one: Any, classes: Tensor, axis: int) -> slice | Tensor:
     """Entries of the batch, or heads."""
     if isinstance(one, slice):
+        if any(x is not None and not _is_int(x) for x in (one.start, one.stop, one.step)):
+            raise _no_index(one, axis)
+        if one.step is not None and one.step < 1:
+            raise InputError(
+                f"{NAMES[axis]} indexed by {one!r}", "a positive step", "list them: blocks[[2, 1, 0]]"
+            )
         if not len(range(*one.indices(classes.shape[axis]))):
             raise PastTheMap(f"no {NAMES[axis]} in {one!r}", "at least one", "leave the index out for all")
         return one
-    if isinstance(one, int) and not isinstance(one, bool):
+    if _is_int(one):
         at = _place(one, classes.shape[axis], axis)
         return slice(at, at + 1)
     if isinstance(one, (list, tuple)):
-        if not one or not all(isinstance(x, int) for x in one):
+        if not one or not all(map(_is_int, one)):
             raise _no_index(one, axis)
         one = torch.tensor([_place(x, classes.shape[axis], axis) for x in one], device=classes.device)
     if not isinstance(one, Tensor) or one.ndim != 1 or one.dtype not in (torch.int32, torch.int64):
         raise _no_index(one, axis)
-    return one
+    if not one.numel():
+        raise _no_index(one, axis)
+    check_device("an index", one, "the map", classes.device, "move the index to the map's device")
+    size = classes.shape[axis]
+    if not torch.compiler.is_compiling() and checked_here(one):
+        for x in (int(one.min()), int(one.max())):
+            _place(x, size, axis)
+    return torch.where(one < 0, one + size, one)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _no_index(one: Any, axis: int) -> InputError:
@@ -125,7 +146,7 @@ def grown(classes: Tensor, rows: int, columns: int, new: int) -> Tensor:
 def check_class(new: Any) -> int:
     """`new` as a class. Raises InputError for what is none."""
     names = {"empty": EMPTY, "partial": PARTIAL, "full": FULL}
-    if new not in names:
+    if not isinstance(new, str) or new not in names:
         raise InputError(f"new={new!r}", f"one of {', '.join(names)}", "new blocks are partial by default")
     return names[new]
 
@@ -176,6 +197,11 @@ def padded(rows: Any) -> Tensor:
             "an empty list stands for a row without blocks",
         )
     width = max([1, *(len(row) for heads in rows for head in heads for row in head)])
+    for x in (x for heads in rows for head in heads for row in head for x in row):
+        if not isinstance(x, Integral) or isinstance(x, bool) or abs(int(x)) > _MOST:
+            raise InputError(
+                f"{x!r} in a list of blocks", "ints that int32 holds", "list key blocks by their numbers"
+            )
     flat = [[*row, *[-1] * (width - len(row))] for heads in rows for head in heads for row in head]
     return torch.tensor(flat, dtype=torch.int32).view(*shape, width)
 

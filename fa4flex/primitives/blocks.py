@@ -260,6 +260,7 @@ class BlockMap:
         """The map of all packed tokens, [1, H or 1, R, C], as a mask over each sequence's own indices: for
         calls with Varlen(cu_seqlens_q, cu_seqlens_k). Given as `blocks=`, a map is over each sequence's own
         indices instead."""
+        self._check_alone("packed()")
         packed = resolve_name("fa4flex.primitives.ragged_maps:packed")
         return packed(self, cu_seqlens_q, cu_seqlens_k)
 
@@ -329,11 +330,13 @@ class BlockMap:
 
     def _of(self, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
         """A map of its kind with classes that were made of its own: nobody need look at them."""
-        trusted: BlockMap = resolve_name("fa4flex.primitives.lists:remade")(self, classes, q_len, kv_len)
-        return trusted
+        return remade(self, classes, q_len, kv_len)
 
     def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
         """Raise UnsupportedError where the part from `first` of these lengths would mean something else."""
+
+    def _check_alone(self, what: str) -> None:
+        """Raise UnsupportedError where more than the classes says what is seen, which `what` would lose."""
 
     def grown(self, q_len: int | None = None, kv_len: int | None = None, new: str = "partial") -> BlockMap:
         """The map for more queries or keys, as a step of decoding adds them.
@@ -362,6 +365,11 @@ class BlockMap:
 
         context  num_heads, for a mask that asks for it; lengths are those of the map
         """
+        self._check_alone("to_torch()")
+        if unknown := set(context) - {"num_heads"}:
+            raise InputError(
+                f"to_torch({', '.join(sorted(unknown))}=...)", "num_heads at most", "lengths are the map's"
+            )
         (counts, ids), (full_counts, full_ids) = (
             ascending(self.classes == which, self.classes.shape[3]) for which in (PARTIAL, FULL)
         )
@@ -402,7 +410,7 @@ class BlockedMask(Mask):
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         classes, (rows, columns) = self.blocks.classes, self.blocks.block_size
-        batch = b if classes.shape[0] > 1 else 0
+        batch = b if classes.shape[0] != 1 else 0
         head = h if classes.shape[1] > 1 else 0
         result = classes[batch, head, q_idx // rows, kv_idx // columns]
         if self.inner is None:
@@ -485,6 +493,15 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
         raise InputError(
             f"q_len={q_len}, kv_len={kv_len}", "positive ints", "pass lengths in tokens, not in blocks"
         )
+
+
+def remade(blocks: BlockMap, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
+    """A map of the kind of `blocks` with classes that were made of its own: nobody need look at them."""
+    made: BlockMap = object.__new__(type(blocks))
+    others = vars(trusted_map(classes, blocks.block_size, q_len, kv_len))
+    for name, value in {**vars(blocks), **others}.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def trusted_map(classes: Tensor, block_size: tuple[int, int], q_len: int, kv_len: int) -> BlockMap:

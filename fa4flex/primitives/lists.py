@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.exact import is_count
-from fa4flex.primitives.base import CONTEXT, Family, Mod, call_with, check_integers, show
+from fa4flex.primitives.base import CONTEXT, Family, Mod, call_with, check_integers, kind_of, show
 from fa4flex.primitives.block_lists import EMPTY, FULL
 from fa4flex.primitives.block_parts import ascending, listed
 from fa4flex.primitives.blocks import BlockMap, trusted_map
@@ -45,7 +45,8 @@ class Lists:
     window   keys up to and with the query's own; sinks: first keys; both beside what is listed
 
     An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
-    there once. Raises InputError for shapes and numbers that do not fit.
+    there once. `compile(blocks=lists)` keeps the map of what they list at that time: lists whose ids change
+    in place are given to each call. Raises InputError for shapes and numbers that do not fit.
     """
 
     ids: Tensor
@@ -95,6 +96,12 @@ class Lists:
     def of(cls, blocks: BlockMap, capacity: int | None = None) -> Lists:
         """The blocks of a map that are not empty, ascending; of each row the `capacity` lowest, by default
         all. A mask beside lists decides in all of them, in full ones as well."""
+        if not isinstance(blocks, BlockMap):
+            raise InputError(
+                f"lists of {kind_of(blocks)}", "a fa4flex.BlockMap", "make one: BlockMap.from_torch(mask)[0]"
+            )
+        if capacity is not None and not is_count(capacity):
+            raise InputError(f"capacity={capacity!r}", "a positive int", "leave it out for all blocks")
         counts, ids = ascending(blocks.classes != EMPTY, capacity or blocks.classes.shape[3])
         rows, columns = blocks.block_size
         more = {name: getattr(blocks, name, 0) for name in ("tail", "window", "sinks")}
@@ -159,6 +166,11 @@ class ListedMap(BlockMap):
     window: int = 0
     sinks: int = 0
 
+    @property
+    def beside(self) -> bool:
+        """True if queries see keys beside the blocks."""
+        return bool(self.tail or self.window or self.sinks)
+
     def mask(self, inner: Mask | MaskMod | Family[Mask] | None = None) -> Mask:
         return ListedMask(self, None if inner is None else as_mask(inner))
 
@@ -171,6 +183,15 @@ class ListedMap(BlockMap):
                 "slice a map without them, and combine it with a mask: fa4flex.variants.sliding_window",
             )
 
+    def _check_alone(self, what: str) -> None:
+        if self.beside:
+            raise UnsupportedError(
+                f"{what} of {self!r}, which would lose its tail, window and sinks",
+                "a map without them",
+                "leave them out of the Lists, and combine the map with a mask: "
+                "fa4flex.variants.sliding_window",
+            )
+
     def _fits_heads(self, heads: int) -> bool:
         return heads % int(self.classes.shape[1]) == 0
 
@@ -179,15 +200,6 @@ class ListedMap(BlockMap):
         more = "".join(f", {name}={value}" for name, value in numbers.items() if value)
         size = f"{self.block_size}, {self.q_len}, {self.kv_len}"
         return f"ListedMap({show(self.classes)}, {size}{more})"
-
-
-def remade(blocks: BlockMap, classes: Tensor, q_len: int, kv_len: int) -> BlockMap:
-    """A map of the kind of `blocks` with classes that were made of its own: nobody need look at them."""
-    made: BlockMap = object.__new__(type(blocks))
-    others = vars(trusted_map(classes, blocks.block_size, q_len, kv_len))
-    for name, value in {**vars(blocks), **others}.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 def listed_map(
@@ -228,7 +240,7 @@ class ListedMask(Mask):
         blocks, classes = self.blocks, self.blocks.classes
         (rows, columns), heads = blocks.block_size, classes.shape[1]
         head = h // (context["num_heads"] // heads) if heads > 1 else 0
-        result = classes[b if classes.shape[0] > 1 else 0, head, q_idx // rows, kv_idx // columns]
+        result = classes[b if classes.shape[0] != 1 else 0, head, q_idx // rows, kv_idx // columns]
         seen = result != EMPTY
         if blocks.sinks:
             seen = seen | (kv_idx < blocks.sinks)

@@ -73,6 +73,12 @@ def packed(blocks: BlockMap, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) 
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, cu, length in (("q", cu_seqlens_q, blocks.q_len), ("k", cu_k, blocks.kv_len)):
         check_integers(f"cu_seqlens_{name}", cu)
+        if cu.ndim != 1 or cu.numel() < 2:
+            raise InputError(
+                f"cu_seqlens_{name} of shape {list(cu.shape)}",
+                "[sequences + 1]: 0 and the end of each sequence",
+                "e.g. torch.tensor([0, 3, 8], dtype=torch.int32)",
+            )
         if not torch.compiler.is_compiling() and checked_here(cu) and int(cu[-1]) != length:
             raise InputError(
                 f"cu_seqlens_{name} ends at {int(cu[-1])}, the map is of {length} tokens",

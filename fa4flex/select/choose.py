@@ -7,18 +7,19 @@ sort of the scores in their own arithmetic. Units that are forced come before al
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.exact import is_count
-from fa4flex.primitives.base import kind_of
+from fa4flex.primitives.base import check_device, kind_of
 from fa4flex.primitives.block_lists import EMPTY
 from fa4flex.primitives.block_parts import ascending
 from fa4flex.primitives.blocks import BlockMap, trusted_map
-from fa4flex.primitives.lists import Lists, listed_map
+from fa4flex.primitives.lists import ListedMap, Lists, listed_map
 from fa4flex.select.scores import Scores
 
 Within = BlockMap | Lists | None
@@ -105,6 +106,7 @@ def threshold(
     """All units whose scores are at least `least`, a number or a tensor that broadcasts with [B, H, R, C],
     and forced ones: see topk. Returns a map with partial blocks."""
     chosen = _Chosen.of(scores, _Forced(first, own, last), within)
+    _check_limit("least", least, scores.values.shape, scores.values.device)
     return chosen.map((scores.values >= least) & scores.selectable)
 
 
@@ -122,16 +124,33 @@ def mass(
     share  0 to 1, a number or a tensor that broadcasts with [B, H, R, 1]. The best unit is always selected.
     Scores that are probabilities already are given by their logarithms. Returns a map with partial blocks.
     """
+    chosen = _Chosen.of(scores, _Forced(first, own, last), within)
+    _check_limit("share", share, (*scores.values.shape[:3], 1), scores.values.device)
     if not isinstance(share, Tensor) and not 0 <= share <= 1:
         raise InputError(f"share={share!r}", "a number from 0 to 1", "e.g. share=0.9")
-    chosen = _Chosen.of(scores, _Forced(first, own, last), within)
     values = chosen.ranked()
     ordered, order = values.sort(dim=-1, descending=True, stable=True)
-    weights = ordered.softmax(-1).nan_to_num(0.0)  # rows without units
-    before = weights.cumsum(-1) - weights
-    wanted = (before < share) & (ordered > -math.inf)
+    largest = torch.finfo(ordered.dtype).max  # units of +inf share all of the weight
+    weights = ordered.clamp(max=largest).softmax(-1).nan_to_num(0.0)  # rows without units
+    before = weights.cumsum(-1) - weights  # rounded: the sum may be 1 before the last unit
+    wanted = ((before < share) | (share >= 1)) & (ordered > -math.inf)
     wanted[..., :1] = ordered[..., :1] > -math.inf
     return chosen.map(torch.zeros_like(wanted).scatter(-1, order, wanted))
+
+
+def _check_limit(name: str, given: Any, shape: Sequence[int], device: torch.device) -> None:
+    """Raise InputError unless `given` is a number, or a tensor that broadcasts to `shape` on the device."""
+    if isinstance(given, Tensor):
+        sizes = zip(reversed(given.shape), reversed(shape), strict=False)
+        if given.ndim > len(shape) or any(size not in (1, whole) for size, whole in sizes):
+            raise InputError(
+                f"{name} of shape {list(given.shape)}",
+                f"a number, or a tensor that broadcasts to {list(shape)}",
+                f"give {name} a size of 1, or that of the scores, along each axis",
+            )
+        check_device(name, given, "scores", device, f"move {name} to the scores")
+    elif isinstance(given, bool) or not isinstance(given, (int, float)) or given != given:
+        raise InputError(f"{name}={given!r}", "a number or a tensor", f"e.g. {name}=0.9")
 
 
 class _Chosen(NamedTuple):
@@ -188,9 +207,20 @@ def _inside(scores: Scores, within: BlockMap | Lists) -> Tensor:
             f"{scores.keys}",
             "score units that divide those of the earlier selection",
         )
-    heads, own = scores.values.shape[1], blocks.classes.shape[1]
-    if heads % own:
-        raise InputError(f"within of {own} heads, scores of {heads}", f"a divisor of {heads}", "share one")
+    if isinstance(blocks, ListedMap) and blocks.beside:
+        raise UnsupportedError(
+            f"within={blocks!r}, whose tail, window and sinks are keys, not units",
+            "an earlier selection of units alone",
+            "select within the units, and add these to the result: dataclasses.replace(chosen, window=...)",
+        )
+    (batch, heads), (entries, own) = scores.values.shape[:2], blocks.classes.shape[:2]
+    if heads % own or (entries != batch and 1 not in (entries, batch)):
+        raise InputError(
+            f"within of {entries} entries of a batch and {own} heads, scores of {batch} and {heads}",
+            f"{batch} or 1 entries, and a divisor of {heads} heads",
+            "share one, or select from scores of as many",
+        )
+    check_device("within", blocks.classes, "scores", scores.values.device, "move it: within.to(device)")
     listed = blocks.classes != EMPTY
     spread = listed.repeat_interleave(rows // scores.queries, 2).repeat_interleave(columns // scores.keys, 3)
     spread = spread[:, :, : scores.values.shape[2], : scores.values.shape[3]]

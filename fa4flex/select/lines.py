@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.exact import is_count
+from fa4flex.primitives.base import check_device
+from fa4flex.select.pooling import check_tokens
 
 
 def lines(q: Tensor, k: Tensor, vertical: int, slash: int, last: int = 64) -> tuple[Tensor, Tensor]:
@@ -17,7 +19,10 @@ def lines(q: Tensor, k: Tensor, vertical: int, slash: int, last: int = 64) -> tu
 
     Returns columns and slashes, bool [Hq, Skv] each. Raises InputError.
     """
-    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
+    check_tokens("q", q)
+    check_tokens("k", k)
+    check_device("k", k, "q", q.device, "move one of them")
+    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise InputError(
             f"lines of q {list(q.shape)}, k {list(k.shape)}",
             "[1, Hq, Sq, D] and [1, Hk, Skv, D], Hq a multiple of Hk",

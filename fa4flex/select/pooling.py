@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.exact import is_count
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import check_device, kind_of, show
 
 How = Literal["mean", "sum", "max", "min", "last", "phases", "reversed"]
 
@@ -26,9 +26,13 @@ class Pooled:
 
     def beside(self, other: Pooled) -> Pooled:
         """Channels of both, one after the other. Raises InputError for other blocks or tokens."""
-        if (self.block, self.length) != (other.block, other.length):
+        own = self.block, self.length, self.values.shape[:3], self.values.device
+        alike = isinstance(other, Pooled)
+        if not alike or own != (other.block, other.length, other.values.shape[:3], other.values.device):
             raise InputError(
-                f"{self!r} beside {other!r}", "the same blocks of the same tokens", "pool both alike"
+                f"{self!r} beside {other if alike else kind_of(other)}",
+                "the same blocks of the same tokens",
+                "pool both alike",
             )
         return replace(self, values=torch.cat((self.values, other.values), -1))
 
@@ -47,14 +51,19 @@ def pool(x: Tensor, block: int, how: How | Tensor = "mean") -> Pooled:
     The last block is of the tokens that there are; with "phases" and "reversed", zeros stand for others.
     Sums are in float32 at least, results in x's dtype. Differentiable. Raises InputError.
     """
-    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point() or not x.shape[2]:
-        what = f"{kind_of(x)}{list(x.shape) if isinstance(x, Tensor) else ''}"
-        raise InputError(
-            f"pool of {what}", "floating [B, H, S, D], S at least 1", "transpose other layouts: a view"
-        )
+    check_tokens("pool", x)
     if not is_count(block):
         raise InputError(f"block={block!r}", "a positive int, in tokens", "e.g. block=64")
     return Pooled(_pooled(x, block, how), block, x.shape[2])
+
+
+def check_tokens(name: str, x: Any) -> None:
+    """Raise InputError unless x is a floating tensor [B, H, S, D] of a token or more."""
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point() or 0 in x.shape[1:]:
+        what = f"{kind_of(x)}{list(x.shape) if isinstance(x, Tensor) else ''}"
+        raise InputError(
+            f"{name} of {what}", "floating [B, H, S, D], S at least 1", "transpose other layouts: a view"
+        )
 
 
 def _pooled(x: Tensor, block: int, how: Any) -> Tensor:
@@ -67,7 +76,7 @@ def _pooled(x: Tensor, block: int, how: Any) -> Tensor:
     if how in _SIDE_BY_SIDE:
         blocks = _blocks(x, block, 0.0)
         return (blocks.flip(3) if how == "reversed" else blocks).flatten(3)
-    if how in _EXTREMES:
+    if isinstance(how, str) and how in _EXTREMES:
         fill, function = _EXTREMES[how]
         return function(_blocks(x, block, fill), 3)
     if how not in ("mean", "sum"):
@@ -101,12 +110,17 @@ def _blocks(x: Tensor, block: int, fill: float) -> Tensor:
 def _weighted(x: Tensor, block: int, weights: Tensor) -> Tensor:
     length = x.shape[2]
     of_block = weights.ndim == 1 and weights.shape[0] == block
-    if not weights.is_floating_point() or not (of_block or (weights.ndim and weights.shape[-1] == length)):
+    of_tokens = 0 < weights.ndim < 4 and weights.shape[-1] == length
+    of_tokens = of_tokens and all(
+        given in (1, size) for given, size in zip(weights.shape[-2::-1], x.shape[1::-1], strict=False)
+    )
+    if not weights.is_floating_point() or not (of_block or of_tokens):
         raise InputError(
             f"weights {kind_of(weights)}{list(weights.shape)} of {length} tokens in blocks of {block}",
             f"floating, [{block}], or [.., {length}] that broadcasts with [B, H, {length}]",
             "a softmax over a block's tokens is .softmax(-1) of logits [.., blocks, block], flattened",
         )
+    check_device("weights", weights, "x", x.device, "move the weights to x")
     each = weights.repeat(-(-length // block))[:length] if of_block and block != length else weights
     wide = torch.promote_types(_wide(x), weights.dtype)
     return _blocks(x.to(wide) * each.to(wide).unsqueeze(-1), block, 0.0).sum(3).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa4flex.errors import InputError
 from fa4flex.exact import is_count
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import check_device, kind_of, show
 
 REDUCTIONS = "sum", "mean", "max", "logsumexp"
 Reduction = tuple[str, int]
@@ -130,18 +130,26 @@ def neighbours(x: Tensor, reduction: Reduction, dim: int) -> Tensor:
     return total / sizes.view(-1, *[1] * (total.ndim - dim - 1))
 
 
+def checked_weights(given: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    """Weights [1, H, 1] or [B, H, R] of scores of B, H, R = `sizes`. Raises InputError for other shapes."""
+    batch, heads, rows = sizes
+    weights = given if given.ndim > 1 else given.view(1, -1, 1)
+    fits = weights.ndim == 3 and weights.is_floating_point() and weights.shape[1] == heads
+    if not fits or weights.shape[0] not in (1, batch) or weights.shape[2] not in (1, rows):
+        raise InputError(
+            f"over_heads of {kind_of(given)}{list(given.shape)} for scores [{batch}, {heads}, {rows}, C]",
+            f"floating weights [{heads}] or [{batch}, {heads}, {rows}]",
+            "weights of single queries fit scores whose rows are single queries",
+        )
+    return weights
+
+
 def heads_reduced(x: Tensor, how: str | Reduction | Tensor) -> Tensor:
     """Scores [B, H, R, C] reduced over heads: all of them, groups of neighbours, or a weighted sum."""
     heads = x.shape[1]
     if isinstance(how, Tensor):
-        weights = how if how.ndim > 1 else how.view(1, -1, 1)
-        fits = weights.ndim == 3 and weights.is_floating_point() and weights.shape[1] == heads
-        if not fits or weights.shape[0] not in (1, x.shape[0]) or weights.shape[2] not in (1, x.shape[2]):
-            raise InputError(
-                f"over_heads of {kind_of(how)}{list(how.shape)} for scores {list(x.shape)}",
-                f"floating weights [{heads}] or [B, {heads}, R]",
-                "weights of single queries fit scores whose rows are single queries",
-            )
+        weights = checked_weights(how, (x.shape[0], heads, x.shape[2]))
+        check_device("over_heads", weights, "scores", x.device, "move the weights to the scores")
         return (x * weights.to(x.dtype).unsqueeze(-1)).sum(1, keepdim=True)
     name, left = (
         (how, 1) if isinstance(how, str) else how if isinstance(how, tuple) and len(how) == 2 else ("", 0)

@@ -17,10 +17,9 @@ from fa4flex.codegen.expr import Expr
 from fa4flex.contents import checked_here
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.score import as_score
-from fa4flex.select.pooling import Pooled
-from fa4flex.select.scores import Reduction, Scores, checked_reduction
+from fa4flex.select.pooling import Pooled, check_tokens
+from fa4flex.select.scores import Reduction, Scores, checked_reduction, checked_weights
 from fa4flex.variant import Variant, default_scale
 
 MOST_AT_ONCE = 1 << 25
@@ -59,11 +58,15 @@ def score(
     _check(rows.values, columns.values)
     step = 1 if over_queries is None else checked_reduction("over_queries", over_queries)
     factor = default_scale(rows.values.shape[-1]) if scale is None else scale
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor - factor != 0:
+        raise InputError(f"scale={scale!r}", "a finite number", "leave scale out for 1 / sqrt(D)")
     function = _Function.of(fn, rows, columns)
     batch, heads, count, _ = rows.values.shape
     most = max(MOST_AT_ONCE // max(batch * heads * columns.values.shape[2], 1), 1)
     part = max(most // step, 1) * step
     weights = over_heads if isinstance(over_heads, Tensor) and over_heads.ndim == 3 else None
+    if weights is not None:  # parts of it fit parts of the rows, whatever there is behind them
+        checked_weights(weights, (batch, heads, -(-count // step)))
     results = []
     for first in range(0, count, part):
         last = min(first + part, count)
@@ -82,13 +85,7 @@ def _pooled(x: Tensor | Pooled, name: str) -> Pooled:
     """Single tokens are blocks of one."""
     if isinstance(x, Pooled):
         return x
-    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point() or 0 in x.shape:
-        what = f"{kind_of(x)}{list(x.shape) if isinstance(x, Tensor) else ''}"
-        raise InputError(
-            f"{name} of {what}",
-            "floating [B, H, S, D], or what select.pool returns",
-            "transpose other layouts",
-        )
+    check_tokens(name, x)
     return Pooled(x, 1, x.shape[2])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.lists import Lists
 from fa4flex.select import Scores, score, topk
+from fa4flex.select.pooling import check_tokens
 from fa4flex.variants._cases import Case, Drawn, Sizes, masked, show, tokens
 from fa4flex.variants._common import whole
 from fa4flex.variants.causal import causal
@@ -41,8 +42,10 @@ def nsa(
     sizes = {"kv_len": kv_len, "top": top, "block": block, "length": length, "stride": stride}
     for name, value in sizes.items():
         whole("nsa", name, value)
+    check_tokens("nsa: q", q)
+    check_tokens("nsa: compressed", compressed)
     count = (kv_len - length) // stride + 1
-    if block % stride or length % stride or compressed.ndim != 4 or compressed.shape[2] != count:
+    if block % stride or length % stride or compressed.shape[2] != count:
         raise InputError(
             f"nsa({', '.join(f'{n}={x}' for n, x in sizes.items())}) of keys {list(compressed.shape)}",
             f"{count} compressed keys; block and length multiples of stride",

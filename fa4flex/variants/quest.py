@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fa4flex.primitives.lists import Lists
 from fa4flex.select import pool, score, topk
+from fa4flex.select.pooling import check_tokens
 from fa4flex.variants._cases import Case, Drawn, Sizes, masked, show, tokens
 from fa4flex.variants._common import whole
 from fa4flex.variants.causal import causal
@@ -26,6 +27,7 @@ def quest(q: Tensor, k: Tensor, page: int = 16, top: int = 128) -> Lists:
     InputError.
     """
     page, top = whole("quest", "page", page), whole("quest", "top", top)
+    check_tokens("quest: q", q)
     signs = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
     return topk(score(signs, pool(k, page, "max").beside(pool(k, page, "min"))).causal(), top)
 

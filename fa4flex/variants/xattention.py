@@ -17,6 +17,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.select import mass, pool, score
+from fa4flex.select.pooling import check_tokens
 from fa4flex.variants._cases import Case, Drawn, Sizes, masked, show, tokens
 from fa4flex.variants._common import finite, whole
 from fa4flex.variants.causal import causal
@@ -31,6 +32,8 @@ def xattention(q: Tensor, k: Tensor, share: float = 0.9, block: int = 128, strid
     """
     share = finite("xattention", "share", share, positive=True)
     block, stride = whole("xattention", "block", block), whole("xattention", "stride", stride)
+    check_tokens("xattention: q", q)
+    check_tokens("xattention: k", k)
     if block % stride or q.shape[2] != k.shape[2]:
         raise InputError(
             f"xattention of {q.shape[2]} queries, {k.shape[2]} keys, block={block}, stride={stride}",

@@ -325,6 +325,18 @@ def test_second_passes_over_packed_maps() -> None:
     assert close(torch.einsum("hqk,khd->qhd", weights, v), out)
 
 
+def test_parts_and_growth_of_maps_in_one_graph() -> None:
+    q, k, v = torch.randn(2, 4, 8, 8), torch.randn(2, 2, 8, 8), torch.randn(2, 2, 8, 8)
+    classes, heads = torch.randint(0, 3, (2, 2, 3, 3), dtype=torch.uint8), torch.tensor([1, -2])
+
+    def call(classes: Tensor, heads: Tensor) -> Tensor:
+        blocks = BlockMap(classes, 3, 8, 7)[:, heads].grown(kv_len=8).for_query_heads(4)
+        return fa4flex.attention(q, k, v, mask=causal, blocks=blocks)
+
+    compiled = torch.compile(call, fullgraph=True)
+    assert torch.equal(compiled(classes, heads), call(classes, heads))
+
+
 def test_traces_of_maps_and_lists_are_kept() -> None:
     """A call traces nothing that an earlier one has traced: no method of a map has an import of its own."""
     classes = torch.randint(0, 3, (1, 1, 3, 3), dtype=torch.uint8)
@@ -337,6 +349,7 @@ def test_traces_of_maps_and_lists_are_kept() -> None:
 # --- errors -------------------------------------------------------------------------------------------------
 
 IDS = torch.zeros(1, 1, 4, 2, dtype=torch.int32)
+MAP = BlockMap(torch.ones(2, 1, 2, 2, dtype=torch.uint8), 2, 4, 4)
 ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Lists(IDS.float(), kv_len=8), "ids of torch.float32"),
     (lambda: Lists(IDS[0], kv_len=8), "ids of rank 3"),
@@ -359,13 +372,28 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
         lambda: fa4flex.compile(mask=Lists(IDS, kv_len=8), blocks=Lists(IDS, kv_len=8)),
         "both as mask= and as blocks=",
     ),
+    (lambda: Lists(IDS, kv_len=8, window=2).map().to_torch(), "tail, window and sinks"),
+    (lambda: Lists(IDS, kv_len=8, sinks=1).map().packed(torch.tensor([0, 4])), "tail, window and sinks"),
+    (lambda: MAP.packed(torch.tensor([[0, 4]])), r"cu_seqlens_q of shape \[1, 2\]"),
+    (lambda: MAP.to_torch(causal, q_len=4), r"to_torch\(q_len=...\)"),
+    (lambda: Lists.of(MAP, 0), "capacity=0"),
+    (lambda: Lists.of(IDS), "lists of torch.int32"),  # type: ignore[arg-type]
+    (lambda: MAP[[True, False]], "batch indexed by list"),
+    (lambda: MAP[torch.tensor([2])], "index 2 into 2 batch"),
+    (lambda: MAP[::-1], "a positive step"),
+    (lambda: MAP["a":], "batch indexed by slice"),  # type: ignore[misc]
+    (lambda: MAP.grown(kv_len=9, new=["full"]), r"new=\['full'\]"),  # type: ignore[arg-type]
+    (lambda: BlockMap.from_lists([[0.5]], 2), "0.5 in a list of blocks"),
+    (lambda: BlockMap.from_lists([[True]], 2), "True in a list of blocks"),
+    (lambda: BlockMap.from_lists([[0], [[1]]], 2), r"\[1\] in a list of blocks"),
+    (lambda: BlockMap.from_lists([[1 << 40]], 2), "1099511627776 in a list of blocks"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)))
 def test_error_says_what_was_given_and_what_to_do(number: int) -> None:
     make, text = ERRORS[number]
-    with pytest.raises(InputError, match=text) as raised:
+    with pytest.raises((InputError, UnsupportedError), match=text) as raised:
         make()
     assert "to fix:" in str(raised.value)
 

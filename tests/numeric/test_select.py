@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Lists, reference, select, variants
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.select import Scores, mass, pool, score, threshold, topk
 from fa4flex.select import scoring as scoring_module
 from fa4flex.variants import causal
@@ -247,6 +247,21 @@ def test_a_share_that_is_reached_exactly() -> None:
     assert mass(scores, torch.tensor(1.0)).classes.flatten().tolist() == [1, 1, 0, 1, 1]
 
 
+def test_a_share_of_one_takes_every_unit_and_infinite_scores_all_of_it() -> None:
+    """Sums of many small weights are 1 before the last in float32, and +inf has no softmax."""
+    values = 3 * torch.randn(1, 1, 8, 4096)
+    assert mass(Scores(values, 1, 1, 8, 4096), 1.0).counts["empty"] == 0
+    values[..., 7] = math.inf
+    assert mass(Scores(values, 1, 1, 8, 4096), 0.9).classes.nonzero()[:, 3].tolist() == [7] * 8
+
+
+def test_selections_of_an_empty_batch() -> None:
+    q, k = torch.randn(0, 2, 8, 4), torch.randn(0, 1, 8, 4)
+    chosen = topk(score(pool(q, 2), pool(k, 2)).causal(), 2)
+    assert fa4flex.attention(q, k, k, mask=causal, blocks=chosen).shape == q.shape
+    assert fa4flex.attention(q, k, k, blocks=mass(score(q, k), 0.5)).shape == q.shape
+
+
 def test_within_an_earlier_selection() -> None:
     values = torch.randn(1, 2, 6, 8)
     scores = Scores(values, 2, 4, 12, 32)
@@ -346,6 +361,7 @@ def test_tokens_in_tiles() -> None:
 
 X = torch.randn(1, 2, 8, 4)
 S = Scores(torch.zeros(1, 2, 4, 4), 2, 2, 8, 8)
+IDS = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
 ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: pool(X[0], 2), r"pool of torch.float32\[2, 8, 4\]"),
     (lambda: pool(X, 0), "block=0"),
@@ -369,13 +385,28 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: select.tile_order((4, 6), (3, 3)), "tiles that divide"),
     (lambda: select.lines(X.expand(2, 2, 8, 4), X, 1, 1), r"lines of q \[2, 2, 8, 4\]"),
     (lambda: select.lines(X, X, 0, 1), "vertical=0"),
+    (lambda: select.lines(X, X[..., :2], 1, 1), r"k \[1, 2, 8, 2\]"),
+    (lambda: select.lines(X.int(), X, 1, 1), "q of torch.int32"),
+    (lambda: select.tile_order((4, 6), (0, 3)), "two tuples of positive ints"),
+    (lambda: select.tile_order(4, 2), "two tuples of positive ints"),  # type: ignore[arg-type]
+    (lambda: pool(X, 2, ["mean"]), r"how=\['mean'\]"),  # type: ignore[arg-type]
+    (lambda: pool(X, 2, torch.rand(3, 8)), r"weights torch.float32\[3, 8\] of 8 tokens"),
+    (lambda: pool(X, 2).beside(pool(X[:, :1], 2)), "the same blocks"),
+    (lambda: pool(X, 2).beside(X), "the same blocks"),  # type: ignore[arg-type]
+    (lambda: score(X, X, scale=math.nan), "scale=nan"),
+    (lambda: score(X, X, over_heads=torch.rand(1, 2, 9)), r"over_heads of torch.float32\[1, 2, 9\]"),
+    (lambda: threshold(S, "0"), "least='0'"),  # type: ignore[arg-type]
+    (lambda: threshold(S, torch.zeros(3)), r"least of shape \[3\]"),
+    (lambda: mass(S, torch.zeros(4)), r"share of shape \[4\]"),
+    (lambda: mass(S, None), "share=None"),  # type: ignore[arg-type]
+    (lambda: topk(S, 1, within=Lists(IDS, kv_len=8, unit=2, queries=2, window=1)), "tail, window and sinks"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)))
 def test_error_says_what_was_given_and_what_to_do(number: int) -> None:
     make, text = ERRORS[number]
-    with pytest.raises(InputError, match=text) as raised:
+    with pytest.raises((InputError, UnsupportedError), match=text) as raised:
         make()
     assert "to fix:" in str(raised.value)
 
