@@ -42,7 +42,7 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 from fa4flex.runtime.output import Rows, applied, by_operator, whole_of
-from fa4flex.runtime.output_values import OutputCall
+from fa4flex.runtime.output_call import OutputCall
 from fa4flex.runtime.packing import asked_for, results_by_operator
 from fa4flex.runtime.programs import contract, publish
 from fa4flex.runtime.second_pass import SecondCall, Tensors, check_lse, checked

@@ -26,7 +26,8 @@ from fa4flex.runtime.call import NO_LENGTHS, SequenceLengths
 from fa4flex.runtime.checks import check_operand_devices, check_tables, check_transforms
 from fa4flex.runtime.gradients import refuse_second
 from fa4flex.runtime.launch import observed
-from fa4flex.runtime.output_values import OutputCall, backward, forward
+from fa4flex.runtime.output_call import OutputCall
+from fa4flex.runtime.output_values import backward, forward
 from fa4flex.runtime.packing import as_tensor
 from fa4flex.runtime.programs import Published, publish, read
 from fa4flex.runtime.sharding import is_dtensor

@@ -10,7 +10,7 @@ The derivatives are those of the expression. Contents decide nothing on the host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,42 +21,12 @@ from fa4flex.codegen.analyze.gradient import ONE, CapturedGradient, plain_index
 from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr, loads
-from fa4flex.runtime.call import SequenceLengths
 from fa4flex.runtime.cpu.captured import flat_index
 from fa4flex.runtime.cuda import output as kernels
 from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.output_call import OutputCall
 from fa4flex.runtime.programs import Published
 from ptxsim.active import simulating
-
-
-class OutputCall(NamedTuple):
-    """One application of an output function.
-
-    out          the output before it: [B, H, S, D] if `heads_first`, else [B, S, H, D]; packed [T, H, D]
-    operands     captured tensors by slot
-    lengths      cumulative and used ones of the queries of a ragged batch
-    positions    int [S]: the q_idx of each row; None where rows are counted from 0
-    whole        q_len that the function is told, of a batch that is not ragged; the h of the first head of
-                 out; num_heads
-    scalars      captured numbers by slot
-    """
-
-    out: Tensor
-    operands: tuple[Tensor, ...]
-    lengths: SequenceLengths
-    positions: Tensor | None
-    whole: tuple[int, int, int]
-    scalars: tuple[int | float, ...]
-    heads_first: bool
-
-    @property
-    def packed(self) -> bool:
-        return self.out.ndim == 3
-
-    @property
-    def wants_gradients(self) -> bool:
-        """True if a tensor of the call requires gradients."""
-        return any(x.requires_grad for x in (self.out, *self.operands))
 
 
 def forward(program: Published, call: OutputCall) -> Tensor:

@@ -25,7 +25,7 @@ from fa4flex.runtime import output_values
 from fa4flex.runtime.call import SequenceLengths
 from fa4flex.runtime.cuda import output as kernels
 from fa4flex.runtime.output import by_operator, program_of
-from fa4flex.runtime.output_values import OutputCall
+from fa4flex.runtime.output_call import OutputCall
 from fa4flex.variants import causal, gated, head_scale
 
 CHIPS = ("sm_90a", "sm_100a")

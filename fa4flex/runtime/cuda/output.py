@@ -31,7 +31,7 @@ from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from ptxsim.active import target
 
 if TYPE_CHECKING:
-    from fa4flex.runtime.output_values import OutputCall
+    from fa4flex.runtime.output_call import OutputCall
     from fa4flex.runtime.programs import Published
 
 MOST = 256
