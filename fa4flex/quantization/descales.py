@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fa4flex import later
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import check_device, kind_of, show
@@ -34,7 +35,7 @@ class Descales:
     Of packed tokens these are [N, H], [H, blocks] with the blocks of one sequence after those of another, and
     [H, T]. A scale of queries may have the heads of the keys, whose group shares it. Scales of q and k are
     not below 0: kernels take the largest score of a row from its largest product of codes. Raises InputError;
-    for contents on a GPU where FA4FLEX_VALIDATE=1 says so.
+    for contents on a GPU at a later call, or at once where FA4FLEX_VALIDATE=1 says so.
 
         attn(fa4flex.Descales(q=sq, k=sk, v=sv).quantized(q8, k8, v8))
     """
@@ -200,6 +201,7 @@ class _Side:
             return self.place.of_rows(scale.repeat_interleave(self.block, 2)[:, :, : self._length])
         each = (self._starts.diff() + self.block - 1) // self.block
         first = torch.cat([each.new_zeros(1), each.cumsum(0)])
+        self._check_blocks(scale, first[-1])
         at = first[self.tokens.sequence] + self.tokens.place // self.block
         return scale.T[at.clamp(0, scale.shape[1] - 1)]
 
@@ -243,6 +245,20 @@ class _Side:
             return scale.shape[1] >= -(-self._length // self.block)
         return scale.shape[2] == -(-self._length // self.block)
 
+    def _check_blocks(self, scale: Tensor, blocks: Tensor) -> None:
+        """Raise InputError for fewer scales than blocks of all packed sequences, on a GPU at a later call."""
+        if torch.compiler.is_compiling():
+            return
+        if not checked_here(blocks):
+            words = f"a {self.name} descale of {scale.shape[1]} blocks, fewer than the sequences have"
+            later.require_at_each_replay(blocks <= scale.shape[1], words)
+        elif scale.shape[1] < int(blocks):
+            raise InputError(
+                f"{self.name} descale {list(scale.shape)} of {int(blocks)} blocks of {self.block} tokens",
+                "a scale for each block of each sequence, which start with the sequence",
+                f"give [H, {int(blocks)}], the blocks of one sequence after those of another",
+            )
+
     def _unfit(self, scale: Tensor) -> InputError:
         sizes = f"{self.heads} heads, {self.tokens.sequences} sequences, {len(self.tokens.sequence)} tokens"
         shapes = (
@@ -270,9 +286,12 @@ def _check(name: str, scale: Tensor) -> None:
 
 
 def _check_contents(name: str, scale: Tensor) -> None:
-    if name == "v" or torch.compiler.is_compiling() or not (scale.numel() and checked_here(scale)):
+    """Raise InputError for a scale of q or k below 0, on a GPU at a later call."""
+    if name == "v" or torch.compiler.is_compiling() or not scale.numel():
         return
-    if (least := float(scale.min())) < 0:
+    if not checked_here(scale):
+        later.require_at_each_replay(~(scale < 0), f"a {name} descale below 0")
+    elif (least := float(scale.min())) < 0:
         raise _negative(name, least)
 
 

@@ -217,3 +217,11 @@ def test_refused(make: Any, error: type[Exception], words: str) -> None:
 def test_repr() -> None:
     assert repr(Descales(0.5, v=torch.ones(2), block=64)).startswith("Descales(q=0.5, v=")
     assert repr(Descales()) == "Descales()"
+
+
+def test_fewer_blocks_than_sequences_have() -> None:
+    q, k, v = (torch.zeros(300, heads, 64, dtype=torch.int8) for heads in (4, 2, 2))
+    varlen = Varlen(torch.tensor([0, 10, 200, 300], dtype=torch.int32))
+    assert Descales(k=torch.ones(2, 6), block=64).quantized(q, k, v.to(E4M3), varlen=varlen) is not None
+    with pytest.raises(InputError, match="of 6 blocks of 64 tokens"):
+        Descales(k=torch.ones(2, 5), block=64).quantized(q, k, v.to(E4M3), varlen=varlen)
