@@ -75,8 +75,22 @@ class KernelView:
 
     @cached_property
     def lowered(self) -> Lowered:
-        """The pass, down to its source."""
+        """The pass, down to its source: by a kernel that multiplies codes, where the precision rounds to such
+        as one multiplies."""
+        precision = self.program.variant.precision
+        if precision.coded and precision.qk in MULTIPLIED and self._asks_for_no_codes:
+            codes = {name: getattr(precision, name) for name in _OF_CODES}
+            try:
+                return replace(self, problem={**self.problem, **codes}).lowered
+            except UnsupportedError:
+                pass  # the kernels of 16 bits compute what they stand for
         return self._lowered(self.shown)
+
+    @property
+    def _asks_for_no_codes(self) -> bool:
+        """True for a forward pass of whose keys nothing else is said."""
+        forward = self.problem.get("direction", "forward") == "forward"
+        return forward and not any(name in self.problem for name in (*_OF_KEYS, *_OF_CODES))
 
     def _lowered(self, program: Program) -> Lowered:
         from fa4flex.lower import Given, lower_backward, lower_forward, lower_mass, lower_tangents

@@ -299,6 +299,16 @@ def test_explanation() -> None:
     assert "products" not in str(fa4flex.compile(mask=causal).explain(64)).split("layout")[0]
 
 
+@pytest.mark.parametrize(
+    ("qk", "arch", "dtype"),
+    [("int8", "sm_90a", "int8"), ("int8", "sm_100a", "bfloat16"), ("mxfp8", "sm_90a", "bfloat16")],
+)
+def test_the_kernel_that_is_explained_is_the_one_that_runs(qk: Any, arch: str, dtype: str) -> None:
+    precision = Precision(qk=qk, pv="float8_e4m3")
+    words = fa4flex.compile(mask=causal, precision=precision).explain(4096, 4096, arch=arch)
+    assert f"heads of 128, {dtype}, dense lengths" in " ".join(str(words).split())
+
+
 # --- doors that refuse --------------------------------------------------------------------------------------
 
 
