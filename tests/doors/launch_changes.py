@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.arguments import COUNTERS, forward_schema
-from fa4flex.kernels.plan.keys import CONTIGUOUS, eight_bit, in_pages
+from fa4flex.kernels.plan.keys import CONTIGUOUS, Codes, eight_bit, in_pages, of_codes
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.runtime import compute, launch, programs
 from fa4flex.runtime.call import Call, SequenceLengths
@@ -204,7 +204,8 @@ def without(key: Any, place: Place) -> Any:
     return (*key[:at], *part, *key[at + 1 :])
 
 
-_SCHEMAS = [forward_schema(keys) for keys in (CONTIGUOUS, in_pages(16), eight_bit(16))]
+_CODES = of_codes(Codes("int8", "float8_e4m3fn"))
+_SCHEMAS = [forward_schema(keys) for keys in (CONTIGUOUS, in_pages(16), eight_bit(16), _CODES)]
 NAMES = {len(schema.names): schema.names for schema in _SCHEMAS}
 """Names of the arguments of forward launches, by how many there are."""
 
