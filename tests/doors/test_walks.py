@@ -54,7 +54,7 @@ MOST = {
     "repeated": 5,
     "one more key per call": 8,
     "pages, new lengths": 9,
-    "8-bit cache, one more key per call": 10,
+    "8-bit cache, one more key per call": 11,
     "captured bias, another tensor": 5,
     "with gradients, forward": 6,
     "forward and backward": 10,
