@@ -109,6 +109,7 @@ def _bounded() -> Iterator[None]:
 
     def memory(**more: Any) -> HostMemory:
         made = HostMemory(strict=True, **more)
+        gc.unfreeze()  # what is frozen is not among the objects
         for tensor in gc.get_objects():
             # Tensors of transforms have no memory.
             plain = type(tensor) is torch.Tensor and not is_wrapped(tensor)
