@@ -205,7 +205,7 @@ class Consumer:
         kv_first = key_tile * self.config.tile_n
         shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
         scores = cute.make_rmem_tensor(shape, Float32)
-        grids = [_row_of(scores, r) for r in range(len(rows))]
+        grids = [row_of(scores, r) for r in range(len(rows))]
         early = []
         for mine, grid in zip(rows, grids):
             if mine.held is None:
@@ -259,7 +259,7 @@ class Consumer:
                 zero_past(products.v_shared[None, None, v_state.index], end, Int32(WRITTEN.at()))
 
 
-def _row_of(scores: cute.Tensor, r: int) -> cute.Tensor:
+def row_of(scores: cute.Tensor, r: int) -> cute.Tensor:
     """A row of an accumulator as (1, column): the same registers."""
     grid = rows_and_columns(scores)
     row = grid[r, None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
@@ -26,9 +26,8 @@ from fa4flex.kernels.common.fragment import (
 )
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.products import ROWS, Products, products_of
-from fa4flex.kernels.common.softmax import Running, rescale, take_maxima
+from fa4flex.kernels.common.softmax import Running
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.fwd_8bit_sm90.config import HEADROOM, Config
 from fa4flex.kernels.fwd_8bit_sm90.epilogue import Epilogue
 from fa4flex.kernels.fwd_8bit_sm90.softmax import CodeSoftmax
@@ -179,64 +178,40 @@ class Consumer(forward.Consumer):
         """Beside a tile's output that is apart there is no room for addresses of the epilogue."""
         return computed_once(lane)
 
-    @cute.jit
-    def step(
-        self,
-        tile: cutlass.Constexpr[CodesTile],
-        key_tile: Int32,
-        states: States,
-        masked: cutlass.Constexpr[bool],
-    ) -> States:
-        """Scores of this key tile and values of the one before, with this tile's softmax under both."""
-        (k_state, v_state), pipes, products = states, tile.pipes, tile.products
-        begun, v = self.issue(tile, key_tile, states, masked)
-        multiply_values(tile, v)
-        self.give_turn(self.next(tile.group))
-        warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
-        self.modify(begun, tile, masked)
-        grid = begun.grid
-        keep_scales(tile)
-        raised = take_maxima((tile.softmax,), (grid,))
-        warpgroup.wait_group(0)
-        if const_expr(self.config.parts == 1):
-            pipes.v.consumer_release(v_state)
-            add_up(tile)
-        else:
-            self.add_all(tile, v)
-            pipes.v.consumer_release(v_state)
-        tile.softmax.exponentiate(grid)
-        self.narrow(begun, products)
-        if const_expr(tile.sums is None):  # noqa: SIM102  one is decided when compiled, one when run
-            if raised:
-                rescale(products.out, (tile.softmax,))
-        v_state = k_state.clone()
-        k_state.advance()
-        if const_expr(masked):
-            self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+    def issue_values(self, tile: Any, v: cute.Tensor) -> None:
+        multiply_part(tile, v)
 
-    @cute.jit
-    def last(self, tile: cutlass.Constexpr[CodesTile], v_state: Any) -> None:
-        """Values of the last key tile."""
-        pipes, products = tile.pipes, tile.products
-        pipes.v.consumer_wait(v_state)
-        v = products.v[None, None, None, v_state.index]
-        multiply_values(tile, v)
+    def take_values(self, tile: Any, v: cute.Tensor, v_state: Any) -> None:
+        """The same; what was apart is added to the output of earlier tiles."""
         warpgroup.wait_group(0)
-        keep_scales(tile)
-        if const_expr(self.config.parts == 1):
-            pipes.v.consumer_release(v_state)
+        if self.config.parts == 1:
+            tile.pipes.v.consumer_release(v_state)
             add_up(tile)
         else:
             self.add_all(tile, v)
-            pipes.v.consumer_release(v_state)
+            tile.pipes.v.consumer_release(v_state)
+
+    def raise_maxima(self, tile: Any, grid: cute.Tensor) -> Boolean:
+        keep_scales(tile)
+        return super().raise_maxima(tile, grid)
+
+    def rescales(self, tile: Any) -> bool:
+        return tile.sums is None
+
+    @property
+    def finite(self) -> bool:
+        """False: scales may be anything."""
+        return False
+
+    def last(self, tile: Any, v_state: Any) -> None:
+        keep_scales(tile)
+        super().last(tile, v_state)
 
     def add_all(self, tile: CodesTile, v: cute.Tensor) -> None:
         """Add the first columns of a tile's output, and multiply and add the others."""
         add_up(tile)
         for part in range(1, self.config.parts):
-            multiply_values(tile, v, part)
+            multiply_part(tile, v, part)
             warpgroup.wait_group(0)
             add_up(tile, part)
         # Nothing that follows has registers beside these.
@@ -251,7 +226,7 @@ def _of_row(given: cute.Tensor, head: Any, q: Int32) -> Float32:
     return given[head.h, head.q_offset + q]
 
 
-def multiply_values(tile: CodesTile, v: cute.Tensor, part: int = 0) -> None:
+def multiply_part(tile: CodesTile, v: cute.Tensor, part: int = 0) -> None:
     """Issue the product with a tile of values, added to that of those before; or apart, with a part of their
     columns."""
     products, apart = tile.products, tile.sums

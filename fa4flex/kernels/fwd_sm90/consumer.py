@@ -288,25 +288,23 @@ class Consumer:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
         (k_state, v_state), pipes, products = states, tile.pipes, tile.products
         begun, v = self.issue(tile, key_tile, states, masked)
-        multiply(products.values, products.out, products.p, v, True)
+        self.issue_values(tile, v)
         self.give_turn(self.next(tile.group))
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
         if const_expr(not tile.softmax.online):
             # Products that read P's registers halve the rate of arithmetic beside them.
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
+            self.take_values(tile, v, v_state)
         self.modify(begun, tile, masked)
         grid = begun.grid
         raised = Boolean(False)
         if const_expr(tile.softmax.online):
-            raised = take_maxima((tile.softmax,), (grid,))
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
-        tile.softmax.exponentiate(grid, is_finite=not masked and self.hooks.plain)
+            raised = self.raise_maxima(tile, grid)
+            self.take_values(tile, v, v_state)
+        tile.softmax.exponentiate(grid, is_finite=not masked and self.finite)
         self.drop(begun, tile)
         self.narrow(begun, products)
-        if const_expr(tile.softmax.online):  # noqa: SIM102  one is decided when compiled, one when run
+        if const_expr(self.rescales(tile)):  # noqa: SIM102  one is decided when compiled, one when run
             if raised:
                 rescale(products.out, (tile.softmax,))
         # Values take the same course through their ring as keys, one tile behind.
@@ -319,11 +317,34 @@ class Consumer:
     @cute.jit
     def last(self, tile: cutlass.Constexpr[Tile], v_state: pipeline.PipelineState) -> None:
         """Values of the last key tile."""
-        pipes, products = tile.pipes, tile.products
-        pipes.v.consumer_wait(v_state)
-        multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
+        tile.pipes.v.consumer_wait(v_state)
+        v = tile.products.v[None, None, None, v_state.index]
+        self.issue_values(tile, v)
+        self.take_values(tile, v, v_state)
+
+    def issue_values(self, tile: Tile, v: cute.Tensor) -> None:
+        """Issue the product with a tile of values."""
+        products = tile.products
+        multiply(products.values, products.out, products.p, v, True)
+
+    def take_values(self, tile: Tile, v: cute.Tensor, v_state: pipeline.PipelineState) -> None:
+        """Wait for the product with a tile of values, and give the tile back."""
         warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
+        tile.pipes.v.consumer_release(v_state)
+
+    def raise_maxima(self, tile: Tile, grid: cute.Tensor) -> Boolean:
+        """True if a tile's scores raise a maximum that is in use."""
+        raised: Boolean = take_maxima((tile.softmax,), (grid,))
+        return raised
+
+    def rescales(self, tile: Tile) -> bool:
+        """True if the output of earlier tiles is multiplied when maxima are raised."""
+        return tile.softmax.online
+
+    @property
+    def finite(self) -> bool:
+        """True if scores of tiles without masked pairs are."""
+        return self.hooks.plain
 
     @property
     def clears(self) -> bool:

@@ -15,6 +15,7 @@ from functools import reduce
 from typing import Any
 
 import cutlass
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -30,7 +31,7 @@ from fa4flex.kernels.common.products import tiled_products
 from fa4flex.kernels.common.softmax import maxima, passed, raise_maxima, rescale
 from fa4flex.kernels.common.transfer import release
 from fa4flex.kernels.decode_sm90 import consumer as base
-from fa4flex.kernels.decode_sm90.consumer import Mine, _row_of
+from fa4flex.kernels.decode_sm90.consumer import Mine, row_of
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK, BLOCKS, PIECE, ROWS, Config
 from fa4flex.kernels.mla_decode_sm90.epilogue import Epilogue
 from fa4flex.kernels.mla_decode_sm90.producer import stage
@@ -71,8 +72,6 @@ class Whole:
 
 
 def tiled_mmas(kind: Any, config: Config) -> Mmas:
-    import cutlass.utils.hopper_helpers as sm90
-
     columns = config.own * PIECE
     scores, own = tiled_products(kind, BLOCK, columns)
     other = sm90.make_trivial_tiled_mma(
@@ -170,7 +169,7 @@ class Consumer(base.Consumer):
         """Modified scores of this warpgroup's block, as accumulators and by row."""
         products, rows = whole.products, whole.rows
         scores = cute.make_rmem_tensor(products.scores.partition_shape_C((ROWS, BLOCK)), Float32)
-        grids, early = [_row_of(scores, r) for r in range(len(rows))], []
+        grids, early = [row_of(scores, r) for r in range(len(rows))], []
         for mine, grid in zip(rows, grids):
             mine.fragment.start(self.hooks, grid, kv_first, masked)
             allowed = mine.fragment.allowed(self.hooks, kv_first) if masked else None
