@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,16 +18,19 @@ from fa4flex import Latent, Varlen
 from fa4flex.kernels.plan import splitting
 from fa4flex.variants import causal
 
-SCALE = 192**-0.5
+SCALE, USED = 192**-0.5, 300
 
 
 def call_of(used: bool) -> Callable[[], bool]:
-    """Three tiles of keys of one block, whose maxima rise; `used`: a sequence ends within its tensor."""
+    """Three tiles of keys of one block, whose maxima rise; `used`: a sequence ends within its tensor, whose
+    other rows are NaN."""
     made = torch.Generator().manual_seed(0)
     q = torch.randn(1, 40, 1, 576, generator=made).bfloat16()
     grown = torch.linspace(0.5, 2.5, 330).view(1, -1, 1, 1)
     rows = (torch.randn(1, 330, 1, 576, generator=made) * grown).bfloat16()
-    lengths = Varlen(seqused_k=torch.tensor([300], dtype=torch.int32)) if used else None
+    if used:
+        rows[:, USED:] = math.nan
+    lengths = Varlen(seqused_k=torch.tensor([USED], dtype=torch.int32)) if used else None
     attn = fa4flex.compile(mask=causal, scale=SCALE)
     with torch.no_grad():
         exact = attn(q.double(), Latent(rows.double()), varlen=lengths)
@@ -62,8 +66,8 @@ def test_some() -> None:
     one = own(random.random() < 0.5)
     tried = random.sample([m for m in one.that_matter() if not implied(m) and not waits(m)], 4)
     left = [mutant for mutant in tried if not one.noticed(mutant)]
-    # Some fences between proxies have no timing that shows their want: one in four may be such a one.
-    assert len(left) <= 2, left
+    # No timing shows the want of one in forty: stores, fences and groups of steps that may come last.
+    assert len(left) <= 1, left
 
 
 @pytest.mark.exhaustive
