@@ -74,7 +74,7 @@ def run_codes(
             return results
         now = quantized_calls.decoded(variant, codes, statistics)
     except Fa4flexError as error:
-        error.add_note(f"in Attention({variant!r})")
+        launch.dress(error, variant, None)
         raise
     kept = caller is not None and not torch.compiler.is_dynamo_compiling()
     inner = caller.of_codes() if kept else None  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ def _of_rounded(
     try:
         codes = quantized_calls.coded(variant, qkv, varlen, paging, scales)
     except Fa4flexError as error:
-        error.add_note(f"in Attention({variant!r})")
+        launch.dress(error, variant, None)
         raise
     return run_codes(variant, caller, codes, statistics)
 
@@ -115,7 +115,7 @@ def in_pairs(variant: Variant, q: Tensor, varlen: Varlen | None, paging: Paging 
         mask = ragged(variant.blocks, variant.mask, (varlen, paging), sizes)
         return changed(variant, mask=mask, blocks=None)
     except Fa4flexError as error:
-        error.add_note(f"in Attention({variant!r})")
+        launch.dress(error, variant, None)
         raise
 
 
@@ -125,7 +125,7 @@ def _normalized(variant: Variant, q: Tensor, statistics: Statistics) -> Variant:
         check_statistics(variant, statistics)
         return resolved(variant, query_heads(variant, q), q) if isinstance(q, Tensor) else variant
     except Fa4flexError as error:
-        error.add_note(f"in Attention({variant!r})")
+        launch.dress(error, variant, None)
         raise
 
 

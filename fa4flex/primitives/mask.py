@@ -116,8 +116,8 @@ class Or(_Pair):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(Mask):
-    """Pairs that the mask hides."""
+class Around(Mask):
+    """A mask that asks another one, and for what that one asks for."""
 
     inner: Mask
     context: tuple[str, ...] = field(init=False)
@@ -128,6 +128,10 @@ class Not(Mask):
     @property
     def parts(self) -> tuple[Mod, ...]:
         return (self.inner,)
+
+
+class Not(Around):
+    """Pairs that the mask hides."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         # xor rather than ~, because a mask_mod may return a plain Python bool and ~True is -2.

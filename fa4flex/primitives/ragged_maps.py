@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,27 +10,18 @@ from torch import Tensor
 
 from fa4flex.contents import checked_here, on_host
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import Mod, call_with, check_integers, show
+from fa4flex.primitives.base import call_with, check_integers, show
 from fa4flex.primitives.blocks import BlockMap
-from fa4flex.primitives.mask import Mask
+from fa4flex.primitives.mask import Around, Mask
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class WithinMap(Mask):
+class WithinMap(Around):
     """A mask that reads a map, at pairs for which there is a map; others are masked."""
 
     blocks: BlockMap
-    inner: Mask
-    context: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "context", self.inner.context)
-
-    @property
-    def parts(self) -> tuple[Mod, ...]:
-        return (self.inner,)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         q_len, kv_len = self.blocks.q_len, self.blocks.kv_len
@@ -43,21 +34,12 @@ class WithinMap(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedMap(Mask):
+class PackedMap(Around):
     """A map of packed tokens as a mask over each sequence's own indices."""
 
     blocks: BlockMap
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    inner: Mask
-    context: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "context", self.inner.context)
-
-    @property
-    def parts(self) -> tuple[Mod, ...]:
-        return (self.inner,)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         q, kv = self.cu_seqlens_q[b] + q_idx, self.cu_seqlens_k[b] + kv_idx
@@ -91,7 +73,7 @@ def packed(blocks: BlockMap, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) 
             "one map of all tokens",
             "a map over each sequence's own indices is given as blocks=, without packed()",
         )
-    return PackedMap(blocks, cu_seqlens_q, cu_k, blocks.mask())
+    return PackedMap(blocks.mask(), blocks, cu_seqlens_q, cu_k)
 
 
 def ragged(
@@ -121,7 +103,7 @@ def ragged(
                 f"make it longer, e.g. blocks.grown({name}={longest}); a map of all packed tokens is "
                 "mask=blocks.packed(cu_seqlens)",
             )
-    return WithinMap(blocks, blocks.mask(inner))
+    return WithinMap(blocks.mask(inner), blocks)
 
 
 def _longest(varlen: Varlen | None, side: str) -> int:

@@ -29,18 +29,12 @@ from fa4flex.runtime.key_sources import (
 from fa4flex.variant import Variant
 
 
-class _Rows(NamedTuple):
-    k: Tensor
-    v: Tensor
-    page_table: Tensor | None = None
-    paged_keys: Tensor | None = None
-
-
-class LatentRows(_Rows, KeySource):
-    """k [B, S, 1, width], packed [T, 1, width] or pages [pages, page_size, 1, width]; v its first columns,
-    a view of it."""
+class _PerhapsPaged(KeySource):
+    """Rows that lie in pages where there is a page table."""
 
     __slots__ = ()
+    page_table: Tensor | None
+    paged_keys: Tensor | None
 
     @property
     def seqused_k(self) -> Tensor | None:
@@ -49,6 +43,20 @@ class LatentRows(_Rows, KeySource):
     @property
     def sequences(self) -> int | None:
         return None if self.page_table is None else self.page_table.shape[0]
+
+
+class _Rows(NamedTuple):
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None = None
+    paged_keys: Tensor | None = None
+
+
+class LatentRows(_Rows, _PerhapsPaged):
+    """k [B, S, 1, width], packed [T, 1, width] or pages [pages, page_size, 1, width]; v its first columns,
+    a view of it."""
+
+    __slots__ = ()
 
     def longest(self, rows: int) -> int:
         return self.k.shape[rows] * (1 if self.page_table is None else self.page_table.shape[1])
@@ -182,21 +190,13 @@ class _Encoded(NamedTuple):
     paged_keys: Tensor | None = None
 
 
-class EncodedRows(_Encoded, KeySource):
+class EncodedRows(_Encoded, _PerhapsPaged):
     """k and v the bytes of latent rows of a format [B, S, 1, bytes], packed [T, 1, bytes] or
     [pages, page_size, 1, bytes], times `scale`. For each call they are dequantised to the dtype that a CPU
     computes in, or that of the queries on a GPU."""
 
     __slots__ = ()
     values = "format", "value_dim"
-
-    @property
-    def seqused_k(self) -> Tensor | None:
-        return self.paged_keys
-
-    @property
-    def sequences(self) -> int | None:
-        return None if self.page_table is None else self.page_table.shape[0]
 
     def check(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> None:
         check_strided(q, self.k, self.v)

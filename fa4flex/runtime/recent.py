@@ -18,7 +18,7 @@ from fa4flex.primitives.kv_scales import E4M3, KVScales
 from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.call import NO_LENGTHS, Call, Results, Statistics, lengths_of
+from fa4flex.runtime.call import NO_LENGTHS, Call, Results, SequenceLengths, Statistics, lengths_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.known import (
     PLAIN,
@@ -119,16 +119,11 @@ class Recent(Generic[Prepared]):
         kv, lengths, beside = None, NO_LENGTHS, PLAIN
         latent = type(k) is Latent
         if latent or not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
-            if latent and scale is None:
+            if (latent and scale is None) or type(varlen) not in _LENGTHS or type(paging) not in _PAGES:
                 return None
-            if type(varlen) not in _LENGTHS or type(paging) not in _PAGES:
-                return None
-            kv = source_of(k, v, paging, scales)
+            kv, lengths, beside, more = _brought(k, v, varlen, paging, scales)
             if latent:
                 qkv = q, kv.k, kv.v
-            if varlen is not None:
-                lengths = lengths_of(varlen, kv)
-            beside, more = brought(kv, lengths)
             tensors = *qkv, *more
         if others:
             tensors = *tensors, *others
@@ -217,6 +212,15 @@ class Recent(Generic[Prepared]):
         alignments, default = alignments_of(_others(call)), default_scale(call.q.shape[-1])
         common = ready, form, numbers, guard, valid, extents, alignments
         self.known.add(KnownCall(*common, default, call.heads_first, call.statistics, launch))
+
+
+def _brought(
+    k: Any, v: Any, varlen: Varlen | None, paging: Paging | None, scales: KVScales | None
+) -> tuple[KeySource, SequenceLengths, Form, tuple[Tensor, ...]]:
+    """The source of keys and the lengths of a call, and both as `brought` has them."""
+    kv = source_of(k, v, paging, scales)
+    lengths = NO_LENGTHS if varlen is None else lengths_of(varlen, kv)
+    return kv, lengths, *brought(kv, lengths)
 
 
 def _others(call: Call) -> tuple[Tensor, ...]:

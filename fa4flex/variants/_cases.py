@@ -166,6 +166,18 @@ def tokens(s: Sizes, heads: int = 1, width: int = 4) -> tuple[Tensor, Tensor]:
     return q, torch.randn(1, 1, s.kv_len, width, dtype=torch.float64)
 
 
+def selected(
+    s: Sizes, mask: Callable[..., Any], definition: Callable[..., list[set[int]]], top: int
+) -> Drawn:
+    """A case that is the causal mask(q, k, block, top), of which definition(q, k, block, top) says which
+    blocks each query has. There are as many keys as queries, or more."""
+    s = s if s.q_len <= s.kv_len else s.square(s.kv_len)
+    (q, k), block, offset = tokens(s), s.of(64, least=2), s.kv_len - s.q_len
+    wanted = definition(q[0, 0].tolist(), k[0, 0].tolist(), block, top)
+    seen = lambda i, j: j <= i + offset and j // block in wanted[i]  # noqa: E731
+    return masked(s, mask(q, k, block, top), seen)
+
+
 # --- checking -------------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,14 @@ Source: Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, arXiv
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fa4flex.primitives.lists import Lists
+from fa4flex.primitives.mask import Mask
 from fa4flex.select import pool, score, topk
-from fa4flex.variants._cases import Case, Drawn, Sizes, masked, show, tokens
+from fa4flex.variants._cases import Case, selected, show
 from fa4flex.variants._common import whole
 from fa4flex.variants.causal import causal
 
@@ -41,15 +44,11 @@ def definition(q: list[list[float]], k: list[list[float]], block: int, top: int)
     return chosen
 
 
-def _chosen(s: Sizes) -> Drawn:
-    (q, k), block, top = tokens(s), s.of(64, least=2), 3
-    wanted = definition(q[0, 0].tolist(), k[0, 0].tolist(), block, top)
-    offset = s.kv_len - s.q_len
-    seen = lambda i, j: j <= i + offset and j // block in wanted[i]  # noqa: E731
-    return masked(s, moba(q, k, block, top).mask(causal), seen)
+def _mask(*chosen: Any) -> Mask:
+    return moba(*chosen).mask(causal)
 
 
-CASES = (Case(lambda s: _chosen(s if s.q_len <= s.kv_len else s.square(s.kv_len))),)
+CASES = (Case(lambda s: selected(s, _mask, definition, 3)),)
 PICTURE = None
 
 

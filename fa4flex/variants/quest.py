@@ -8,13 +8,16 @@ section 3.3 (algorithm 1).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fa4flex.primitives.lists import Lists
+from fa4flex.primitives.mask import Mask
 from fa4flex.select import pool, score, topk
 from fa4flex.select.pooling import check_tokens
-from fa4flex.variants._cases import Case, Drawn, Sizes, masked, show, tokens
+from fa4flex.variants._cases import Case, selected, show
 from fa4flex.variants._common import whole
 from fa4flex.variants.causal import causal
 
@@ -46,15 +49,11 @@ def definition(q: list[list[float]], k: list[list[float]], page: int, top: int) 
     return chosen
 
 
-def _chosen(s: Sizes) -> Drawn:
-    (q, k), page, top = tokens(s), s.of(64, least=2), 2
-    wanted = definition(q[0, 0].tolist(), k[0, 0].tolist(), page, top)
-    offset = s.kv_len - s.q_len
-    seen = lambda i, j: j <= i + offset and j // page in wanted[i]  # noqa: E731
-    return masked(s, quest(q, k, page, top).mask(causal), seen)
+def _mask(*chosen: Any) -> Mask:
+    return quest(*chosen).mask(causal)
 
 
-CASES = (Case(lambda s: _chosen(s if s.q_len <= s.kv_len else s.square(s.kv_len))),)
+CASES = (Case(lambda s: selected(s, _mask, definition, 2)),)
 PICTURE = None
 
 
