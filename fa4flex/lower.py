@@ -36,7 +36,7 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.block_tables.plan import TablesPlan
 from fa4flex.kernels.plan.captured_sums import CapturedSum, separate, sums_of
 from fa4flex.kernels.plan.inputs import Inputs
-from fa4flex.kernels.plan.pipeline import Direction
+from fa4flex.kernels.plan.pipeline import BY_KEYS, Direction
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers, Sizes
 from fa4flex.kernels.plan.specialize import backward_problem, by_queries, forward_problem
@@ -219,7 +219,7 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, large, ragged)
     keys = facts.keys if problem.row_ends else None
     read = tuple(sorted(slots_read(facts.mask)))
-    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction != "forward", read, keys)
+    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction in BY_KEYS, read, keys)
     return Lowered("tables", facts, bare, plan, _emitted(emit_tables, facts, plan))
 
 

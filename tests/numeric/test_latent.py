@@ -64,18 +64,21 @@ def test_mods_and_masks(name: str, form: str, layout: Any) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    """Errors are at most twice those of the same maths in PyTorch."""
-    q, cache = drawn(dtype=dtype)
-    out = fa4flex.attention(q, latent(cache), mask=causal, scale=SCALE)
-    truth, _ = exact(q, cache, None, causal)
-    k = cache.transpose(1, 2)
-    seen = torch.arange(S) <= torch.arange(SQ)[:, None] + S - SQ
-    same = torch.nn.functional.scaled_dot_product_attention(
-        q, k.expand(B, H, S, WIDTH), k[..., :VALUE].expand(B, H, S, VALUE), seen, scale=SCALE
-    )
-    worst = (same.double() - truth).abs().max().item()
-    assert out.dtype == dtype
-    assert (out.double() - truth).abs().max().item() <= 2 * worst + 1e-7
+    """Errors are at most twice those of the same maths in PyTorch: the worst element's, on the average of
+    many draws, as one's is large by chance."""
+    seen, errors = torch.arange(S) <= torch.arange(SQ)[:, None] + S - SQ, []
+    for _ in range(32):
+        q, cache = drawn(dtype=dtype)
+        out = fa4flex.attention(q, latent(cache), mask=causal, scale=SCALE)
+        truth, _ = exact(q, cache, None, causal)
+        k = cache.transpose(1, 2)
+        same = torch.nn.functional.scaled_dot_product_attention(
+            q, k.expand(B, H, S, WIDTH), k[..., :VALUE].expand(B, H, S, VALUE), seen, scale=SCALE
+        )
+        assert out.dtype == dtype
+        errors.append([(x.double() - truth).abs().max().item() for x in (out, same)])
+    mine, pytorchs = map(sum, zip(*errors, strict=True))
+    assert mine <= 2 * pytorchs
 
 
 def test_statistics_sinks_and_output_functions() -> None:

@@ -135,7 +135,7 @@ def test_gradients_beside_skipping_are_nearly_those_without(seed: int) -> None:
     q, k, v, slopes = leaf(1, 2, 64, 8), leaf(1, 2, 64, 8), leaf(1, 2, 64, 8), leaf(2)
 
     def near(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return s - (2 + slopes[h] * slopes[h]) * (q_idx - kv_idx).abs()
+        return s - (5 + slopes[h] * slopes[h]) * (q_idx - kv_idx).abs()
 
     options: dict[str, Any] = {"dropout": fresh(), "schedule": Schedule(tile=(8, 8))}
     found = []

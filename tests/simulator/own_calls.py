@@ -111,8 +111,8 @@ def _bounded() -> Iterator[None]:
         made = HostMemory(strict=True, **more)
         gc.unfreeze()  # what is frozen is not among the objects
         for tensor in gc.get_objects():
-            # Tensors of transforms have no memory.
-            plain = type(tensor) is torch.Tensor and not is_wrapped(tensor)
+            # Tensors of transforms and sparse tensors have no memory at one address.
+            plain = type(tensor) is torch.Tensor and not is_wrapped(tensor) and tensor.layout is torch.strided
             if plain and tensor.device.type == "cpu" and tensor.numel():
                 storage = tensor.untyped_storage()
                 made.register("a tensor", storage.data_ptr(), storage.nbytes())

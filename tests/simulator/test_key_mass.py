@@ -186,6 +186,17 @@ def test_block_maps(seed: int) -> None:
     close(found, true(q, k, lse, {"mask": mask}))
 
 
+@pytest.mark.parametrize(("maker", "width"), [("device", 64), ("host", 96)])
+def test_tables_by_keys(maker: str, width: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a table is a tile of keys, whoever makes it: here tiles of queries and keys differ in number,
+    and in what is listed. The width decides that no launch of the other maker is found."""
+    if maker == "host":
+        monkeypatch.setattr("fa4flex.runtime.cuda.tables.block_tables.MOST_BYTES", 0)
+    pairs = torch.rand(N, N) < 0.5
+    pairs[:192, 128:] = False
+    judged({"mask": lambda b, h, q_idx, kv_idx: pairs[q_idx, kv_idx]}, *tensors(N, N, width))
+
+
 RAGGED = ([150, 1, 70], [40, 200, 129])
 USED = ([130, 0, 61], [40, 177, 3])
 

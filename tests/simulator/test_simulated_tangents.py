@@ -155,6 +155,14 @@ def test_variant(name: str, width: Any, heads: Heads) -> None:
     check(name, width, heads)
 
 
+@pytest.mark.parametrize(("maker", "width"), [("device", 64), ("host", 96)])
+def test_tables_by_queries(maker: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a table is a tile of queries, whoever makes it. Widths differ, or launches would be found."""
+    if maker == "host":
+        monkeypatch.setattr("fa4flex.runtime.cuda.tables.block_tables.MOST_BYTES", 0)
+    check("tables", width, (1, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_tangents_of_some(which: tuple[int, ...]) -> None:

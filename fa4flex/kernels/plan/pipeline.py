@@ -21,6 +21,9 @@ SUMMED_OR_NOT: tuple[Weights, ...] = ("softmax", "elementwise")
 
 Direction = Literal["forward", "backward", "tangents", "mass", "tables", "sequences", "append", "lists"]
 
+BY_KEYS: frozenset[Direction] = frozenset({"backward", "mass"})
+"""Passes whose blocks keep a tile of keys and visit tiles of queries; others the other way round."""
+
 
 class Plan(Protocol):
     """Everything about a kernel that is decided before any of its code is written."""

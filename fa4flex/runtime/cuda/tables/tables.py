@@ -13,6 +13,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.contents import on_host
 from fa4flex.kernels.block_tables.config import PIECE
 from fa4flex.kernels.plan.arguments import BLOCK_TABLES
+from fa4flex.kernels.plan.pipeline import BY_KEYS
 from fa4flex.runtime.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.signatures import Kinds, numbers_of, signature_of
@@ -74,7 +75,7 @@ def on_the_host(call: Call, lowered: Lowered, numbers: tuple[int | float, ...]) 
     check_lengths(call)
     shape, tile, captured = call.extents(), lowered.plan.tile, Captured(call.operands, numbers)
     maps = maps_of(call, lowered, captured)
-    if lowered.direction != "backward":
+    if lowered.direction not in BY_KEYS:
         # A padded batch has tiles that no sequence uses, and whose pointers are read like any others.
         made = to_device(maps, shape, call.q.device, 1 if call.packed else -(-shape.q_len // tile[0]))
         return _without_ends(made, lowered.problem.row_ends, shape)
