@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from fa4flex.integrations.sdpa_calls import Asked, serve
+from fa4flex.jagged import is_jagged
 from fa4flex.torch_internals import constant_in_graphs
 
 __all__ = ["Patch", "patch_sdpa"]
@@ -30,6 +32,9 @@ _torch_sdpa = F.scaled_dot_product_attention
 _active: tuple[Patch, ...] = ()
 _wrapped = False
 """True once others put a function of theirs around ours, which they still call."""
+
+_outside = 0
+"""Number of calls that run with torch's function in its place."""
 
 _changing = threading.Lock()
 
@@ -122,16 +127,38 @@ def scaled_dot_product_attention(
 
     options: `scale` and `enable_gqa`
     """
-    active, traced = _active, torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
-    if active and not traced and not torch.compiler.is_exporting():
+    active, compiling = _active, torch.compiler.is_dynamo_compiling()
+    exporting = torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not compiling)
+    if active and not exporting:
         asked = Asked.of(dropout_p, is_causal, options)
         result = serve((query, key, value), attn_mask, asked, active[-1].cpu)
         if not isinstance(result, str):
             _count(SERVED)
             return result
         _count(result)
+        if has_torch_function((query, key, value, attn_mask)) and not is_jagged(query):
+            run = _without_patch if not compiling else torch.compiler.disable(_without_patch)
+            return run(query, key, value, attn_mask, dropout_p, is_causal, **options)
     own: Tensor = _torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return own
+
+
+def _without_patch(*arguments: Any, **options: Any) -> Tensor:
+    """torch's function, in its place: subclasses of tensors recognise it by comparing it with what stands there
+    (torch.nn.attention.bias does). Calls of other threads are torch's meanwhile."""
+    global _outside
+    with _changing:
+        _outside += 1
+        if F.scaled_dot_product_attention is scaled_dot_product_attention:
+            F.scaled_dot_product_attention = _torch_sdpa
+    try:
+        own: Tensor = _torch_sdpa(*arguments, **options)
+        return own
+    finally:
+        with _changing:
+            _outside -= 1
+            if _active and not _outside and F.scaled_dot_product_attention is _torch_sdpa:
+                F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
 
 
 @constant_in_graphs

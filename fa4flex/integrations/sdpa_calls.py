@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from fa4flex import variants
 from fa4flex.api import Attention, attention, compile
 from fa4flex.errors import UnsupportedError
 from fa4flex.jagged import is_jagged
@@ -61,8 +63,8 @@ def serve(qkv: tuple[Any, Any, Any], mask: Any, asked: Asked, cpu: bool) -> Tens
     inputs = _nested(qkv, mask, asked.is_causal) if any(map(is_jagged, qkv)) else _strided(qkv, mask)
     if isinstance(inputs, str):
         return inputs
-    table = Mask(inputs.mask)
-    reason = _fit(inputs.dense, asked, cpu) or table.reason(inputs.dense, asked.is_causal)
+    table = Mask(asked.is_causal)
+    reason = _fit(inputs.dense, asked, cpu) or table.take(inputs.mask, inputs.dense)
     if reason is not None:
         return reason
     try:
@@ -129,7 +131,7 @@ def _strided(qkv: QKV, mask: Any) -> Inputs | str:
     rank = q.dim()
     if rank < 2 or k.dim() != rank or v.dim() != rank:
         return "tensors of several ranks, or of one below 2"
-    if isinstance(mask, Tensor) and mask.dim() > rank:
+    if isinstance(mask, Tensor) and mask.dim() > rank and not isinstance(mask, CausalBias):
         return "a mask of higher rank than queries"
     if rank > 4:
         return _flattened(qkv, mask)
@@ -154,7 +156,7 @@ def _flattened(qkv: QKV, mask: Any) -> Inputs | str:
     lead = q.shape[:-3]
     if k.shape[:-3] != lead or v.shape[:-3] != lead or 0 in lead:
         return "tensors that are broadcast over several dimensions"
-    if isinstance(mask, Tensor) and mask.dim() > 3:
+    if isinstance(mask, Tensor) and mask.dim() > 3 and not isinstance(mask, CausalBias):
         if mask.shape[:-3] != lead:
             return "a mask that is broadcast over several dimensions"
         mask = mask.flatten(0, -4)
@@ -184,14 +186,12 @@ def _nested(qkv: tuple[Any, Any, Any], mask: Any, is_causal: bool) -> Inputs | s
 
 def _fit(dense: QKV, asked: Asked, cpu: bool) -> str | None:
     """The reason for which tensors of rank 4 are torch's; None for those that mean the same here."""
-    compiling = torch.compiler.is_dynamo_compiling()
-    plain = all([type(x) in (Tensor, Parameter) for x in dense]) if compiling else not launch.observed(*dense)
-    if not plain:
+    if not _are_plain(*dense):
         return NOT_PLAIN
     q, k, v = dense
     if not q.device == k.device == v.device or not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         return "several devices or dtypes, or none that is computed with"
-    kernels = launch.by_kernels(_attention(False).variant, q)
+    kernels = launch.by_kernels(_attention(None).variant, q)
     if not kernels and not (cpu and q.device.type == "cpu"):
         advice = ", which patch_sdpa(cpu=True) serves" if q.device.type == "cpu" else ""
         return f"no kernels for tensors on {q.device.type}{advice}"
@@ -201,7 +201,9 @@ def _fit(dense: QKV, asked: Asked, cpu: bool) -> str | None:
     if asked.dropout_p and kernels and max(q.shape[3], v.shape[3]) > WIDEST_DROPPED:
         return "dropout in wide heads"
     # Code that is compiled cannot hand on what a kernel refuses once it runs.
-    return _refused(str(q.dtype), int(q.shape[3]), int(v.shape[3])) if compiling and kernels else None
+    if not kernels or not torch.compiler.is_dynamo_compiling():
+        return None
+    return _refused(str(q.dtype), int(q.shape[3]), int(v.shape[3]))
 
 
 WIDEST_DROPPED = 128
@@ -226,41 +228,47 @@ def _shapes(qkv: QKV, enable_gqa: bool) -> str | None:
 def _refused(dtype: str, width: int, width_v: int) -> str | None:
     """The reason for which there is no kernel for such heads on this machine's GPU; None where there is."""
     try:
-        _attention(False).source("plan", dtype=dtype.removeprefix("torch."), head_dim=width, head_dim_v=width_v)
+        _attention(None).source("plan", dtype=dtype.removeprefix("torch."), head_dim=width, head_dim_v=width_v)
     except UnsupportedError as error:
         return error.given
     return None
 
 
 class Mask:
-    """An attn_mask, and along which dimensions it varies.
+    """An attn_mask: what of it attention computes with.
 
-    table   of rank 4, of size 1 where it does not vary; None without a mask
+    causal  a causal mask's alignment, None of others
+    table   of rank 4, of size 1 where it does not vary; None without a mask, and of causal ones
     varies  whether it varies with the entry, the head, the query, the key
     """
 
-    __slots__ = ("given", "table", "varies")
+    __slots__ = ("causal", "table", "varies")
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, is_causal: bool) -> None:
+        self.causal: Alignment | None = "top_left" if is_causal else None
         self.table: Tensor | None = None
         self.varies: tuple[bool, ...] = (False,) * 4
 
-    def reason(self, qkv: QKV, is_causal: bool) -> str | None:
-        """The reason for which the mask is torch's; None for a map, or a bias, of the scores of q and k."""
-        x, (q, k, _) = self.given, qkv
+    def take(self, x: Any, qkv: QKV) -> str | None:
+        """Take an attn_mask for the scores of q and k, or give the reason for which it is torch's."""
         if x is None:
             return None
-        if is_causal:
+        if self.causal is not None:
             return "a mask and is_causal"
-        compiling = torch.compiler.is_dynamo_compiling()
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or not (compiling or _is_plain(x)):
+        q_len, kv_len = qkv[0].shape[2], qkv[1].shape[2]
+        if isinstance(x, CausalBias) and (x.seq_len_q, x.seq_len_kv) == (q_len, kv_len):
+            self.causal = "top_left" if x.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+            return None
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or not _are_plain(x):
             return "a mask that is no plain tensor"
+        return self._take_table(x, qkv[0], (*qkv[0].shape[:3], kv_len))
+
+    def _take_table(self, x: Tensor, q: Tensor, shape: tuple[int, ...]) -> str | None:
         if x.device != q.device or x.dtype not in (torch.bool, q.dtype, torch.float32):
             return "a mask of another device or dtype"
         if not 2 <= x.dim() <= 4:
             return f"a mask of rank {x.dim()}"
-        table, shape = x[(None,) * (4 - x.dim())], (*q.shape[:3], k.shape[2])
+        table = x[(None,) * (4 - x.dim())]
         if any([size not in (1, extent) for size, extent in zip(table.shape, shape, strict=True)]):
             return "a mask of another shape"
         for dim in range(4):  # the gradient of one that has some is of its whole shape
@@ -271,8 +279,11 @@ class Mask:
         return None if any(self.varies) else "a mask of one element"
 
 
-def _is_plain(x: Tensor) -> bool:
-    return not launch.observed(x)
+def _are_plain(*tensors: Tensor) -> bool:
+    """True if nothing but Dynamo sees what is done with tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        return all([type(x) in (Tensor, Parameter) for x in tensors])
+    return not launch.observed(*tensors)
 
 
 # --- its output ---------------------------------------------------------------------------------------------
@@ -283,7 +294,7 @@ def _attend(qkv: QKV, mask: Mask, asked: Asked) -> Tensor:
     table, (batch, head, row, key) = mask.table, mask.varies
     out: Tensor
     if table is None:
-        out = _attention(asked.is_causal)(*qkv, **options)
+        out = _attention(mask.causal)(*qkv, **options)
         return out
 
     def at(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -297,12 +308,15 @@ def _attend(qkv: QKV, mask: Mask, asked: Asked) -> Tensor:
     return out
 
 
-def _attention(is_causal: bool) -> Attention:
-    return _made(is_causal) if torch.compiler.is_dynamo_compiling() else _kept(is_causal)
+Alignment = Literal["top_left", "bottom_right"]
 
 
-def _made(is_causal: bool) -> Attention:
-    return compile(mask=_top_left if is_causal else None)
+def _attention(causal: Alignment | None) -> Attention:
+    return _made(causal) if torch.compiler.is_dynamo_compiling() else _kept(causal)
+
+
+def _made(causal: Alignment | None) -> Attention:
+    return compile(mask=None if causal is None else _CAUSAL[causal])
 
 
 _kept = cache(_made)
@@ -310,3 +324,6 @@ _kept = cache(_made)
 
 def _top_left(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
+
+
+_CAUSAL: dict[Alignment, Any] = {"top_left": _top_left, "bottom_right": variants.causal}
