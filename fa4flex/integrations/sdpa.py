@@ -50,13 +50,14 @@ def patch_sdpa(*, cpu: bool = False) -> Patch:
 
     cpu  serve float calls on a CPU as well; without it torch's own function does
 
-    Served are q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev] of one dtype, or with fewer or more leading
-    dimensions, which k and v may repeat; and nested tensors of layout torch.jagged, [B, H, ragged, E]. With
-    `is_causal` (aligned top-left, as torch has it), boolean masks, float masks with their gradients,
-    `dropout_p` (other pairs than torch's, drawn from the same generator), `scale` and `enable_gqa`; eager and
-    in graphs of torch.compile. All else goes to torch's function: other shapes and devices, what torch.export
-    traces, transforms, subclasses of tensors, and calls where `sdpa_kernel` rules out flash attention.
-    `Patch.calls` counts both, with reasons, and each reason is warned of once.
+    Served are q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev] of one dtype, with fewer or more leading
+    dimensions as well, B and Hkv repeated where they are 1; and nested tensors [B, H, ragged, E] of layout
+    torch.jagged. With `is_causal` (aligned top-left, as torch has it), torch's causal biases, boolean masks,
+    float masks with their gradients, `dropout_p` (other pairs than torch's, drawn from the same generator),
+    `scale` and `enable_gqa`; eager, and in code that torch.compile traces. All else goes to torch's function:
+    other shapes and devices, what torch.export traces, transforms, subclasses of tensors, and calls where
+    `sdpa_kernel` rules out flash attention. `Patch.calls` counts both, with reasons, each of which is warned
+    of once.
 
     Code that imported the function by its name before, and torch's C++ modules, keep torch's.
     """
@@ -86,7 +87,7 @@ class Patch:
         self._told: set[str] = set()
 
     def count(self, outcome: str) -> None:
-        """Count a call that was served, or a reason for which one was not, which is warned of if it is new."""
+        """Count a call that was served, or a reason for which one was not. A new reason is warned of."""
         self.calls[outcome] += 1
         if outcome == SERVED or outcome in self._told:
             return
@@ -128,8 +129,7 @@ def scaled_dot_product_attention(
     options: `scale` and `enable_gqa`
     """
     active, compiling = _active, torch.compiler.is_dynamo_compiling()
-    exporting = torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not compiling)
-    if active and not exporting:
+    if active and not torch.compiler.is_exporting():
         asked = Asked.of(dropout_p, is_causal, options)
         result = serve((query, key, value), attn_mask, asked, active[-1].cpu)
         if not isinstance(result, str):
@@ -144,8 +144,9 @@ def scaled_dot_product_attention(
 
 
 def _without_patch(*arguments: Any, **options: Any) -> Tensor:
-    """torch's function, in its place: subclasses of tensors recognise it by comparing it with what stands there
-    (torch.nn.attention.bias does). Calls of other threads are torch's meanwhile."""
+    """The output of torch's function, in its place: subclasses of tensors, as those of
+    torch.nn.attention.bias, recognise it by what stands there. Calls of other threads are torch's meanwhile.
+    """
     global _outside
     with _changing:
         _outside += 1

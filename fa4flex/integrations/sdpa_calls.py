@@ -1,7 +1,7 @@
-"""Calls of scaled_dot_product_attention: which of them attention of fa4flex means the same for, and their output.
+"""Calls of scaled_dot_product_attention: which of them mean the same to fa4flex, and their output.
 
-A call is brought to tensors of rank 4, or nested ones, without copies. What does not fit is told as a reason in
-words, in eager code and in code that torch.compile traces.
+A call is brought to tensors of rank 4, or nested ones. What does not fit is told as a reason in words, in
+eager code and in code that torch.compile traces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, dropout_p: Any, is_causal: Any, options: dict[str, Any]) -> Asked:
-        unknown = any([name not in ("scale", "enable_gqa") for name in options])
+        unknown = any(name not in ("scale", "enable_gqa") for name in options)
         scale, enable_gqa = options.get("scale"), options.get("enable_gqa", False)
         return cls(dropout_p, bool(is_causal), scale, bool(enable_gqa), unknown)
 
@@ -79,7 +79,9 @@ def serve(qkv: tuple[Any, Any, Any], mask: Any, asked: Asked, cpu: bool) -> Tens
 
 def _surroundings(qkv: tuple[Any, Any, Any]) -> str | None:
     """The reason for which calls are torch's where this one is made, or that it has no tensors."""
-    if not all([isinstance(x, Tensor) for x in qkv]) or _transformed():
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        return "a function that a graph has whole, as it has torch.nn.MultiheadAttention's"
+    if not all(isinstance(x, Tensor) for x in qkv) or _transformed():
         return NOT_PLAIN
     if function_modes() and _other_modes():
         return "a mode of torch's functions"
@@ -126,7 +128,7 @@ class Inputs(NamedTuple):
 def _strided(qkv: QKV, mask: Any) -> Inputs | str:
     """Tensors with any number of leading dimensions, or the reason for which they are torch's."""
     q, k, v = qkv
-    if any([x.layout is not torch.strided or x.is_quantized for x in qkv]):
+    if any(x.layout is not torch.strided or x.is_quantized for x in qkv):
         return "tensors that are not strided"
     rank = q.dim()
     if rank < 2 or k.dim() != rank or v.dim() != rank:
@@ -169,7 +171,7 @@ def _nested(qkv: tuple[Any, Any, Any], mask: Any, is_causal: bool) -> Inputs | s
     q, k, v = qkv
     if mask is not None:
         return "a mask of nested tensors"
-    if not all([is_jagged(x) and x.dim() == 4 for x in qkv]):
+    if not all(is_jagged(x) and x.dim() == 4 for x in qkv):
         return "nested tensors of another rank than 4, or beside others"
     values = q.values(), k.values(), v.values()
     for x, packed in zip(qkv, values, strict=True):
@@ -228,7 +230,9 @@ def _shapes(qkv: QKV, enable_gqa: bool) -> str | None:
 def _refused(dtype: str, width: int, width_v: int) -> str | None:
     """The reason for which there is no kernel for such heads on this machine's GPU; None where there is."""
     try:
-        _attention(None).source("plan", dtype=dtype.removeprefix("torch."), head_dim=width, head_dim_v=width_v)
+        _attention(None).source(
+            "plan", dtype=dtype.removeprefix("torch."), head_dim=width, head_dim_v=width_v
+        )
     except UnsupportedError as error:
         return error.given
     return None
@@ -269,7 +273,7 @@ class Mask:
         if not 2 <= x.dim() <= 4:
             return f"a mask of rank {x.dim()}"
         table = x[(None,) * (4 - x.dim())]
-        if any([size not in (1, extent) for size, extent in zip(table.shape, shape, strict=True)]):
+        if any(size not in (1, extent) for size, extent in zip(table.shape, shape, strict=True)):
             return "a mask of another shape"
         for dim in range(4):  # the gradient of one that has some is of its whole shape
             if table.shape[dim] > 1 and table.stride(dim) == 0 and not x.requires_grad:
@@ -282,7 +286,7 @@ class Mask:
 def _are_plain(*tensors: Tensor) -> bool:
     """True if nothing but Dynamo sees what is done with tensors."""
     if torch.compiler.is_dynamo_compiling():
-        return all([type(x) in (Tensor, Parameter) for x in tensors])
+        return all(type(x) in (Tensor, Parameter) for x in tensors)
     return not launch.observed(*tensors)
 
 
@@ -304,7 +308,8 @@ def _attend(qkv: QKV, mask: Mask, asked: Asked) -> Tensor:
         return score + at(b, h, q_idx, kv_idx)
 
     composed: dict[str, Any] = {"mask": at} if table.dtype == torch.bool else {"score_mod": biased}
-    out = attention(*qkv, **options, **composed)
+    q, k, v = qkv
+    out = attention(q, k, v, **options, **composed)
     return out
 
 

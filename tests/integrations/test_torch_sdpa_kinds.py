@@ -1,5 +1,5 @@
-"""What patch_sdpa serves besides tensors of rank 4: other ranks, causal biases, nested tensors, torch's modules;
-eager and compiled, beside the oracle and torch's own function."""
+"""What patch_sdpa serves besides plain calls of rank 4: other ranks, causal biases, nested tensors, graphs
+and torch's modules, beside the oracle and torch's own function."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ def test_no_less_exact_than_torchs_own(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 4, 48, 16).to(dtype) for _ in range(3))
     bias = torch.randn(4, 48, 48).to(dtype)
     exact, _ = reference.attention(q, k, v, lambda s, b, h, i, j: s + bias.double()[h, i, j])
-    errors = [(x.double() - exact).abs().max() for x in (served(lambda f: f, q, k, v, bias), OWN(q, k, v, bias))]
+    errors = [
+        (x.double() - exact).abs().max() for x in (served(lambda f: f, q, k, v, bias), OWN(q, k, v, bias))
+    ]
     assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps * exact.abs().max()
 
 
@@ -198,7 +200,9 @@ def test_subclasses_recognise_torchs_function_whatever_happens_meanwhile(monkeyp
     assert sdpa(x, x, x) == "recognised" and F.scaled_dot_product_attention is OWN
 
     again: list[Any] = []
-    monkeypatch.setattr(Recognising, "during", staticmethod(lambda: again.append(fa4flex.patch_sdpa(cpu=True))))
+    monkeypatch.setattr(
+        Recognising, "during", staticmethod(lambda: again.append(fa4flex.patch_sdpa(cpu=True)))
+    )
     with fa4flex.patch_sdpa(cpu=True):
         assert sdpa(x, x, x) == "recognised" and F.scaled_dot_product_attention is ours
     again.pop().remove()
@@ -208,7 +212,8 @@ def test_subclasses_recognise_torchs_function_whatever_happens_meanwhile(monkeyp
     results: list[Any] = []
     with fa4flex.patch_sdpa(cpu=True):
         threads = [
-            threading.Thread(target=lambda: results.extend(sdpa(x, x, x) for _ in range(50))) for _ in range(4)
+            threading.Thread(target=lambda: results.extend(sdpa(x, x, x) for _ in range(50)))
+            for _ in range(4)
         ]
         for thread in threads:
             thread.start()
@@ -247,10 +252,6 @@ def agree_nested(out: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> N
     torch.testing.assert_close([x.values() for x in got], [x.values() for x in want])
 
 
-def other_offsets(x: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(torch.randn_like(x.values()), x.offsets())
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @WAYS
@@ -258,7 +259,9 @@ def test_nested_tensors(way: Any, kv_heads: int, is_causal: bool) -> None:
     q = jagged(4, Q_LENGTHS)
     shape = q.values().shape[0], kv_heads, 8
     k, v = (
-        torch.nested.nested_tensor_from_jagged(torch.randn(shape, dtype=torch.float64), q.offsets()).requires_grad_()
+        torch.nested.nested_tensor_from_jagged(
+            torch.randn(shape, dtype=torch.float64), q.offsets()
+        ).requires_grad_()
         for _ in range(2)
     )
     run = way(nested_block)
@@ -285,7 +288,7 @@ def test_nested_keys_of_other_lengths_and_what_torch_gives() -> None:
 
 @WAYS
 def test_nested_projections_are_read_as_they_lie(way: Any) -> None:
-    """Values of a chunk of one projection have strides of their own; torch has no kernel for them on a CPU."""
+    """Chunks of one projection have strides of their own; torch has no kernel for them on a CPU."""
     project = nn.Linear(12, 3 * 4 * 8, dtype=torch.float64)
     x = torch.nested.nested_tensor(
         [torch.randn(n, 12, dtype=torch.float64) for n in Q_LENGTHS], layout=torch.jagged, requires_grad=True
@@ -329,12 +332,20 @@ def test_nested_tensors_that_are_torchs() -> None:
     assert "is_causal" in reason(q, other, other, is_causal=True)
     assert "several batches" in reason(*(jagged(4, n).transpose(1, 2) for n in ((3, 2), (3,), (3,))))
     assert "beside others" in reason(q, torch.randn(4, 4, 5, 8), q)
-    turned = q.transpose(1, 2)
-    assert "[B, heads, ragged, channels]" in reason(turned, turned, turned)
     padded = torch.randn(2, 6, 4, 8, dtype=torch.float64)
     lengths = torch.tensor([2, 6])
     holes = torch.nested.narrow(padded, 1, torch.zeros(2, dtype=torch.int64), lengths, layout=torch.jagged)
     assert "holes" in reason(*[holes.transpose(1, 2)] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:scaled_dot_product_attention runs")
+def test_tokens_first_means_what_it_means_to_torch() -> None:
+    """Of [B, ragged, H, D] torch takes the tokens for a batch, whose call comes here again."""
+    q = jagged(4, Q_LENGTHS)
+    with fa4flex.patch_sdpa(cpu=True) as patch:
+        out = sdpa(q, q, q)
+    assert patch.calls == {SERVED: 1, "nested tensors that are not [B, heads, ragged, channels]": 1}
+    torch.testing.assert_close(out.values(), OWN(q, q, q).values())
 
 
 # --- torch.compile ------------------------------------------------------------------------------------------
@@ -367,7 +378,10 @@ def test_graphs_follow_patches_lengths_and_contents() -> None:
         allowed.logical_not_()
         torch.testing.assert_close(run(q, k, v, allowed), OWN(q, k, v, allowed) * 2)
         for n in (9, 12, 20):
-            k2, v2 = torch.randn(2, 4, n, 8, dtype=torch.float64), torch.randn(2, 4, n, 8, dtype=torch.float64)
+            k2, v2 = (
+                torch.randn(2, 4, n, 8, dtype=torch.float64),
+                torch.randn(2, 4, n, 8, dtype=torch.float64),
+            )
             m2 = torch.rand(5, n) > 0.4
             torch.testing.assert_close(run(q, k2, v2, m2), OWN(q, k2, v2, m2) * 2)
         assert patch.calls[SERVED] <= 3  # lengths became dynamic
@@ -471,7 +485,10 @@ def test_multihead_attention(kind: str, batch_first: bool) -> None:
         "causal": {"attn_mask": causal},
         "is_causal": {"attn_mask": causal, "is_causal": True},
         "padding": {"key_padding_mask": padding},
-        "both": {"attn_mask": causal, "key_padding_mask": torch.zeros_like(padding).double().masked_fill(padding, -torch.inf)},
+        "both": {
+            "attn_mask": causal,
+            "key_padding_mask": torch.zeros_like(padding).double().masked_fill(padding, -torch.inf),
+        },
         "per head": {"attn_mask": torch.randn(8, 6, 6, dtype=torch.float64)},
     }[kind]
     expected = layer(x, x, x, need_weights=False, **options)[0]
@@ -481,24 +498,64 @@ def test_multihead_attention(kind: str, batch_first: bool) -> None:
     agree(out, expected, (x, *layer.parameters()))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_of_transformers(training: bool, compiled: bool) -> None:
-    encoder = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, dtype=torch.float64).train(training)
-    decoder = nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True, dtype=torch.float64).train(training)
-    x, y = leaf(2, 6, 32), leaf(2, 9, 32)
-    mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, **how)
+        self.decoder = nn.TransformerDecoderLayer(32, 4, 64, **how)
+        self.causal = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
 
-    def model(x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = decoder(y, encoder(x), tgt_mask=mask, tgt_is_causal=True)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.decoder(y, self.encoder(x), tgt_mask=self.causal, tgt_is_causal=True)
         return out
 
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_of_transformers(training: bool) -> None:
+    model, x, y = Layers().train(training), leaf(2, 6, 32), leaf(2, 9, 32)
     expected = model(x, y)
-    run = graph(model) if compiled else model
     with fa4flex.patch_sdpa(cpu=True) as patch:
-        out = run(x, y)
+        out = model(x, y)
     assert patch.calls == {SERVED: 3}
-    agree(out, expected, (x, y, *encoder.parameters(), *decoder.parameters()))
+    agree(out, expected, (x, y, *model.parameters()))
+
+
+def test_modules_that_graphs_have_whole_keep_torchs_and_say_so() -> None:
+    """Graphs, and what is kept of them on disk, would not tell with which function they were made."""
+    model, x, y = Layers(), leaf(2, 6, 32), leaf(2, 9, 32)
+    expected = model(x, y)
+    run = graph(model)
+    with (
+        fa4flex.patch_sdpa(cpu=True) as patch,
+        pytest.warns(UserWarning, match=r"torch.nn.MultiheadAttention"),
+    ):
+        out = run(x, y)
+    assert SERVED not in patch.calls
+    agree(out, expected, (x, y, *model.parameters()))
+
+
+class SelfAttention(nn.Module):
+    """A user's own module, as models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+@WAYS
+def test_modules_of_users(way: Any) -> None:
+    model, x = nn.Sequential(SelfAttention(), SelfAttention()), leaf(2, 6, 32)
+    expected = model(x)
+    run = way(model)
+    with fa4flex.patch_sdpa(cpu=True) as patch:
+        out = run(x)
+    assert patch.calls == {SERVED: 2}
+    agree(out, expected, (x, *model.parameters()))
 
 
 def test_torchs_module_in_one_kernel_keeps_it() -> None:
