@@ -43,6 +43,9 @@ def graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WAYS = pytest.mark.parametrize("way", [lambda f: f, graph], ids=["eager", "compiled"])
+SLOW_IN_GRAPHS = pytest.mark.parametrize(
+    "way", [lambda f: f, pytest.param(graph, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 
 
 def agree(out: Tensor, expected: Tensor, inputs: Any) -> None:
@@ -78,7 +81,7 @@ LEADING = {
 
 
 @pytest.mark.parametrize("leading", LEADING.values(), ids=LEADING)
-@WAYS
+@SLOW_IN_GRAPHS
 def test_any_leading_dimensions(way: Any, leading: tuple[tuple[int, ...], ...]) -> None:
     q, k, v = (leaf(*lead, *rows) for lead, rows in zip(leading, ((5, 8), (7, 8), (7, 6)), strict=True))
     agree(served(way, q, k, v, is_causal=True), OWN(q, k, v, is_causal=True), (q, k, v))
@@ -149,7 +152,7 @@ def test_no_less_exact_than_torchs_own(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("made", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (7, 5), (6, 6)])
-@WAYS
+@SLOW_IN_GRAPHS
 def test_causal_biases(way: Any, made: Any, q_len: int, kv_len: int) -> None:
     q, k, v = leaf(2, 4, q_len, 8), leaf(2, 4, kv_len, 8), leaf(2, 4, kv_len, 8)
     bias = made(q_len, kv_len)
@@ -254,7 +257,7 @@ def agree_nested(out: Tensor, expected: Tensor, leaves: tuple[Tensor, ...]) -> N
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@WAYS
+@SLOW_IN_GRAPHS
 def test_nested_tensors(way: Any, kv_heads: int, is_causal: bool) -> None:
     q = jagged(4, Q_LENGTHS)
     shape = q.values().shape[0], kv_heads, 8
