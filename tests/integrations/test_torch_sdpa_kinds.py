@@ -1,4 +1,4 @@
-"""What patch_sdpa serves besides plain calls of rank 4: other ranks, causal biases, nested tensors, graphs
+"""Calls that patch_sdpa serves besides plain ones of rank 4: other ranks, causal biases, nested tensors, graphs
 and torch's modules, beside the oracle and torch's own function."""
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def test_nested_tensors_that_are_torchs() -> None:
 
 @pytest.mark.filterwarnings("ignore:scaled_dot_product_attention runs")
 def test_tokens_first_means_what_it_means_to_torch() -> None:
-    """Of [B, ragged, H, D] torch takes the tokens for a batch, whose call comes here again."""
+    """torch takes the tokens of [B, ragged, H, D] for a batch, whose call comes here again."""
     q = jagged(4, Q_LENGTHS)
     with fa4flex.patch_sdpa(cpu=True) as patch:
         out = sdpa(q, q, q)
