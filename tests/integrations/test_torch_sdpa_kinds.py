@@ -1,4 +1,4 @@
-"""Calls that patch_sdpa serves besides plain ones of rank 4: other ranks, causal biases, nested tensors, graphs
+"""Calls that patch_sdpa serves besides plain ones: other ranks, causal biases, nested tensors, compiled code
 and torch's modules, beside the oracle and torch's own function."""
 
 from __future__ import annotations
