@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,27 +22,31 @@ from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.quantization.choice import Scores, chosen
 from fa4flex.variants import alibi, causal, sigmoid_attention, softcap
 
-CASES = int(os.environ.get("FA4FLEX_RANDOM_CHOICES", "100"))
+CASES = int(os.environ.get("FA4FLEX_RANDOM_CHOICES", "1000"))
+BATCH = 20
+"""Cases that are computed together."""
 BFLOAT16 = ("bfloat16", "bfloat16")
 E4M3 = torch.float8_e4m3fn
 
 
-def drawn(heads: int = 4, kv_heads: int = 2, rows: int = 9, keys: int = 40, width: int = 32) -> list[Tensor]:
-    return [torch.randn(1, h, n, width) for h, n in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]
+def drawn(
+    heads: int = 4, kv_heads: int = 2, rows: int = 9, keys: int = 40, width: int = 32, batch: int = 1
+) -> list[Tensor]:
+    return [torch.randn(batch, h, n, width) for h, n in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]
 
 
 def hard(x: list[Tensor]) -> list[Tensor]:
     """The tensors with sizes, outliers, offsets and signs at random, by head."""
     q, k, v = x
     for t in (q, k, v):
-        t *= 10 ** torch.empty(t.shape[1]).uniform_(-1.5, 0.7).view(1, -1, 1, 1)
+        t *= 10 ** torch.empty(t.shape[:2]).uniform_(-1.5, 0.7)[:, :, None, None]
     if random.random() < 0.4:
-        k[..., random.randrange(k.shape[-1])] += random.uniform(-20, 20)
+        k[::2, ..., random.randrange(k.shape[-1])] += random.uniform(-20, 20)
     if random.random() < 0.4:
         t = random.choice((q, k, v))
-        t[0, random.randrange(t.shape[1]), random.randrange(t.shape[2])] *= 30
+        t[::3, random.randrange(t.shape[1]), random.randrange(t.shape[2])] *= 30
     if random.random() < 0.3:
-        v.abs_()
+        v[1:].abs_()
     if random.random() < 0.2:
         random.choice((q, k, v))[:, 0] = 0
     return x
@@ -53,7 +58,9 @@ def attend(x: Any, mod: Any, scale: float, sinks: Tensor | None, narrow: Tensor 
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q @ k.mT + (0 if x[3] is None else x[3].double().unsqueeze(-1))
     s = mod(s * scale)
-    logits = s if sinks is None else torch.cat([s, sinks.view(1, -1, 1, 1).expand(1, -1, s.shape[2], 1)], -1)
+    logits = (
+        s if sinks is None else torch.cat([s, sinks.view(1, -1, 1, 1).expand(len(s), -1, s.shape[2], 1)], -1)
+    )
     p = torch.softmax(logits, -1)[..., : s.shape[-1]]
     if narrow is not None:
         largest = p.amax(-1, True).clamp(min=1e-300)
@@ -62,50 +69,53 @@ def attend(x: Any, mod: Any, scale: float, sinks: Tensor | None, narrow: Tensor 
     return p @ v
 
 
-MODS = (
-    (lambda s: s, None),
-    (lambda s: 2.5 * torch.tanh(s / 2.5), lambda s, b, h, i, j: 2.5 * torch.tanh(s / 2.5)),
-    (lambda s: -1.5 * s, lambda s, b, h, i, j: s * -1.5),
+MODS: tuple[tuple[Any, float], ...] = (
+    (lambda s: s, 1.0),
+    (lambda s: 2.5 * torch.tanh(s / 2.5), 1.0),
+    (lambda s: -1.5 * s, 1.5),
 )
+"""Score mods, and their Lipschitz constants."""
 
 
 def test_no_row_is_off_by_more_than_its_certificate(seed: int) -> None:
-    """At what codes stand for, and with probabilities of e4m3 as a kernel of codes has; and the bound is not
-    far from what some row is off."""
-    nearest, formats = 0.0, set()
-    attns = {}
-    for n in range(CASES):
+    """At what codes stand for, and with probabilities of e4m3 as a kernel of codes has."""
+    for n in range(CASES // BATCH):
         rows, keys, width = random.choice((1, 9)), random.choice((1, 2, 17, 40, 150)), random.choice((32, 64))
-        given = hard(drawn(4, random.choice((1, 2, 4)), rows, keys, width))
-        which, scale = random.randrange(len(MODS)), random.choice((width**-0.5, 1.0, -0.3))
-        sinks = torch.randn(4) if random.random() < 0.3 else None
-        key = which, scale, sinks is not None
-        if key not in attns:
-            attns[key] = fa4flex.compile(score_mod=MODS[which][1], scale=scale, sinks=sinks)
-        choice = attns[key].choose(*given, tolerance=random.choice((0.02, 0.1, 0.3, 1.0)))
-        sinks = None if sinks is None else sinks.double()
-        exact = attend((*given, None), MODS[which][0], scale, sinks)
+        given = hard(drawn(4, random.choice((1, 2, 4)), rows, keys, width, BATCH))
+        (mod, slope), scale = random.choice(MODS), random.choice((width**-0.5, 1.0, -0.3))
+        sinks = torch.randn(4, dtype=torch.float64) if random.random() < 0.3 else None
+        tolerance, scores = random.choice((0.02, 0.1, 0.3, 1.0)), Scores(scale, slope, sinks is not None)
+        codes = fa4flex.quantize(*given, center_k=random.random() < 0.8, center_v=random.random() < 0.8)
+        choice = chosen(codes, tuple(given), tolerance, scores)  # type: ignore[arg-type]
+        exact = attend((*given, None), mod, scale, sinks)
         stand, each = choice.dequantize(), choice.formats.repeat_interleave(4 // len(choice.formats))
         for narrow in (None, each == 2):
-            found = attend(stand, MODS[which][0], scale, sinks, narrow)
+            found = attend(stand, mod, scale, sinks, narrow)
             error = (found - exact).abs().amax(-1)
             floor = 1e-12 * (1 + float(exact.abs().max()))
             assert (error <= choice.certificate + floor).all(), (n, float((error - choice.certificate).max()))
-            held = choice.certificate > 0
-            if held.any():
-                nearest = max(nearest, float((error / choice.certificate)[held].max()))
-        formats |= set(choice.heads)
-        share = (choice.certificate.amax((0, 2)) / _range(given[2], sinks)).nan_to_num(0.0)
+        share = (choice.certificate.amax(2) / _range(given[2], sinks)).nan_to_num(0.0)
         assert (share <= choice.tolerance * (1 + 1e-5)).all(), share
-    assert len(formats) == 3 and nearest > 0.05, (formats, nearest)
 
 
 def _range(v: Tensor, sinks: Tensor | None) -> Tensor:
-    most, least = v.amax(2), v.amin(2)
+    most, least = v.amax(2), v.amin(2)  # by channel
     if sinks is not None:
         most, least = most.clamp(min=0), least.clamp(max=0)
-    span = torch.maximum((most - least).amax((0, 2)), v.abs().amax((0, 2, 3)) * 2**-8)
-    return span.repeat_interleave(4 // v.shape[1])
+    span = torch.maximum((most - least).amax(2), v.abs().amax((2, 3)) * 2**-8)
+    return span.repeat_interleave(4 // v.shape[1], 1)
+
+
+def test_the_bound_is_not_far_from_what_some_row_is_off(seed: int) -> None:
+    """Of two keys whose scores are off with opposite signs."""
+    given = drawn(1, 1, 50, 2, 32, BATCH)
+    choice = fa4flex.compile().choose(*given, tolerance=0.14)
+    codes = replace(choice.codes, v=given[2], v_scale=None, v_offset=None, pv="bfloat16")
+    choice = replace(choice, codes=codes, formats=torch.ones_like(choice.formats))
+    exact, found = (attend(x, MODS[0][0], 32**-0.5, None) for x in ((*given, None), choice.dequantize()))
+    span = (given[2].amax(2) - given[2].amin(2)).amax(-1)[:, :, None]
+    nearest = float(((found - exact).abs().amax(-1) / span).max())
+    assert nearest > 0.1 * float(choice.bounds[1].max()), (nearest, choice.bounds)
 
 
 def test_heads_that_rounding_would_harm_have_16_bits(seed: int) -> None:
@@ -141,7 +151,7 @@ def test_precisions_and_choices_attend_alike(dtype: torch.dtype, seed: int) -> N
     assert torch.equal(attn(choice), out) and choice.heads[2:] == (BFLOAT16,) * 2
     assert choice.heads[0] == ("int8", "float8_e4m3")
     exact = attn(*(x.double() for x in given), varlen=varlen)
-    near = torch.finfo(dtype).eps * (1 + exact.abs()) * 4
+    near = (1e-4 if dtype == torch.float32 else 2**-6) * (1 + exact.abs())
     assert ((out - exact).abs() <= choice.certificate.T[..., None] + near).all()
     of_16, plain = (
         torch.autograd.grad(o[:, 2:].float().sum(), given[1])[0] for o in (out, attn(*given, varlen=varlen))
