@@ -137,7 +137,7 @@ def _tolerance(given: object) -> float:
             "the largest error of an output over the range of the values, at least 0",
             "use 0.1, or 0 to round nothing",
         )
-    return float(given)
+    return float.fromhex(float(given).hex())  # as skip: one compiled step for each
 
 
 BY_FLEX = 'backend "flex"', "torch's kernels leave out no tile for its scores"
