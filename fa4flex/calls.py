@@ -103,7 +103,8 @@ def _of_rounded(
         else:
             codes = quantized_calls.coded(variant, qkv, varlen, paging, scales)
     except Fa4flexError as error:
-        launch.dress(error, variant, None)
+        if not torch.compiler.is_dynamo_compiling():  # which knows no repr of a variant
+            launch.dress(error, variant, None)
         raise
     return run_codes(variant, caller, codes, statistics)
 

@@ -125,7 +125,7 @@ class Choice:
         if bias is not None:
             each = (self.formats >= 1).repeat_interleave(bias.shape[-2] // len(self.formats))
             bias = torch.where(each.unsqueeze(-1), bias, 0.0)
-        return Dequantized(*made, bias)
+        return Dequantized(made[0], made[1], made[2], bias)
 
     def explain(self) -> str:
         """Formats of each head, and the bounds that decide. Waits for the device."""
