@@ -22,7 +22,7 @@ from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.quantization.choice import Scores, chosen
 from fa4flex.variants import alibi, causal, sigmoid_attention, softcap
 
-CASES = int(os.environ.get("FA4FLEX_RANDOM_CHOICES", "1000"))
+CASES = int(os.environ.get("FA4FLEX_RANDOM_CHOICES", "300"))
 BATCH = 20
 """Cases that are computed together."""
 BFLOAT16 = ("bfloat16", "bfloat16")
