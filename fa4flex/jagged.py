@@ -57,6 +57,7 @@ class Jagged(NamedTuple):
         heads_first = layout == "bhsd"
         packed = _values("q", q, heads_first), _values("k", k, heads_first), _values("v", v, heads_first)
         used_q, used_k = q.lengths(), k.lengths()
+        _check_batch(q, k)
         _check_alike(k, v, used_k)
         same = k.offsets() is q.offsets() and used_k is used_q
         cu_q = _covering(q.offsets(), used_q, packed[0])
@@ -93,9 +94,16 @@ def _values(name: str, x: Any, heads_first: bool) -> Tensor:
             f"nest it: torch.nested.nested_tensor_from_jagged({name}, offsets)",
         )
     values: Tensor = x.values()
+    if x.dim() != 4:
+        to_heads = ".transpose(1, 2)" if heads_first else ""
+        raise InputError(
+            f"{name}, a nested tensor of shape {_shape(x)}",
+            f"a nested {layout}",
+            f"split its channels into heads: {name}.unflatten(-1, (heads, channels)){to_heads}",
+        )
     heads, channels = (1, 3) if heads_first else (2, 3)
     inner = (0, 2) if heads_first else (1, 2)
-    fits = x.dim() == 4 and x.shape[heads] == values.shape[inner[0]]
+    fits = x.shape[heads] == values.shape[inner[0]]
     if not fits or x.shape[channels] != values.shape[inner[1]]:
         other = "bshd" if heads_first else "bhsd"
         raise InputError(
@@ -108,6 +116,16 @@ def _values(name: str, x: Any, heads_first: bool) -> Tensor:
 
 def _shape(x: Tensor) -> str:
     return f"[{', '.join(map(str, x.shape))}]"
+
+
+def _check_batch(q: Any, k: Any) -> None:
+    sequences = [int(x.offsets().shape[0]) - 1 for x in (q, k)]
+    if sequences[0] != sequences[1]:
+        raise InputError(
+            f"q nests {sequences[0]} sequences, k nests {sequences[1]}",
+            "as many sequences of queries as of keys",
+            "nest both of one batch",
+        )
 
 
 def _check_alike(k: Any, v: Any, used_k: Tensor | None) -> None:

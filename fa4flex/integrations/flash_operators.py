@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa4flex.api import Attention
 from fa4flex.errors import UnsupportedError
-from fa4flex.integrations.sdpa import WIDEST_DROPPED
+from fa4flex.integrations.sdpa_calls import WIDEST_DROPPED
 from fa4flex.integrations.varlen import described, windowed
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.varlen import Varlen

@@ -164,6 +164,14 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
         fa4flex.attention(q, k, v, layout="bshd")
     with pytest.raises(UnsupportedError, match="varlen= with nested tensors"):
         fa4flex.attention(q, k, v, varlen=Varlen(cu))
+    few = offsets(3, 7)
+    kv = [nested(torch.randn(10, KV_HEADS, WIDTH), few) for _ in range(2)]
+    with pytest.raises(InputError, match="q nests 4 sequences, k nests 2"):
+        fa4flex.attention(q, *kv)
+    flat = nested(torch.randn(15, HEADS * WIDTH), cu, heads_first=False)
+    for layout, turned in (("bhsd", r"\.transpose\(1, 2\)"), ("bshd", "$")):
+        with pytest.raises(InputError, match=rf"q\.unflatten\(-1, \(heads, channels\)\){turned}"):
+            fa4flex.attention(flat, flat, flat, layout=layout)
 
 
 def test_in_a_compiled_function() -> None:
@@ -180,6 +188,44 @@ def test_in_a_compiled_function() -> None:
     torch.testing.assert_close(out.values(), expected)
     got, want = (torch.autograd.grad(x.sum(), qkv) for x in (out.values(), expected))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chunks_of_a_projection_with_statistics(layout: str, compiled: bool) -> None:
+    """Values of a chunk have the strides of the whole; statistics and their gradients are nested as well."""
+    first = layout == "bhsd"
+    cu, sinks = offsets(*LENGTHS), leaf(HEADS)
+    x, project = leaf(sum(LENGTHS), 12), torch.nn.Linear(12, 3 * HEADS * WIDTH, dtype=torch.float64)
+    attn = fa4flex.compile(mask=causal, sinks=sinks, layout=layout)
+
+    def block(x: Tensor) -> tuple[Tensor, Any]:
+        parts = [part.unflatten(-1, (HEADS, WIDTH)) for part in project(x).chunk(3, -1)]
+        return attn(
+            *[part.transpose(1, 2) if first else part for part in parts], return_aux=("lse", "entropy")
+        )
+
+    torch._dynamo.reset()
+    run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    out, aux = run(nested(x, cu, heads_first=False))
+    assert out.offsets() is cu or compiled
+    assert aux.lse.shape[:2] == aux.entropy.shape[:2] == (len(LENGTHS), HEADS)
+    qkv = tuple(part.unflatten(-1, (HEADS, WIDTH)) for part in project(x).chunk(3, -1))
+    ranges = reference.sequence_ranges(cu)
+    expected, expected_lse = reference.varlen(qkv, (ranges, ranges), None, causal, sinks=sinks)
+    got, want = (tokens(out, first), aux.lse.values()), (expected, expected_lse)
+    torch.testing.assert_close(got, want)
+    weights = torch.randn_like(expected), torch.randn(HEADS, sum(LENGTHS), dtype=torch.float64)
+    inputs = x, sinks, *project.parameters()
+    sums = [(a * weights[0]).sum() + (b * weights[1]).sum() for a, b in (got, want)]
+    torch.testing.assert_close(*(torch.autograd.grad(total, inputs) for total in sums))
+
+
+def test_dropout_drops_the_pairs_of_the_packed_call() -> None:
+    cu = offsets(*LENGTHS)
+    qkv = tuple(x.detach() for x in packed(cu, cu))
+    attn = fa4flex.compile(mask=causal, dropout=fa4flex.Dropout(0.4, seed=7))
+    assert torch.equal(tokens(attn(*(nested(x, cu) for x in qkv)), True), attn(*qkv, varlen=Varlen(cu)))
 
 
 @pytest.mark.slow
