@@ -259,7 +259,7 @@ def _check(variant: Variant, qkv: Qkv, table: Tensor | None, asked: _Asked) -> N
     if asked.is_causal:
         raise InputError("attn_mask and is_causal", "one of them", "put the causal part into the mask")
     shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    fits = table.ndim <= 4 and all(
+    fits = 2 <= table.ndim <= 4 and all(
         size in (1, extent) for size, extent in zip(reversed(table.shape), reversed(shape))
     )
     if not fits or not (table.dtype == torch.bool or table.is_floating_point()):
