@@ -40,8 +40,8 @@ def model(device: str, dtype: torch.dtype) -> Any:
 
 
 def near(frames: int, tokens: int, radius: int, device: str) -> fa4flex.BlockMap:
-    """A map of a video of so many tokens per frame, in blocks of half a frame: those of the first frame and of
-    frames that are at most `radius` away are kept."""
+    """A map of a video with so many tokens per frame, in blocks of half a frame: those of the first frame and
+    of frames that are at most `radius` away are kept."""
     frame = torch.arange(2 * frames, device=device) // 2
     kept = ((frame[:, None] - frame).abs() <= radius) | (frame == 0)
     return fa4flex.BlockMap.from_dense(2 * kept.to(torch.uint8), tokens // 2)  # 2: whole blocks
