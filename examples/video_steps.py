@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import fa4flex
+from fa4flex.integrations.diffusers import fa4flex_attention
 
 HEADS, WIDTH, LAYERS, TEXT = 4, 64, 2, 32
 
@@ -65,13 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=16, help="tokens along the sides of a frame")
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args(arguments)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
-        from fa4flex.integrations.diffusers import fa4flex_attention
+        transformer, tokens = model(device, dtype), options.size**2
     except ImportError as error:
         print(f"{error}: pip install 'fa4flex[diffusers]'")
         return 2
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    transformer, tokens = model(device, dtype), options.size**2
     shape = (1, 4, options.frames, 2 * options.size, 2 * options.size)
     latents = torch.randn(shape, device=device, dtype=dtype)
     text = torch.randn(1, TEXT, 64, device=device, dtype=dtype)

@@ -120,7 +120,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def metadata(wheel: Path, version: str) -> str:
-    """What an index shows: name, version, a description that is the README, who may install it."""
+    """Name, version, description and Python versions, which an index shows. Raises Failed."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
         fields: email.message.Message = email.message_from_bytes(archive.read(name))

@@ -164,7 +164,7 @@ def _active() -> Composed | None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a layer asks for beside its mask."""
+    """Requests of a layer beside its mask."""
 
     dropout_p: float = 0.0
     is_causal: bool = False

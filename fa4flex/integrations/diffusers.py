@@ -1,9 +1,9 @@
 """diffusers: `pipe.transformer.set_attention_backend("fa4flex")`.
 
-Importing this module adds the backend to those of diffusers' attention dispatcher. Layers that dispatch
-(Flux, Wan, HunyuanVideo) get it by that; layers that call torch's scaled_dot_product_attention (Stable
-Diffusion 3) have that one call answered here. What a model cannot say, a block map for each step or a mod, is
-said around its call:
+Importing this module adds the backend to those of diffusers' attention dispatcher, where diffusers is
+installed. Layers that dispatch (Flux, Wan, HunyuanVideo) get it by that; layers that call torch's
+scaled_dot_product_attention (Stable Diffusion 3) have that one call answered here. What a model cannot say, a
+block map for each step or a mod, is said around its call:
 
     with fa4flex_attention(blocks=blocks, modules=[block.attn1 for block in transformer.blocks]):
         video = transformer(latents, step, text)
@@ -11,12 +11,11 @@ said around its call:
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from typing import Any
 
-import diffusers
 import torch
-from diffusers.models import attention_processor
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -37,18 +36,24 @@ def register() -> None:
 
     From then on `set_attention_backend("fa4flex")`, of models and of their layers, and diffusers'
     `attention_backend("fa4flex")` take the name, and a model whose layers would ignore it is refused (see
-    `check`). Importing this module has called it; calling it again is harmless.
+    `check`). Importing this module has called it where diffusers is installed; calling it again is harmless.
     """
     dispatch, registry = _dispatcher()
     backend = _member(dispatch.AttentionBackendName)
     registry.register(backend)(attention_forward)
     registry._supported_arg_names[backend] = _Every(registry._supported_arg_names[backend])
-    patch(diffusers.ModelMixin, "set_attention_backend", _chosen)
+    from diffusers import ModelMixin
+
+    patch(ModelMixin, "set_attention_backend", _chosen)
     patch(_of_layers(), "set_attention_backend", _chosen)
 
 
 def _dispatcher() -> tuple[Any, Any]:
     """diffusers' module of attention backends, and its registry."""
+    if importlib.util.find_spec("diffusers") is None:
+        raise UnsupportedError("no diffusers", "diffusers 0.36 or later", "pip install 'fa4flex[diffusers]'")
+    import diffusers
+
     try:
         from diffusers.models import attention_dispatch
     except ImportError:
@@ -137,6 +142,8 @@ def check(model: torch.nn.Module) -> None:
 
 def _layers(model: torch.nn.Module) -> list[Any]:
     """Modules whose processors diffusers gives a backend to."""
+    from diffusers.models import attention_processor
+
     kinds = (_of_layers(), attention_processor.Attention)
     more = getattr(attention_processor, "MochiAttention", None)
     return [x for x in model.modules() if isinstance(x, kinds if more is None else (*kinds, more))]
@@ -189,4 +196,5 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *args: An
     return attend((query, key, value), mask, options).transpose(1, 2)
 
 
-register()
+if importlib.util.find_spec("diffusers") is not None:
+    register()

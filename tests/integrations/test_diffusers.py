@@ -102,7 +102,7 @@ SHAPES = [(B, TEXT), (B, 1, 1, TEXT), (1, 1, TOKENS, TEXT), (TOKENS, TEXT), (B, 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_masks_of_the_model(shape: tuple[int, ...]) -> None:
-    """Of [B, Skv] it is padding, as for the native backend; queries without keys give 0."""
+    """A mask [B, Skv] is padding, as for the native backend; queries without keys give 0."""
     qkv = leaves(TEXT)
     allowed = torch.rand(shape) > 0.3
     allowed[..., 1:] |= True
@@ -112,6 +112,21 @@ def test_masks_of_the_model(shape: tuple[int, ...]) -> None:
     inputs = (*qkv, bias)
     agree(dispatched(*qkv, attn_mask=bias), dispatched(*qkv, backend="native", attn_mask=bias), inputs)
     assert not dispatched(*qkv, attn_mask=torch.zeros(1, TEXT, dtype=torch.bool)).any()
+
+
+def test_without_diffusers_the_door_says_so(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"fa4flex\[diffusers\]"):
+        door.register()
+
+
+def test_another_dispatcher_is_refused(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that register backends in another way."""
+    from diffusers.models import attention_dispatch
+
+    monkeypatch.delattr(attention_dispatch, "_AttentionBackendRegistry")
+    with pytest.raises(UnsupportedError, match="diffusers>=0"):
+        door.register()
 
 
 def test_the_backend_has_a_name_like_others(door: ModuleType) -> None:
@@ -215,7 +230,7 @@ def test_a_mask_of_the_model_hides_keys_besides(door: ModuleType, name: str) -> 
 
 @pytest.mark.parametrize("name", ["mask", "blocks", "BlockMask", "attention"])
 def test_one_call_may_bring_its_own(door: ModuleType, name: str) -> None:
-    """As the layer's mask, which some models take from their caller, and as arguments of the backend."""
+    """It comes as the layer's mask, which some models take from callers, or as the backend's arguments."""
     given, score, mask = compositions()[name]
     qkv = leaves()
     (own,) = given.values()

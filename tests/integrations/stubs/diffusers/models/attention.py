@@ -1,4 +1,4 @@
-"""What layers that dispatch derive from."""
+"""Base class of layers that dispatch."""
 
 from __future__ import annotations
 
