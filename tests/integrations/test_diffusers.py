@@ -49,6 +49,7 @@ def forgotten(door: ModuleType) -> Iterator[None]:
     assert not composed._entered
     for name, value in before.items():
         setattr(registry, name, value)
+    torch._dynamo.reset()
 
 
 def dispatched(*qkv: Any, backend: str = "fa4flex", **options: Any) -> Tensor:

@@ -38,6 +38,7 @@ def default_backend() -> Iterator[None]:
     before = _AttentionBackendRegistry._active_backend
     yield
     _AttentionBackendRegistry.set_active_backend(before)
+    torch._dynamo.reset()
 
 
 def randn(*shape: int) -> Tensor:
