@@ -87,6 +87,13 @@ function_modes: Callable[[], int] = _private(
 )
 """Number of modes that intercept torch's functions, the default device among them."""
 
+backward_pass: Callable[[], int] = _private(
+    "_C._current_graph_task_id",
+    "an error in words: checkpointed layers of diffusers run again without their composition",
+    lambda: -1,
+)
+"""Number of the backward pass that this thread is in, -1 outside of all."""
+
 is_tracing: Callable[[], bool] = _private("_C._is_tracing", "a few nanoseconds", torch.jit.is_tracing)
 """True while torch.jit.trace records."""
 

@@ -24,6 +24,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
 from fa4flex.integrations.paged import PagedLayer, in_batch, paged_attention
 from fa4flex.integrations.paged_cache import reads_pages
+from fa4flex.integrations.patching import patch
 from fa4flex.integrations.tree_mask import TreeMask, inputs_of
 from fa4flex.trees import Folded
 from fa4flex.weights import probabilities
@@ -52,7 +53,7 @@ def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
         AttentionMaskInterface.register(each, attention_mask)
         _names.add(each)
     _paged_names[name] = paged_name
-    _patch(PreTrainedModel, "_check_and_adjust_attn_implementation", _adjusted)
+    patch(PreTrainedModel, "_check_and_adjust_attn_implementation", _adjusted)
     _serve_continuous_batching()
 
 
@@ -102,21 +103,6 @@ def _check_class(cls: type) -> None:
         )
 
 
-def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function of transformers, once, where this version has it. `replacement` takes the original
-    first, which answers for all names but ours."""
-    original = getattr(owner, name, None)
-    if original is None or hasattr(original, "fa4flex"):
-        return
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    patched.fa4flex = True  # type: ignore[attr-defined]
-    setattr(owner, name, patched)
-
-
 def _adjusted(original: Any, model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
     """transformers asks a model's class about every implementation by name, but lets any registered name pass
     and looks for a package behind those with "flash"."""
@@ -134,9 +120,9 @@ def _serve_continuous_batching() -> None:
         from transformers.generation.continuous_batching import continuous_api, initialization
     except ImportError:  # versions that ask elsewhere: there, models are made under the second name
         return
-    _patch(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switched)
+    patch(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switched)
     tables = functools.partial(_with_tables, initialization)
-    _patch(initialization, "ensure_decode_fast_path_is_available", tables)
+    patch(initialization, "ensure_decode_fast_path_is_available", tables)
 
 
 def _switched(original: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -75,3 +75,29 @@ def test_folded_rollouts_train_alike(rollout_trees: ModuleType, capsys: pytest.C
 def test_another_mask_is_noticed(rollout_trees: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_trees.Folded, "mask", rollout_trees.causal())
     assert rollout_trees.main(SMALL) == 1
+
+
+VIDEO = ["--frames", "4", "--size", "8", "--steps", "2"]
+
+
+@pytest.mark.slow
+def test_block_maps_of_a_video(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    video_steps = example("video_steps", monkeypatch)
+    assert video_steps.main(VIDEO) == 0
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.split()[2] for line in steps] == ["100%", "94%"]
+    whole, sparse = (float(line.split()[8]) for line in steps)
+    assert whole < 1e-5 and sparse > 1e-2
+    near = video_steps.near
+    monkeypatch.setattr(video_steps, "near", lambda frames, tokens, *more: near(frames, tokens, 1, "cpu"))
+    assert video_steps.main(VIDEO) == 1
+
+
+def test_what_a_video_needs_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video_steps = example("video_steps", monkeypatch)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert video_steps.main(VIDEO) == 2
+    assert "pip install" in capsys.readouterr().out

@@ -241,6 +241,14 @@ def by_operator() -> Results:
         return [fa4flex.compile(mask=causal)(q, q, q)]
 
 
+def in_diffusers() -> Results:
+    """A call of a layer of diffusers."""
+    from fa4flex.integrations.composed import attend
+
+    q = torch.ones(1, 4, 1, 8)
+    return [attend((q, q, q), None, {})]
+
+
 SLOWER: dict[str, tuple[Callable[[], Results], ...]] = {
     "_C._is_any_autocast_enabled": (trained, in_autocast),
     "_C._len_torch_dispatch_stack": (trained, by_flex, by_operator),
@@ -260,6 +268,7 @@ SLOWER: dict[str, tuple[Callable[[], Results], ...]] = {
     "utils._python_dispatch._disable_current_modes": (trained, in_a_graph),
     "utils._python_dispatch._get_current_dispatch_mode_stack": (by_operator,),
     "_scaled_dot_product_flash_attention_for_cpu": (decoded,),
+    "_C._current_graph_task_id": (in_diffusers,),
     **dict.fromkeys(OF_BATCHES | OF_MODES, (trained,)),
 }
 """Names in whose place something slower stands, and what is computed with that."""

@@ -24,7 +24,7 @@ MODULES = (
     "fa4flex.trees",
     "ptxsim",
     "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.torch",
-    "fa4flex.integrations.layers",
+    "fa4flex.integrations.diffusers", "fa4flex.integrations.layers",
     "fa4flex.integrations.paged_cache",
 )  # fmt: skip
 """Modules whose `__all__` is public."""

@@ -155,7 +155,7 @@ def test_metadata(distributions: tuple[Path, Path]) -> None:
     assert metadata["Version"] == fa4flex.__version__
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert set(metadata.get_all("Provides-Extra") or []) == {
-        "bench", "dev", "docs", "notebook", "plot", "transformers",
+        "bench", "dev", "diffusers", "docs", "notebook", "plot", "transformers",
     }  # fmt: skip
     assert f"## {fa4flex.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
