@@ -30,9 +30,9 @@ class Config:
     pingpong                 warpgroups take turns at the tensor cores
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     alias_output             the output tile lies where the queries were; otherwise it has room of its own
-    persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
+    persistent               `workers` blocks take tile after tile; otherwise one block per tile
     dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
-    workers                  multiprocessors
+    workers                  multiprocessors, times the blocks that share one
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     boxes                    keys that one copy brings where they lie in pages
@@ -46,6 +46,7 @@ class Config:
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     skip                     probability that each row may leave out, by tiles of keys
+    blocks                   that share a multiprocessor
     """
 
     head_dim: int
@@ -76,6 +77,7 @@ class Config:
     q_stages: int = 1
     group: int = 1
     skip: float = field(default=0.0, metadata={"default": 0.0})
+    blocks: int = field(default=1, metadata={"default": 1})
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""
