@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fa4flex.kernels.plan.lengths import Lengths
 from fa4flex.kernels.plan.paging import Boxes, Producing
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 HANDED = 8
 """Numbers of 32 bits in which a tile of queries is handed over, those of a Work: whoever takes it finds its
@@ -117,6 +118,12 @@ class Config:
     def gather_warps(self) -> int:
         """Number of these warps."""
         return self.producers if self.gathers else 0
+
+    @property
+    def carveout(self) -> int | None:
+        """Percentage of a multiprocessor's memory that is shared memory, where blocks have to share it; None
+        where the one that there is gets what it asks for."""
+        return ALL_SHARED if self.blocks > 1 else None
 
     @property
     def threads(self) -> int:

@@ -82,6 +82,7 @@ class Forward:
             block=[config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=config.blocks,  # without it the compiler drops the register split
+            preferred_smem_carveout=config.carveout,
         )
 
     def views(self, arguments: Arguments) -> Arguments:

@@ -89,6 +89,9 @@ class Target:
         return (self.shared_memory + RESERVED) // blocks - RESERVED
 
 
+ALL_SHARED = 100
+"""Percent of a multiprocessor's memory that is shared memory: blocks that share it need all of it."""
+
 RESERVED = 1024
 """Bytes of shared memory of each block that the system takes, from compute capability 9.0 on."""
 
