@@ -65,7 +65,7 @@ SPLITS: dict[int, tuple[Split, ...]] = {
     3: (Split(32, 160),),
 }
 
-SHARED: dict[int, Split] = {2: Split(40, 216), 3: Split(32, 128)}
+SHARED: dict[int, Split] = {2: Split(24, 232), 3: Split(24, 136)}
 """Splits of blocks of one consumer by how many share a multiprocessor."""
 
 

@@ -270,7 +270,7 @@ def _of_blocks(problem: Problem, work: Work, target: Target) -> Choice | None:
     if problem.blocks is None or wide or problem.keys.loaded or problem.keys.codes is not None:
         return None
     pair = problem.blocks
-    for blocks in SHARING:
+    for blocks in SHARING[work.loads >= 1 :]:  # beside loads of pairs, three spill
         one, need, limit = _try(pair, problem, work, blocks)
         stages = _shared_stages(one, problem, target)
         if stages is not None and need.total <= limit:
