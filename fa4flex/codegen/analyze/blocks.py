@@ -25,9 +25,13 @@ def _reads(mask: Expr) -> tuple[Expr, ...]:
 
 
 def _divisors(load: Expr) -> tuple[Expr, Expr] | None:
-    """Divisors of queries and of keys in the indices of a captured tensor, if it has both."""
+    """Divisors of queries and of keys in the indices of a captured tensor, if it has both. Maps of sequences
+    are read up to their last row and column."""
     results = {}
     for index in load.args:
-        if index.op == "floordiv" and index.args[0].op == "sym" and index.args[1].op in ("const", "scalar"):
-            results[index.args[0].value] = index.args[1]
+        if index.op == "floordiv" and index.args[1].op in ("const", "scalar"):
+            of = index.args[0]
+            of = of.args[0] if of.op == "minimum" else of
+            if of.op == "sym":
+                results[of.value] = index.args[1]
     return (results["q"], results["kv"]) if {"q", "kv"} <= results.keys() else None
