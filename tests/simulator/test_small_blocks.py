@@ -11,7 +11,19 @@ from unittest.mock import patch
 import captured_cases
 import pytest
 import torch
-from helpers import SMS, Width, called, cumulative, of_passes, poisoned, widths, worst
+from helpers import (
+    SMS,
+    Width,
+    called,
+    cumulative,
+    forward_on_cpu,
+    of_backward,
+    of_passes,
+    poisoned,
+    widths,
+    worst,
+)
+from test_simulated_backward import judged
 from torch import Tensor
 
 import fa4flex
@@ -64,8 +76,8 @@ def seen(out: Tensor, lse: Tensor) -> list[Tensor]:
 def close(
     where: str, composition: dict[str, Any], lengths: Size, width: Width, kv_heads: int = 2, **options: Any
 ) -> Any:
-    """The simulated GPU whose results are at most twice as far from the oracle's as those of the same maths in
-    PyTorch, in the worst element and the worst row."""
+    """The simulated GPU whose results are at most twice as far from the oracle's as those of the same maths
+    in PyTorch, in the worst element and the worst row."""
     (wide, wide_v), (q_len, kv_len), (told, device) = widths(width), lengths, timed()
     where = f"{where}, {lengths}, width {width}, {kv_heads} KV heads, {told}"
     shapes = (1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v)
@@ -156,6 +168,53 @@ def test_sequences_of_their_own_lengths(lengths: str) -> None:
     assert resident(gpu)[1] == (3 if width == 64 else 2)
     exact = attn(*(x.double() for x in (q, k, v)), varlen=varlen)
     assert (out.double() - exact).abs().max() <= 2 * 2**-8 * exact.abs().max(), told
+
+
+# --- gradients --------------------------------------------------------------------------------------------
+
+
+def close_gradients(
+    where: str, composition: dict[str, Any], lengths: Size, width: Width, **options: Any
+) -> Any:
+    """The backward kernel's launch."""
+    (wide, wide_v), (q_len, kv_len), (told, device) = widths(width), lengths, timed()
+    shapes = (1, HEADS, q_len, wide), (1, 2, kv_len, wide), (1, 2, kv_len, wide_v)
+    where = f"{where}, {lengths}, width {width}, {options}, {told}"
+    with forward_on_cpu():
+        return of_backward(judged(where, composition, shapes, device, **options))[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", range(2))
+def test_some_gradients(draw: int) -> None:
+    size, lengths, width = random.choice(SIZES), random.choice(LENGTHS), (64, random.choice((96, 128)))[draw]
+    name, inner = random.choice(("plain", "alibi", "softcap")), random.choice(sorted(INNER))
+    composition = composed(name, inner, map_of(size, *lengths))
+    main = close_gradients(f"{name}, {inner}, blocks {size}", composition, lengths, width)
+    alone = width <= 96
+    assert main.shape.block[0] == (256 if alone else 384)
+    assert main.program.kernel.resident == (2 if alone else 1)
+
+
+@pytest.mark.slow
+def test_gradients_in_one_order() -> None:
+    lengths = random.choice(LENGTHS)
+    composition = {"mask": map_of((64, 64), *lengths).mask(causal)}
+    close_gradients("ordered", composition, lengths, 64, schedule=Schedule(deterministic=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("width", (64, 96, 128), ids=str)
+@pytest.mark.parametrize("inner", INNER)
+def test_all_gradients(size: Size, width: Width, inner: str) -> None:
+    for lengths in LENGTHS:
+        for name in SCORES:
+            composition = composed(name, inner, map_of(size, *lengths))
+            close_gradients(f"{name}, {inner}, {size}", composition, lengths, width)
+
+
+# --- which kernels ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

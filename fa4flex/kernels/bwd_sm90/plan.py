@@ -73,14 +73,15 @@ SHARING = 2
 """Blocks that share a multiprocessor where the mask is a map of blocks that usual tiles are too large for and
 one warpgroup has all columns: one computes scores under the products of the other."""
 
-SHARED_REGISTERS = 232
-"""Registers of a consumer thread of such a block."""
-
 WHOLE = 128
 """Keys of other tiles, of which HALF_TILE has half."""
 
 ALONE = 96
 """The widest heads of which one warpgroup has registers for 64 keys and all columns of dQ."""
+
+SHARED_SPLITS = {64: (32, 224), ALONE: (24, 232)}
+"""Registers of a thread of blocks that share a multiprocessor, of the producer's warpgroup and of the consumer,
+by the widest heads: with 24, the warp that writes dQ spills; with 224, the consumer of wide heads does."""
 
 WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
@@ -150,6 +151,15 @@ class HopperBackwardPlan(Checked):
     def blocks(self) -> int:
         """Blocks that share a multiprocessor."""
         return SHARING if self.problem.blocks and self._halved and self.split == "keys" else 1
+
+    @property
+    def _shared_registers(self) -> dict[str, int]:
+        """Registers of blocks that share a multiprocessor; others have what configurations begin with."""
+        if self.blocks == 1:
+            return {}
+        width = max(self.head_dim, self.head_dim_v)
+        producer, consumer = next(split for most, split in SHARED_SPLITS.items() if width <= most)
+        return {"producer_registers": producer, "consumer_registers": consumer}
 
     @property
     def keeps_k(self) -> bool:
@@ -256,7 +266,7 @@ class HopperBackwardPlan(Checked):
             workers=self.target.multiprocessors * self.blocks if self.persistent else 0,
             ctas=self.ctas,
             blocks=self.blocks,
-            **({"consumer_registers": SHARED_REGISTERS} if self.blocks > 1 else {}),
+            **self._shared_registers,
         )
 
     @cached_property
