@@ -80,8 +80,8 @@ ALONE = 96
 """The widest heads of which one warpgroup has registers for 64 keys and all columns of dQ."""
 
 SHARED_SPLITS = {64: (32, 224), ALONE: (24, 232)}
-"""Registers of a thread of blocks that share a multiprocessor, of the producer's warpgroup and of the consumer,
-by the widest heads: with 24, the warp that writes dQ spills; with 224, the consumer of wide heads does."""
+"""Registers of a thread of blocks that share a multiprocessor, of the producer's warpgroup and a consumer, by
+the widest heads: with 24, the warp that writes dQ spills; with 224, the consumer of wide heads does."""
 
 WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
