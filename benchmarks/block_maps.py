@@ -6,11 +6,12 @@ attention, where they are installed.
     python benchmarks/block_maps.py --dry     # tiny maps and this library alone, on a CPU
 
 Random maps, another for each head, of full blocks; batch 1, 16 heads, 16,384 tokens, bf16. Printed are
-TFLOP/s over the blocks that are visited (4 head_dim FLOPs per pair forward, 10 backward), the ratio to the best
-peer, and how far outputs are from float32 PyTorch's on one head, over how far bf16 PyTorch's are. `--kernels`
-sets how this library's are planned, each in a process of its own: "blocks" as it does by itself, "usual" by
-tiles that are made for any mask, "two" and "three" with so many blocks on a multiprocessor, where they have
-room.
+TFLOP/s over the blocks that are visited (4 head_dim FLOPs per pair forward, 10 backward), the ratio to the
+best peer, and how far outputs are from float32 PyTorch's on one head, over how far bf16 PyTorch's are.
+
+`--kernels` sets how this library's are planned, each in a process of its own: "blocks" as it does by itself,
+"usual" by tiles that are made for any mask, "two" and "three" with so many blocks on a multiprocessor, where
+they have room.
 """
 
 from __future__ import annotations
