@@ -11,6 +11,7 @@ import torch
 import fa4flex
 from fa4flex import BlockMap, Schedule
 from fa4flex.codegen.analyze.blocks import block_size
+from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.target import SM90A
 from fa4flex.variants import causal
@@ -86,6 +87,20 @@ def test_other_problems_have_usual_tiles() -> None:
     assert planned(64, head_dim=192).tile[0] == 128
     asked = planned(64, Schedule(tile=(128, 64)))
     assert asked.tile == (128, 64) and asked.config().blocks == 1
+
+
+@pytest.mark.parametrize("inner", [None, causal], ids=["full", "partial"])
+def test_only_partial_blocks_need_the_mask(inner: Any) -> None:
+    """Of tiles that are blocks, all others are listed as full, or not at all."""
+    classes = torch.randint(0, 3, (1, 2, 12, 12), dtype=torch.uint8)
+    program = fa4flex.compile(mask=BlockMap(classes, 64, 768, 768).mask(inner)).program
+    facts = program.facts
+    tiles = tile_map(facts.mask, facts.keys, Shape(1, 2, 768, 768), program.captured(), (64, 64))
+    full = int((tiles.stop - tiles.start)[tiles.full].sum())
+    below = torch.ones(12, 12).tril(-1).bool()
+    whole = classes > 0 if inner is None else classes == 2
+    assert full == int((whole | ((classes == 1) & below)).sum())
+    assert inner is not None or tiles.full.all()
 
 
 def test_blocks_of_masks() -> None:
