@@ -244,7 +244,8 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
 def _proved(arguments: Given) -> Problem:
     """The proof, and the problem of a forward pass."""
     proved = arguments.prove(arguments.facts, arguments.proved_for, arguments.captured)
-    problem = forward_problem(arguments.facts, arguments.inputs, proved)
+    numbers = arguments.captured.scalars
+    problem = forward_problem(arguments.facts, arguments.inputs, proved, numbers)
     function = arguments.facts.of_output
     if function is None:
         return problem

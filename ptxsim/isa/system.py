@@ -14,7 +14,7 @@ from ptxsim.state.registers import LANES, Mask
 from ptxsim.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from ptxsim.watch.findings import Fault, Finding
 
-FEWEST_REGISTERS, MOST_REGISTERS = 24, 256
+FEWEST_REGISTERS, MOST_REGISTERS, REGISTER_STEP = 24, 256, 8
 REGISTER_FILE = 1 << 16
 """Registers of 32 bits of a multiprocessor."""
 
@@ -50,10 +50,15 @@ def createpolicy(instruction: Instruction, form: Form) -> Step:
 
 @translates("setmaxnreg")
 def setmaxnreg(instruction: Instruction, form: Form) -> Step:
-    """Checked only: a multiple of 8 between 24 and 256, and not too many in all warps of a CTA. Warps that do
-    not ask are not counted: how many they have is not in the PTX."""
+    """Checked only: a multiple of 8 between 24 and 256, and not too many in all warps of a CTA, or of as many
+    CTAs as a multiprocessor has room for. Warps that do not ask are not counted: how many they have is not in
+    the PTX."""
     count = instruction.operands[0]
-    if not isinstance(count, Imm) or count.value % 8 or not FEWEST_REGISTERS <= count.value <= MOST_REGISTERS:
+    if (
+        not isinstance(count, Imm)
+        or count.value % REGISTER_STEP
+        or not FEWEST_REGISTERS <= count.value <= MOST_REGISTERS
+    ):
         allowed = f"a multiple of 8 from {FEWEST_REGISTERS} to {MOST_REGISTERS}"
         raise Unmodelled(instruction, f"the register count must be {allowed}")
     wanted = int(count.value)
@@ -61,10 +66,13 @@ def setmaxnreg(instruction: Instruction, form: Form) -> Step:
     def step(warp: Warp, mask: Mask) -> None:
         warp.registers_each = wanted
         total = LANES * sum(other.registers_each for other in warp.cta.warps)
-        if total > REGISTER_FILE:
-            text = (
-                f"CTA {warp.cta.rank} asks for {total} registers in all; a multiprocessor has {REGISTER_FILE}"
-            )
+        resident, most, of = warp.cta.launch.resident, REGISTER_FILE, "a multiprocessor has"
+        if resident > 1:
+            threads = LANES * len(warp.cta.warps)
+            most = REGISTER_FILE // (resident * threads) // REGISTER_STEP * REGISTER_STEP * threads
+            of = f"one of {resident} that share a multiprocessor has"
+        if total > most:
+            text = f"CTA {warp.cta.rank} asks for {total} registers in all; {of} {most}"
             warp.cta.launch.findings.add(Finding("registers", text, instruction))
 
     return step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fa4flex.kernels.common.dq_layout import Order
 from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 Split = Literal["keys", "columns", "products"]
 
@@ -44,8 +45,9 @@ class Config:
     clears                   whether blocks clear sums of dQ for tiles of keys that come later
     ctas                     CTAs of a tile of keys: of a pair, which shares out products, each has 64 keys,
                              and half of the columns of dQ for the keys of both
-    workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
-                             from a counter; 0 where each tile has a block
+    workers                  multiprocessors, times the blocks that share one, where blocks are persistent and
+                             take tiles of keys from a counter; 0 where each tile has a block
+    blocks                   that share a multiprocessor
     """
 
     head_dim: int
@@ -70,6 +72,13 @@ class Config:
     clears: bool = False
     workers: int = 0
     ctas: int = 1
+    blocks: int = field(default=1, metadata={"default": 1})
+
+    @property
+    def carveout(self) -> int | None:
+        """Percentage of a multiprocessor's memory that is shared memory, where blocks have to share it; None
+        where the one that there is gets what it asks for."""
+        return ALL_SHARED if self.blocks > 1 else None
 
     @property
     def persistent(self) -> bool:

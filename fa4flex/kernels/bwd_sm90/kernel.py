@@ -81,7 +81,8 @@ class Backward:
             block=[self.config.threads, 1, 1],
             cluster=[config.ctas, 1, 1] if const_expr(config.ctas > 1) else None,
             stream=stream,
-            min_blocks_per_mp=1,  # without it the compiler drops the register split
+            min_blocks_per_mp=config.blocks,  # without it the compiler drops the register split
+            preferred_smem_carveout=config.carveout,
             use_pdl=True,
         )
 

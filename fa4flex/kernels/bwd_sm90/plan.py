@@ -22,7 +22,7 @@ from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pairs import of_one_cta
 from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.request import BLOCKS, Request
+from fa4flex.kernels.plan.request import Request, taking
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
@@ -69,11 +69,19 @@ KEYS_APART: twice as many multiprocessors have shorter steps, of one consumer wa
 out columns. Its steps were timed at one size, where half of the chip's L2 cache was asked for: what the model
 says of more tiles than these rests on nothing, so they are no candidates there."""
 
+SHARING = 2
+"""Blocks that share a multiprocessor where the mask is a map of blocks that usual tiles are too large for and
+one warpgroup has all columns: one computes scores under the products of the other."""
+
 WHOLE = 128
 """Keys of other tiles, of which HALF_TILE has half."""
 
 ALONE = 96
 """The widest heads of which one warpgroup has registers for 64 keys and all columns of dQ."""
+
+SHARED_SPLITS = {64: (32, 224), ALONE: (24, 232)}
+"""Registers of a thread of blocks that share a multiprocessor, of the producer's warpgroup and a consumer, by
+the widest heads: with 24, the warp that writes dQ spills; with 224, the consumer of wide heads does."""
 
 WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
@@ -140,6 +148,20 @@ class HopperBackwardPlan(Checked):
         return self.tile == HALF_TILE and max(self.head_dim, self.head_dim_v) <= KEYS_APART
 
     @property
+    def blocks(self) -> int:
+        """Blocks that share a multiprocessor."""
+        return SHARING if self.problem.blocks and self._halved and self.split == "keys" else 1
+
+    @property
+    def _shared_registers(self) -> dict[str, int]:
+        """Registers of blocks that share a multiprocessor; others have what configurations begin with."""
+        if self.blocks == 1:
+            return {}
+        width = max(self.head_dim, self.head_dim_v)
+        producer, consumer = next(split for most, split in SHARED_SPLITS.items() if width <= most)
+        return {"producer_registers": producer, "consumer_registers": consumer}
+
+    @property
     def keeps_k(self) -> bool:
         """True if K has room in registers, beside dV and what scores and masks take."""
         short = self.problem.long_scores or self.problem.mask_form == "tables"
@@ -203,7 +225,8 @@ class HopperBackwardPlan(Checked):
             "p": {"keys": 0, "columns": scores, "products": NUMBER * m * n}[self.split],
             "dq": NUMBER * config.dq_room * config.dq_parts * dq_stages,
         }
-        return lay_out(sizes, {"k_peer": "v"}, barrier_table(config).count, self.target)
+        memory = lay_out(sizes, {"k_peer": "v"}, barrier_table(config).count, self.target)
+        return replace(memory, capacity=self.target.shared_memory_of(self.blocks))
 
     @cached_property
     def topology(self) -> Topology:
@@ -240,8 +263,10 @@ class HopperBackwardPlan(Checked):
             stores_dq=self.stores_dq,
             dk_by_ds=self.dk_by_ds,
             clears=self.clears,
-            workers=self.target.multiprocessors if self.persistent else 0,
+            workers=self.target.multiprocessors * self.blocks if self.persistent else 0,
             ctas=self.ctas,
+            blocks=self.blocks,
+            **self._shared_registers,
         )
 
     @cached_property
@@ -276,7 +301,7 @@ class HopperBackwardPlan(Checked):
             f" {self.head_dim_v}; Q {q_stages}, dO {do_stages} and dQ {dq_stages} deep",
             f"warpgroups: 1 producer, {config.consumers} consumers of {config.producer_registers} and"
             f" {config.consumer_registers} registers, which share out {_SPLITS[self.split]}",
-            f"order: {BLOCKS[self.persistent, self.persistent]}",
+            f"order: {taking(self.persistent, self.persistent, self.blocks)}",
             *["query heads that share keys: in parts, where tiles of keys are few"] * self.problem.grouped,
             *self._told_of_dq(),
             *self._told_of_candidates(size),
@@ -359,7 +384,7 @@ def _of_tile(request: Request, tile: tuple[int, int], widths: tuple[int, int]) -
     clears = plan.may_clear() and not stores and not _few_cleared(problem, sizes)
     plan = replace(plan, stores_dq=stores, clears=clears)
     plans = [replace(plan, stages=stages) for stages in STAGES]
-    return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
+    return next((p for p in plans if p.memory.total <= p.memory.capacity), plans[-1])
 
 
 def _ctas(problem: Problem, tile: tuple[int, int], width: int, width_v: int) -> int:
@@ -385,7 +410,7 @@ def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int],
         return (WIDE_TILE,)
     if problem.dropout:
         return (TILE,)
-    if _few_tiles(request):
+    if problem.blocks or _few_tiles(request):
         return (HALF_TILE,)
     if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
         return (TILE,)

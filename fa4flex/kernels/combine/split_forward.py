@@ -9,9 +9,7 @@ from cuda.bindings import driver as cuda
 from fa4flex.kernels.combine.kernel import Combine, combine_arguments
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.hooks import Hooks
-
-ALL_SHARED = 100
-"""Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 
 class SplitForward:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fa4flex.kernels.plan.lengths import Lengths
 from fa4flex.kernels.plan.paging import Boxes, Producing
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 HANDED = 8
 """Numbers of 32 bits in which a tile of queries is handed over, those of a Work: whoever takes it finds its
@@ -30,9 +31,9 @@ class Config:
     pingpong                 warpgroups take turns at the tensor cores
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     alias_output             the output tile lies where the queries were; otherwise it has room of its own
-    persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
+    persistent               `workers` blocks take tile after tile; otherwise one block per tile
     dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
-    workers                  multiprocessors
+    workers                  multiprocessors, times the blocks that share one
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     boxes                    keys that one copy brings where they lie in pages
@@ -46,6 +47,7 @@ class Config:
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     skip                     probability that each row may leave out, by tiles of keys
+    blocks                   that share a multiprocessor
     """
 
     head_dim: int
@@ -76,6 +78,7 @@ class Config:
     q_stages: int = 1
     group: int = 1
     skip: float = field(default=0.0, metadata={"default": 0.0})
+    blocks: int = field(default=1, metadata={"default": 1})
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""
@@ -115,6 +118,12 @@ class Config:
     def gather_warps(self) -> int:
         """Number of these warps."""
         return self.producers if self.gathers else 0
+
+    @property
+    def carveout(self) -> int | None:
+        """Percentage of a multiprocessor's memory that is shared memory, where blocks have to share it; None
+        where the one that there is gets what it asks for."""
+        return ALL_SHARED if self.blocks > 1 else None
 
     @property
     def threads(self) -> int:

@@ -81,7 +81,8 @@ class Forward:
             grid=[blocks, 1, 1],
             block=[config.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,  # without it the compiler drops the register split
+            min_blocks_per_mp=config.blocks,  # without it the compiler drops the register split
+            preferred_smem_carveout=config.carveout,
         )
 
     def views(self, arguments: Arguments) -> Arguments:

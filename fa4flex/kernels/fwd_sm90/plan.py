@@ -24,7 +24,7 @@ from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
 from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
-from fa4flex.kernels.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.kernels.plan.request import ORDERS, ForwardRequest, Order, check_threshold, rescaling, taking
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.skipping import explain_skip, skipping
 from fa4flex.kernels.plan.splitting import Splitting
@@ -150,7 +150,7 @@ class HopperPlan(Checked):
             alias_output=self._shares,
             persistent=self.persistent,
             dynamic=self.dynamic,
-            workers=self.target.multiprocessors,
+            workers=self.target.multiprocessors * self.tiles.blocks,
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
             boxes=self.boxes,
@@ -161,15 +161,16 @@ class HopperPlan(Checked):
             statistics=self.problem.statistics,
             row_ends=self.problem.row_ends,
             divisors=self.tiles.narrow and not self.problem.keys.loaded,
-            short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
+            short_tiles=int(SHORT_WAVES * self.target.multiprocessors * self.tiles.blocks),
             group=self.packed_heads,
             skip=self.problem.skip,
+            blocks=self.tiles.blocks,
         )
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes, registers and barriers, and regions fit."""
         self.memory.check()
-        self.registers.check(self.tiles.consumers, self.target)
+        self.registers.check(self.tiles.consumers, self.target, self.tiles.blocks)
         if self.need.accumulators > self.registers.consumer:
             raise PlanError(
                 f"{self.need.explain()} registers per consumer thread",
@@ -194,7 +195,7 @@ class HopperPlan(Checked):
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
             *explain_skip(self.problem.skip, "a warpgroup's 64 rows"),
-            f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
+            f"order: {ORDERS[self.order]}; {taking(self.persistent, self.dynamic, t.blocks)}",
             *self._explain_pages(),
             "shared memory:",
             self.memory.explain(),
@@ -253,7 +254,7 @@ def plan_hopper(request: ForwardRequest, kind: type[HopperPlan] = HopperPlan) ->
         problem=problem,
         tiles=tiles,
         kv_stages=choice.kv_stages,
-        registers=split_registers(tiles.consumers, producer_computes(problem, work)),
+        registers=split_registers(tiles.consumers, producer_computes(problem, work), tiles.blocks),
         pingpong=tiles.consumers > 1 and tiles.head_dim <= PINGPONG_WIDEST,
         order=request.order,
         rescale_threshold=request.rescale_threshold,
@@ -278,8 +279,8 @@ def time_of(
         (tiles.tile_m, tiles.tile_n),
         (problem.head_dim, problem.head_dim_v),
         units,
-        exposed_share(units, tiles.consumers, rates.exposed),
-        least=int(SHORT_WAVES * target.multiprocessors),
+        exposed_share(units, tiles.consumers * tiles.blocks, rates.exposed),
+        least=int(SHORT_WAVES * target.multiprocessors * tiles.blocks),
         packed_heads=packed,
     )
 

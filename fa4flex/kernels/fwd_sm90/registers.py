@@ -36,8 +36,9 @@ class Split:
     producer: int
     consumer: int
 
-    def check(self, consumers: int, target: Target) -> None:
-        """PlanError unless setmaxnreg takes both numbers and their sum is there: it would wait for ever."""
+    def check(self, consumers: int, target: Target, blocks: int = 1) -> None:
+        """PlanError unless setmaxnreg takes both numbers and their sum is there, where so many `blocks` share
+        a multiprocessor: it would wait for ever."""
         for name in ("producer", "consumer"):
             count = getattr(self, name)
             least, most, step = target.register_least, target.register_most, target.register_step
@@ -47,7 +48,8 @@ class Split:
                     f"a multiple of {step} in {least}..{most}",
                     "take a split from registers.SPLITS",
                 )
-        wanted, pool = self.producer + consumers * self.consumer, target.register_pool(1 + consumers)
+        wanted = self.producer + consumers * self.consumer
+        pool = target.register_pool((1 + consumers) * blocks) // blocks
         if wanted > pool:
             raise PlanError(
                 f"{self.producer} + {consumers} x {self.consumer} = {wanted} registers per thread",
@@ -63,10 +65,14 @@ SPLITS: dict[int, tuple[Split, ...]] = {
     3: (Split(32, 160),),
 }
 
+SHARED: dict[int, Split] = {2: Split(24, 232), 3: Split(24, 136)}
+"""Splits of blocks of one consumer by how many share a multiprocessor."""
 
-def split_registers(consumers: int, producer_computes: bool) -> Split:
-    """`producer_computes`: it finds key tiles or sequences itself, beside copying."""
-    return SPLITS[consumers][-1 if producer_computes else 0]
+
+def split_registers(consumers: int, producer_computes: bool, blocks: int = 1) -> Split:
+    """`producer_computes`: it finds key tiles or sequences itself, beside copying. blocks: that share a
+    multiprocessor."""
+    return SHARED[blocks] if blocks > 1 else SPLITS[consumers][-1 if producer_computes else 0]
 
 
 def promotes(codes: Codes) -> bool:

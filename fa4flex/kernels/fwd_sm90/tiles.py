@@ -27,6 +27,16 @@ WIDTHS = (64, 96, 128, 160, 192, 256)
 STAGES = (2, 1)
 """Tiles of K, and as many of V, in flight: two hide the copy of one behind the products of the other."""
 
+SHARING = (3, 2)
+"""Blocks of one warpgroup that share a multiprocessor, best first: the softmax of one runs under the products
+of others."""
+
+KEYS_IN_FLIGHT = (192, 128)
+"""Keys of the tiles of K, and as many of V, in flight of each of these, best first."""
+
+SHARED_WIDEST = 128
+"""Widest heads of such blocks: two of wider ones have no room for two stages."""
+
 NARROW = 64
 """Widest heads of which tiles may have 192 queries, and are found by divisors: short tiles are what such
 divisions and waits for queries are much of."""
@@ -38,7 +48,8 @@ AHEAD = 96
 @dataclass(frozen=True)
 class Tiles:
     """tile_m queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory; q_stages
-    tiles of queries in flight; bytes of an element of q and k, and of v."""
+    tiles of queries in flight; bytes of an element of q and k, and of v; blocks that share a
+    multiprocessor."""
 
     tile_m: int
     tile_n: int
@@ -47,6 +58,7 @@ class Tiles:
     q_stages: int = 1
     itemsize: int = 2
     v_itemsize: int = 2
+    blocks: int = 1
 
     @property
     def transposed(self) -> bool:
@@ -82,6 +94,10 @@ class Tiles:
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
+    def capacity(self, target: Target) -> int:
+        """Bytes of shared memory that a block may have."""
+        return target.shared_memory_of(self.blocks)
+
     def shares(self, problem: Problem, kv_stages: int, target: Target) -> bool:
         """True if the output takes no memory of its own: it is staged where the queries lie, or not at all.
         With memory of its own, the next queries come while the output leaves."""
@@ -91,7 +107,7 @@ class Tiles:
             return False
         sizes = self._sizes(problem, kv_stages)
         apart = lay_out(sizes, {}, barrier_table(self, kv_stages, problem.uneven).used, target)
-        return apart.total > target.shared_memory
+        return apart.total > self.capacity(target)
 
     def memory(self, problem: Problem, kv_stages: int, target: Target, dynamic: bool | None = None) -> Memory:
         """The shared-memory map with this many tiles of K and of V in flight. `dynamic`: the next tile is
@@ -100,7 +116,8 @@ class Tiles:
         sizes = ({"next": NUMBER * HANDED} if dynamic else {}) | self._sizes(problem, kv_stages)
         aliased = "out" in sizes and self.shares(problem, kv_stages, target)
         alias = {"out": "q"} if aliased else {}
-        return lay_out(sizes, alias, barrier_table(self, kv_stages, dynamic).used, target)
+        memory = lay_out(sizes, alias, barrier_table(self, kv_stages, dynamic).used, target)
+        return replace(memory, capacity=self.capacity(target))
 
     def _sizes(self, problem: Problem, kv_stages: int) -> dict[str, int]:
         size = self.itemsize
@@ -220,6 +237,9 @@ def choose(request: ForwardRequest) -> tuple[Choice, ...]:
     problem, work, target = request.problem, request.work, request.target
     if request.schedule.tile is not None:
         return (_honour(problem, work, target, request.schedule.tile),)
+    shared = _of_blocks(problem, work, target)
+    if shared is not None:
+        return (shared,)
     reasons: list[str] = []
     over: dict[int, Choice] = {}
     found: list[Choice] = []
@@ -242,6 +262,32 @@ def choose(request: ForwardRequest) -> tuple[Choice, ...]:
     return tuple(found) or (_over(over, reasons, problem),)
 
 
+def _of_blocks(problem: Problem, work: Work, target: Target) -> Choice | None:
+    """Tiles that no edge of a map's blocks cuts, of as many blocks per multiprocessor as registers and shared
+    memory have room for. None for other masks, keys in pages and codes, wide heads, and hooks that take too
+    many registers."""
+    wide = max(problem.head_dim, problem.head_dim_v) > SHARED_WIDEST
+    if problem.blocks is None or wide or problem.keys.loaded or problem.keys.codes is not None:
+        return None
+    pair = problem.blocks
+    for blocks in SHARING[work.loads >= 1 :]:  # beside loads of pairs, three spill
+        one, need, limit = _try(pair, problem, work, blocks)
+        stages = _shared_stages(one, problem, target)
+        if stages is not None and need.total <= limit:
+            why = f"{_name(pair)}, as a map has blocks of these edges: {need.explain()} registers of {limit}"
+            return Choice(_with_queries_ahead(one, problem, stages, target), stages, (why,))
+    return None
+
+
+def _shared_stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:
+    """Stages that leave the output room of its own, so that the next queries come while it leaves; else the
+    most that fit, or None."""
+    stages = [keys // tiles.tile_n for keys in KEYS_IN_FLIGHT]
+    fitting = [s for s in stages if tiles.memory(problem, s, target).total <= tiles.capacity(target)]
+    apart = (s for s in fitting if not (staged(problem) and tiles.shares(problem, s, target)))
+    return next(apart, fitting[0] if fitting else None)
+
+
 def _over(over: dict[int, Choice], reasons: list[str], problem: Problem) -> Choice:
     """The tile that is the least over its registers. Raises UnsupportedError where there is none."""
     if not over:
@@ -259,11 +305,11 @@ def _name(pair: Pair) -> str:
     return f"{pair[0]} x {pair[1]}"
 
 
-def _try(pair: Pair, problem: Problem, work: Work) -> tuple[Tiles, Need, int]:
-    sizes = {"itemsize": problem.itemsize, "v_itemsize": problem.v_itemsize}
+def _try(pair: Pair, problem: Problem, work: Work, blocks: int = 1) -> tuple[Tiles, Need, int]:
+    sizes = {"itemsize": problem.itemsize, "v_itemsize": problem.v_itemsize, "blocks": blocks}
     tiles = Tiles(*pair, pad(problem.head_dim), pad(problem.head_dim_v), **sizes)
     need = consumer_need(tiles.tile_n, tiles.head_dim_v, work, problem.keys.codes)
-    limit = split_registers(tiles.consumers, producer_computes(problem, work)).consumer
+    limit = split_registers(tiles.consumers, producer_computes(problem, work), blocks).consumer
     return tiles, need, limit
 
 
@@ -279,7 +325,7 @@ def _with_queries_ahead(tiles: Tiles, problem: Problem, kv_stages: int, target: 
     during this one where lengths are dense, if the output then has room of its own; others as they are."""
     widest = AHEAD if problem.uneven else NARROW
     more = replace(tiles, q_stages=2 if tiles.width <= widest else 1)
-    fits = more.memory(problem, kv_stages, target).total <= target.shared_memory
+    fits = more.memory(problem, kv_stages, target).total <= more.capacity(target)
     dense = staged(problem) and not problem.keys.loaded
     return more if dense and fits and not more.shares(problem, kv_stages, target) else tiles
 

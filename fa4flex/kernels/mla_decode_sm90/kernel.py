@@ -17,7 +17,7 @@ from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4flex.kernels.combine.split_forward import ALL_SHARED, SplitForward
+from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import mbarriers, room
 from fa4flex.kernels.common.gathering_rings import tile_ring
@@ -30,6 +30,7 @@ from fa4flex.kernels.mla_decode_sm90.producer import Producer, transfer_of
 from fa4flex.kernels.mla_decode_sm90.resources import Shared, layouts_of, members_of, shared_of
 from fa4flex.kernels.mla_decode_sm90.roles import barrier_table
 from fa4flex.kernels.mla_decode_sm90.rows import part_of, tiles_of_heads
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 
 class Forward(SplitForward):

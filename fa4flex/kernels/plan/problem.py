@@ -47,6 +47,8 @@ class Problem:
     row_ends               with "tables": how many key intervals per row hold if the captured tensors that
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
+    blocks                 queries and keys of tiles that no edge of a block cuts, where the mask reads a map
+                           of blocks that usual tiles are too large for
     output                 a function of the output is applied before it is written
     skip                   probability that each query may leave out: kernels may leave out tiles of keys that
                            hold less than their share of it, of forward passes
@@ -101,6 +103,7 @@ class Problem:
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
     row_ends: int = 0
+    blocks: tuple[int, int] | None = None
     output: bool = False
     shares: Shares = ALIKE
     skip: float = 0.0
@@ -216,6 +219,7 @@ class Problem:
         extras += self._of_loader()
         extras += self._of_heads()
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
+        extras += [f"blocks of {self.blocks[0]} x {self.blocks[1]}"] if self.blocks else []
         extras += [f"skipping up to {self.skip:g}"] * bool(self.skip)
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]

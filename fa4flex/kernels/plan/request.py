@@ -39,6 +39,17 @@ BLOCKS = {
 }
 """Words for how blocks take tiles, by whether blocks are persistent and whether they use a counter."""
 
+
+def taking(persistent: bool, dynamic: bool, blocks: int) -> str:
+    """Words for how blocks take tiles where so many share a multiprocessor."""
+    told = BLOCKS[persistent, dynamic]
+    return (
+        told
+        if blocks == 1
+        else told.replace("one block per multiprocessor takes", f"{blocks} blocks per multiprocessor take")
+    )
+
+
 CANCELLING = "one block per tile; those that run take over tiles of those that have not started"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fa4flex.codegen.analyze.blocks import Numbers, block_size
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
-from fa4flex.codegen.expr import READS, const, keep, nodes
+from fa4flex.codegen.expr import READS, Expr, const, keep, nodes
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
@@ -17,8 +18,15 @@ MANY_READS = 4
 kernels run and when they are compiled: those have little code then, rather than long tiles."""
 
 
-def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
-    """The problem of a forward pass."""
+USUAL = 128
+"""Queries and keys of usual tiles, which edges of larger blocks do not cut, nor those of multiples."""
+
+BLOCK_QUERIES, BLOCK_KEYS = 64, (64, 48, 32, 16)
+"""Queries and keys of tiles that smaller blocks may have."""
+
+
+def forward_problem(facts: Facts, inputs: Inputs, proved: Proved, numbers: Numbers = ()) -> Problem:
+    """The problem of a forward pass. numbers: captured ones by slot; without them, blocks are not known."""
     return Problem(
         head_dim=inputs.head_dim,
         head_dim_v=inputs.head_dim_v,
@@ -35,11 +43,25 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved) -> Problem:
         keys=inputs.keys,
         many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
+        blocks=small_blocks(facts.mask, numbers) if proved.mask_form == "tables" and numbers else None,
         shares=inputs.shares,
         skip=inputs.skip,
         dropout=_dropout(facts),
         weights=facts.weights.kind,
     )
+
+
+def small_blocks(mask: Expr, numbers: Numbers) -> tuple[int, int] | None:
+    """Queries and keys of the largest tiles that no edge of a block cuts, of a mask that reads a map of
+    blocks that usual tiles are too large for. None for larger blocks, for smaller ones, and without a map."""
+    size = block_size(mask, numbers)
+    if size is None or min(size) <= 0:
+        return None
+    rows, columns = size
+    if rows % BLOCK_QUERIES or (rows % USUAL == 0 and columns % USUAL == 0):
+        return None
+    keys = next((keys for keys in BLOCK_KEYS if columns % keys == 0), None)
+    return None if keys is None else (BLOCK_QUERIES, keys)
 
 
 def _dropout(facts: Facts) -> bool:

@@ -83,6 +83,17 @@ class Target:
         each = self.registers // (128 * warpgroups) // self.register_step * self.register_step
         return each * warpgroups
 
+    def shared_memory_of(self, blocks: int) -> int:
+        """Bytes of shared memory that each block may have where so many share a multiprocessor, which takes
+        RESERVED of each."""
+        return (self.shared_memory + RESERVED) // blocks - RESERVED
+
+
+ALL_SHARED = 100
+"""Percent of a multiprocessor's memory that is shared memory: blocks that share it need all of it."""
+
+RESERVED = 1024
+"""Bytes of shared memory of each block that the system takes, from compute capability 9.0 on."""
 
 MEMORY = {"H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "B300": 8e12}
 """Bytes per second of the memory of chips, by data sheets (H100 SXM), by what their names contain."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.analyze.blocks import block_size
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
-from fa4flex.codegen.expr import Expr, loads
+from fa4flex.codegen.expr import Expr
 from fa4flex.primitives.schedule import Contents
 from fa4flex.runtime.cpu.softmax import finite, with_sinks
 from fa4flex.runtime.cpu.tiles import SCORES, Inputs, exponential
@@ -235,35 +236,12 @@ def scattered_tiles(
     facts: Facts, shape: Shape, captured: Captured, precision: torch.dtype, contents: Contents
 ) -> TileMap | None:
     """Tiles of a block map that is gathered; None where the mask has none, or walking does as well."""
-    size = _block_size(facts.mask, captured.scalars)
+    size = block_size(facts.mask, captured.scalars)
     if size is None or not all(0 < x <= LARGEST for x in size):
         return None
     with torch.device("cpu"):
         tiles = tile_map(facts.mask, facts.keys, shape, captured, size, precision, contents)
     return tiles if tiles.density <= DENSEST else None
-
-
-def _block_size(mask: Expr, scalars: tuple[bool | int | float, ...]) -> tuple[int, int] | None:
-    """(queries, keys) of the blocks of a map that the mask reads."""
-    results = {pair for pair in map(_divisors, _reads(mask)) if pair is not None}
-    if len(results) != 1:
-        return None
-    rows, columns = (x.value if x.op == "const" else scalars[x.value] for x in results.pop())
-    return int(rows), int(columns)
-
-
-@lru_cache(maxsize=256)
-def _reads(mask: Expr) -> tuple[Expr, ...]:
-    return tuple(loads(mask))
-
-
-def _divisors(load: Expr) -> tuple[Expr, Expr] | None:
-    """Divisors of queries and of keys in the indices of a captured tensor, if it has both."""
-    results = {}
-    for index in load.args:
-        if index.op == "floordiv" and index.args[0].op == "sym" and index.args[1].op in ("const", "scalar"):
-            results[index.args[0].value] = index.args[1]
-    return (results["q"], results["kv"]) if {"q", "kv"} <= results.keys() else None
 
 
 def attend(call: Scattered) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
