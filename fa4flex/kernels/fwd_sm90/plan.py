@@ -181,17 +181,17 @@ class HopperPlan(Checked):
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
-        t, r = self.tiles, self.registers
+        t = self.tiles
         lines = [
             f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {t.tile_m} queries x {t.tile_n} keys, q and k {t.head_dim} wide, v {t.head_dim_v},"
             f" K and V {self.kv_stages} deep" + f", queries {t.q_stages}" * (t.q_stages > 1),
             *self._explain_rows(),
             *(f"  {reason}" for reason in self.reasons),
-            f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
+            *self.explain_warpgroups(),
             f"  a consumer needs about {self.need.explain()}",
             *self.explain_products(),
-            f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
+            *self.explain_softmax(),
             f"  {rescaling(self.rescale_threshold)}",
             *explain_skip(self.problem.skip, "a warpgroup's 64 rows"),
             f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
@@ -205,6 +205,15 @@ class HopperPlan(Checked):
             explain_bound(self.bound, size),
         ]
         return "\n".join(lines)
+
+    def explain_warpgroups(self) -> list[str]:
+        """Warpgroups of a block, and their registers."""
+        n, r = self.tiles.consumers, self.registers
+        return [f"warpgroups: 1 producer, {n} consumers of {r.producer} and {r.consumer} registers"]
+
+    def explain_softmax(self) -> list[str]:
+        """What runs beside the softmax."""
+        return [f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};"]
 
     def explain_products(self) -> list[str]:
         """Dtypes of products and sums, where they are others than those of tensors, and float32."""
