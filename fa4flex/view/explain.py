@@ -21,6 +21,7 @@ from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.products import GIVEN, MULTIPLIED
+from fa4flex.runtime.key_sources import MOST_WIDTH
 from fa4flex.variant import Variant
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
@@ -440,7 +441,9 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             gpu.target_named(arch)
         blockwise = ["computed tile by tile in PyTorch operations on the device: exact, and slow"]
         said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
-        return said + blockwise * (not program.facts.softmax or bool(problem.get("latent")))
+        widths = (problem.get(name, 0) for name in ("head_dim", "head_dim_v"))
+        others = not program.facts.softmax or problem.get("latent") or max(widths) > MOST_WIDTH
+        return said + blockwise * bool(others)
     if "direction" in problem:
         return lines
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}

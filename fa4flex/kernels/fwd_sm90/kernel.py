@@ -129,9 +129,7 @@ class Forward:
             of_queries,
             cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
             cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
-            self.rows.transfer(store, arguments.out, one[3], dv)
-            if self.stores(arguments)
-            else None,
+            self.rows.transfer(store, arguments.out, one[3], dv) if self.stores(arguments) else None,
         )
 
     def stores(self, arguments: Arguments) -> bool:

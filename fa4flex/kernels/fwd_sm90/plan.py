@@ -267,7 +267,7 @@ def plan_hopper(request: ForwardRequest, kind: type[HopperPlan] = HopperPlan) ->
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=work,
-        dynamic=_dynamic(request),
+        dynamic=takes_next(request),
         packed_heads=packed,
         reasons=(*choice.reasons, request.why),
         form=form,
@@ -330,7 +330,9 @@ def _named(tile: Pair) -> str:
     return f"{tile[0]} queries x {tile[1]} keys"
 
 
-def _dynamic(request: ForwardRequest) -> bool:
+def takes_next(request: ForwardRequest) -> bool:
+    """True if blocks take the next tile from a counter. Raises UnsupportedError for ways that only other
+    chips have."""
     following = request.schedule.next_tile
     if following == "launch_control":
         raise UnsupportedError(

@@ -103,8 +103,8 @@ def copied(
     box: tuple[int, int] | None = None,
     unit: int | None = None,
 ) -> Ring:
-    """The ring of a tile (rows, columns). `size`: bytes of an element. A TMA copy brings a block of columns of all rows, or a `box` of rows and
-    columns; or warps gather rows."""
+    """The ring of tiles (rows, columns). `size`: bytes of an element. A TMA copy brings a block of columns of
+    all rows, or a `box` of rows and columns; or warps gather rows."""
     rows, width = tile
     box_rows, columns = box or (rows, column_block(width, size))
     copies = (box_rows * columns * size,) * (width // columns * (rows // box_rows))
@@ -118,8 +118,8 @@ def _copy(name: str, tile: int = 0) -> Events:
 
 
 def copying(consumers: int) -> Role:
-    """Role of the producer, which copies in the order in which consumers ask. Values take the same course through their ring as keys,
-    one tile behind: K of a tile goes before V of the last one."""
+    """Role of the producer, which copies in the order in which consumers ask. Values take the same course
+    through their ring as keys, one tile behind: K of a tile goes before V of the last one."""
     queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
     return Role("producer", 1, (), _copy("k") + queries, _copy("k") + _copy("v", -1), _copy("v"))
 

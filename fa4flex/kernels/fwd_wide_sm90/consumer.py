@@ -90,9 +90,7 @@ class Consumer(forward.Consumer):
         return Tile(**vars(tile), shared=shared, lane=mine.lane)
 
     @cute.jit
-    def first(
-        self, tile: cutlass.Constexpr[Any], key_tile: Int32, k_state: pipeline.PipelineState
-    ) -> States:
+    def first(self, tile: cutlass.Constexpr[Any], key_tile: Int32, k_state: pipeline.PipelineState) -> States:
         """Scores and softmax of the first key tile; its values follow in the next step."""
         pipes, products = tile.pipes, tile.products
         begun = self.begin(tile, key_tile, True)

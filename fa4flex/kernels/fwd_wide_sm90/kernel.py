@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.kernels.fwd_sm90.packing import GROUPS, MOST_PACKED, ONE_HEAD
-from fa4flex.kernels.fwd_sm90.plan import HopperPlan, form_of
+from fa4flex.kernels.fwd_sm90.plan import HopperPlan, form_of, takes_next
 from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import producer_computes
 from fa4flex.kernels.fwd_wide_sm90.config import HALVES, Config
@@ -99,8 +99,8 @@ class WidePlan(HopperPlan):
     def explain_warpgroups(self) -> list[str]:
         r, wider = self.registers, "values" if self.problem.head_dim_v > WIDEST else "heads"
         return [
-            f"warpgroups: 1 producer, {HALVES} consumers of {r.producer} and {r.consumer} registers, which have"
-            f" the same rows, as {wider} are wider than {WIDEST}:",
+            f"warpgroups: 1 producer, {HALVES} consumers of {r.producer} and {r.consumer} registers, which"
+            f" have the same rows, as {wider} are wider than {WIDEST}:",
             "  each has the scores of half of a tile's keys, and half of the output's columns",
         ]
 
@@ -118,7 +118,6 @@ def plan_wide(request: ForwardRequest) -> WidePlan:
     choice = choose(problem, request.schedule.tile, request.target)
     packed = _packed_heads(request)
     split = _splits(request)
-    dynamic = problem.uneven if request.schedule.next_tile == "auto" else request.schedule.next_tile == "counter"
     return WidePlan(
         target=request.target,
         problem=problem,
@@ -130,7 +129,7 @@ def plan_wide(request: ForwardRequest) -> WidePlan:
         rescale_threshold=request.rescale_threshold,
         work=work,
         persistent=not split,
-        dynamic=dynamic and not split,
+        dynamic=takes_next(request) and not split,
         packed_heads=packed,
         reasons=(choice.reason, request.why),
         form=form_of(request),
@@ -162,9 +161,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True for wide heads of keys that lie one after another, and rows of which the log-sum-exp is wanted, or
     nothing."""
     plain = not problem.keys.loaded and problem.keys.codes is None and problem.mask_form != "pairs"
-    return (
-        target.family == "sm90" and problem.width > WIDEST and plain and set(problem.statistics) <= {"lse"}
-    )
+    return target.family == "sm90" and problem.width > WIDEST and plain and set(problem.statistics) <= {"lse"}
 
 
 FWD_WIDE_SM90 = Pipeline(

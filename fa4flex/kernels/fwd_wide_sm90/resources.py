@@ -51,7 +51,7 @@ def members_of(layouts: Layouts, kind: Any) -> dict[str, Any]:
     """Tiles and statistics of a block's shared memory."""
     names = "queries", "keys", "values", "probabilities"
     tiles = {name: tile_room(kind, cute.cosize(one)) for name, one in zip(names, layouts, strict=True)}
-    return tiles | {name: cute.struct.MemRange[Float32, HALVES * ROWS] for name in ("maxima", "sums")}
+    return tiles | dict.fromkeys(("maxima", "sums"), cute.struct.MemRange[Float32, HALVES * ROWS])
 
 
 def shared_of(storage: Any, layouts: Layouts) -> Shared:

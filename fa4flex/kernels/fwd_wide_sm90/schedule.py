@@ -13,7 +13,7 @@ from fa4flex.kernels.common.hooks import At
 from fa4flex.kernels.common.keys import KeyTiles
 from fa4flex.kernels.common.packed_rows import run_of
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.common.work import Grid
 
 
 class SplitWork(NamedTuple):
