@@ -1,4 +1,4 @@
-"""Plans of the Hopper kernel for wide heads: what it accepts, what fits, how rows and keys are shared out, and
+"""Plans of the Hopper kernel for wide heads: what it accepts, what fits, how rows and keys are shared, and
 its pipeline in any order of events."""
 
 from __future__ import annotations

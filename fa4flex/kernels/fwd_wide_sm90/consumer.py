@@ -81,7 +81,7 @@ class Consumer(forward.Consumer):
         """Where a part has no tile of keys, rows see none of the one that stands for them."""
         if self.config.splits:
             some: Any = mine.keys
-            seen = select_(some.some, mine.at.kv_len, Int32(0))
+            seen = Int32(select_(some.some, mine.at.kv_len, Int32(0)))
             mine = replace(mine, at=mine.at.but(kv_len=seen))
         return super().tile(mine, ends)
 

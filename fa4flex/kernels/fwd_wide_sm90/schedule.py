@@ -70,8 +70,8 @@ def run(whole: KeyTiles, first: Int32, last: Int32) -> Run:
     return Run(
         Later(whole.masked, first),
         Later(whole.full, whole.count - last),  # the last of them come first
-        select_(some, masked, Int32(1)),
-        select_(some, last - first - masked, Int32(0)),
+        Int32(select_(some, masked, Int32(1))),
+        Int32(select_(some, last - first - masked, Int32(0))),
         some,
     )
 
@@ -86,7 +86,7 @@ class Scheduler(TileScheduler):
         splits = cute.arch.make_warp_uniform(splits_of(arguments))
         split = number // grid.total
         work = TileScheduler.work(self, number - split * grid.total, grid, arguments)
-        own = select_(splits == 1, Int32(-1), split)
+        own = Int32(select_(splits == 1, Int32(-1), split))
         return SplitWork(*work[:-1], work.valid & (split < splits), own, splits)
 
     def keys(self, at: At, work: Any, arguments: Arguments) -> Any:
