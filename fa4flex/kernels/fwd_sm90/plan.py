@@ -120,7 +120,11 @@ class HopperPlan(Checked):
     @cached_property
     def time(self) -> ForwardTime:
         """The model of the time of a call."""
-        return time_of(self.tiles, self.problem, self.work, self.target, self.form, self.packed_heads)
+        return self.time_with(self.tiles)
+
+    def time_with(self, tiles: Tiles) -> ForwardTime:
+        """The same with other tiles."""
+        return time_of(tiles, self.problem, self.work, self.target, self.form, self.packed_heads)
 
     @property
     def need(self) -> Need:
@@ -224,8 +228,7 @@ class HopperPlan(Checked):
             return []
 
         def at(tile: Pair) -> ForwardTime:
-            one = replace(self.tiles, tile_m=tile[0], tile_n=tile[1])
-            return time_of(one, self.problem, self.work, self.target, self.form, self.packed_heads)
+            return self.time_with(replace(self.tiles, tile_m=tile[0], tile_n=tile[1]))
 
         of_call = Heads(size.b, size.h, size.kv_heads or size.h, size.q_len, size.kv_len)
         ways = among(self.others or (self.tile,), _named, lambda tile: at(tile).predict(of_call))

@@ -9,12 +9,15 @@ from typing import ClassVar
 from fa4flex.kernels.fwd_sm90.packing import GROUPS, MOST_PACKED, ONE_HEAD
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, form_of, takes_next
 from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
-from fa4flex.kernels.fwd_sm90.tiles import producer_computes
+from fa4flex.kernels.fwd_sm90.tiles import Tiles, producer_computes
 from fa4flex.kernels.fwd_wide_sm90.config import HALVES, Config
+from fa4flex.kernels.fwd_wide_sm90.cost import wide_units
 from fa4flex.kernels.fwd_wide_sm90.tiles import choose, memory_of
 from fa4flex.kernels.fwd_wide_sm90.topology import wide_topology
+from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.few_rows import few_rows, share_of
+from fa4flex.kernels.plan.forward_time import ForwardTime
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.pipeline import Pipeline
 from fa4flex.kernels.plan.problem import WIDEST, WIDEST_SHARED, Problem
@@ -74,6 +77,12 @@ class WidePlan(HopperPlan):
         topology = wide_topology(self.tiles, self.kv_stages, self.dynamic, clears)
         return replace(topology, may_end=self.split)
 
+    def time_with(self, tiles: Tiles) -> ForwardTime:
+        """The same with other tiles. Rows of all heads of a group take about as many steps as those of one
+        head after the other, of which the model knows how many a causal mask leaves."""
+        units = wide_units(tiles, self.problem, self.work, self.target)
+        return replace(super().time_with(tiles), units=units, packed_heads=1)
+
     @property
     def need(self) -> Need:
         """Estimate of what a consumer thread keeps in registers: of half of a tile's keys and columns."""
@@ -106,6 +115,10 @@ class WidePlan(HopperPlan):
 
     def explain_softmax(self) -> list[str]:
         return ["softmax: runs under the products of the keys before; probabilities lie in shared memory;"]
+
+    def _explain_candidates(self, size: Size | None) -> list[str]:
+        """The model knows of no blocks that share keys."""
+        return [] if self.split else super()._explain_candidates(size)
 
     def _explain_rows(self) -> list[str]:
         told = ["  keys of a tile are split between blocks, by shapes, and their outputs merged"] * self.split
