@@ -28,6 +28,7 @@ def names(gpu: Any) -> list[str]:
     return [result.kernel for result in gpu.results]
 
 
+@pytest.mark.slow
 def test_gradients_are_computed_blockwise() -> None:
     """The forward pass is a kernel's."""
     qkv, attn = [x.requires_grad_() for x in drawn()], fa4flex.compile(mask=causal)

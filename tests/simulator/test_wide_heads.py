@@ -106,6 +106,7 @@ MODS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_right_under_a_timing() -> None:
     """Gemma's heads, two tiles of rows and three of keys."""
     qkv = drawn(Size(4, 2, 40, 150))

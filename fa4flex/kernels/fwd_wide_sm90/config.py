@@ -38,10 +38,10 @@ class Config(forward.Config):
     splits: bool = False  # type: ignore[misc]
     share: int | None = None
 
-    threads: ClassVar[int] = 128 * (1 + HALVES)  # type: ignore[assignment]
-    passes: ClassVar[bool] = False  # type: ignore[assignment]
+    threads: ClassVar[int] = 128 * (1 + HALVES)
+    passes: ClassVar[bool] = False
     """A tile has rows, and both warpgroups have all of them."""
-    frees_queries: ClassVar[bool] = True  # type: ignore[assignment]
+    frees_queries: ClassVar[bool] = True
     """Output goes from registers to global memory."""
 
     @property

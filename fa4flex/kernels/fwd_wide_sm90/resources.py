@@ -58,4 +58,5 @@ def shared_of(storage: Any, layouts: Layouts) -> Shared:
     rooms = storage.queries, storage.keys, storage.values, storage.probabilities
     tiles = [room.get_tensor(one.outer, swizzle=one.inner) for room, one in zip(rooms, layouts, strict=True)]
     statistics = cute.make_layout((HALVES, ROWS), stride=(ROWS, 1))
-    return Shared(*tiles, storage.maxima.get_tensor(statistics), storage.sums.get_tensor(statistics))
+    q, k, v, p = tiles
+    return Shared(q, k, v, p, storage.maxima.get_tensor(statistics), storage.sums.get_tensor(statistics))

@@ -87,7 +87,7 @@ class Scheduler(TileScheduler):
         split = number // grid.total
         work = TileScheduler.work(self, number - split * grid.total, grid, arguments)
         own = Int32(select_(splits == 1, Int32(-1), split))
-        return SplitWork(*work[:-1], work.valid & (split < splits), own, splits)
+        return SplitWork._make((*work[:-1], work.valid & (split < splits), own, splits))
 
     def keys(self, at: At, work: Any, arguments: Arguments) -> Any:
         whole = TileScheduler.keys(self, at, work, arguments)

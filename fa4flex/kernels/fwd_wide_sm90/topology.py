@@ -19,7 +19,7 @@ from fa4flex.kernels.fwd_sm90.topology import clearing, copied, copying, publish
 from fa4flex.kernels.fwd_wide_sm90.config import BUFFERS, HALVES
 from fa4flex.kernels.fwd_wide_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import NUMBER, column_block
-from fa4flex.kernels.plan.topology import WARPGROUP, Event, Events, Product, Role, Topology
+from fa4flex.kernels.plan.topology import WARPGROUP, Event, Events, Product, Ring, Role, Topology
 
 
 def wide_topology(tiles: Tiles, kv_stages: int, dynamic: bool, clears: bool) -> Topology:
@@ -28,7 +28,7 @@ def wide_topology(tiles: Tiles, kv_stages: int, dynamic: bool, clears: bool) -> 
     table = barrier_table(tiles, kv_stages, dynamic)
     producer, consumers = copying(1), tuple(_consumer(unit, clears) for unit in range(HALVES))
     box = tiles.tile_n, column_block(tiles.head_dim_v // HALVES)
-    rings = (
+    rings: tuple[Ring, ...] = (
         copied(table, "q", (tiles.tile_m, tiles.head_dim), tiles.itemsize, unit=0),
         copied(table, "k", (tiles.tile_n, tiles.head_dim), tiles.itemsize),
         copied(table, "v", tiles.values, tiles.v_itemsize, box),
