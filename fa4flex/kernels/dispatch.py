@@ -12,7 +12,7 @@ from fa4flex.codegen.analyze.hoist import reads_by_blocks
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.few_rows import asks_for_order, few_rows
 from fa4flex.kernels.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
-from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.problem import WIDEST, Problem
 from fa4flex.kernels.plan.request import ForwardRequest, Request
 from fa4flex.kernels.plan.sizes import UNKNOWN, Sizes
 from fa4flex.kernels.plan.target import SM90A, Target
@@ -29,6 +29,10 @@ def _latent(problem: Problem, sizes: Sizes) -> bool:
 
 def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.keys.loaded
+
+
+def _wide(problem: Problem, sizes: Sizes) -> bool:
+    return problem.width > WIDEST
 
 
 def _codes(problem: Problem, sizes: Sizes) -> bool:
@@ -57,6 +61,7 @@ Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm90", "mla_decode_sm90", "MLA_DECODE_SM90", _latent),
+    Unloaded("forward", "sm90", "fwd_wide_sm90", "FWD_WIDE_SM90", _wide),
     Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_rows),
     Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_rows),
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
@@ -98,7 +103,7 @@ def accepting(direction: Direction, problem: Problem, target: Target, sizes: Siz
         reads = pipeline.kv_dtype == problem.keys.dtype and pipeline.latent == problem.keys.latent
         writes = pipeline.writes_float32 or not problem.wide_output
         drops = (pipeline.drops and problem.weights == "softmax") or not problem.dropout
-        weighs = problem.weights in pipeline.weights
+        weighs = problem.weights in pipeline.weights and problem.width <= pipeline.widest
         if reads and writes and drops and weighs and pipeline.accepts(problem, target, sizes):
             return pipeline if pipeline.applies_output or not problem.output else None
     return None

@@ -120,6 +120,11 @@ class Call(NamedTuple):
         return k.stride() == v.stride() and k.data_ptr() == v.data_ptr()
 
     @property
+    def wide(self) -> bool:
+        """True if heads are wider than those of most kernels."""
+        return max(self.q.shape[-1], self.kv.v.shape[-1]) > MOST_WIDTH
+
+    @property
     def wants_gradients(self) -> bool:
         """True if a tensor of the call requires gradients."""
         tensors = self.q, self.kv.k, self.kv.v, self.sinks, *self.operands

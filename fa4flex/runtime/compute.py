@@ -55,12 +55,21 @@ def forward(program: Published, call: Call, differentiable: bool = True) -> Forw
 
 def _by_engine(program: Published, call: Call) -> Results | None:
     """The results by a kernel; None for dropout, for weights other than the softmax's, and for latent rows
-    that no kernel computes."""
+    and wide heads that no kernel computes."""
     engine = program.engine
     if call.latent:
-        call = call._replace(kv=LatentRows(call.kv.k, call.kv.v))
-    elif program.facts.softmax:
-        return engine.run(call) if program.facts.kept is None or engine.serves(call) else None
+        results = _if_made(program, call._replace(kv=LatentRows(call.kv.k, call.kv.v)))
+        if results is not None:
+            return results
+    if program.facts.softmax:
+        needed = program.facts.kept is None and not (call.wide and engine.schedule.tile is None)
+        return engine.run(call) if needed or engine.serves(call) else None
+    return _if_made(program, call)
+
+
+def _if_made(program: Published, call: Call) -> Results | None:
+    """The results by a kernel; None where there is none."""
+    engine = program.engine
     ready = engine.find(call)
     if ready is MISSING:
         try:

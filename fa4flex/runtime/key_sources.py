@@ -55,7 +55,7 @@ class Copied(NamedTuple):
 
 
 MOST_WIDTH = 256
-"""Width of heads, at most, of kernels that are not for latent rows."""
+"""Width of heads, at most, of most kernels. Wider ones are computed blockwise where no kernel does."""
 
 
 class KeySource(tuple[Any, ...]):

@@ -277,6 +277,8 @@ def _by_kernels(
     call, contiguous = call_of(now, q, in_order, varlen, statistics), type(kv) is Contiguous
     if call.empty or not _own(call.sinks, *call.operands):
         return None
+    if contiguous and q.ndim == call.kv.k.ndim > 2 and call.latent:
+        return None  # the operator finds that values lie in keys
     trains = torch.is_grad_enabled() and call.wants_gradients
     if trains:
         if not contiguous:
@@ -294,10 +296,10 @@ def _by_kernels(
         try:
             ready = engine.made(call) if contiguous else in_place.made(engine, call)
         except UnsupportedError:
-            needed = engine.facts.output is None and engine.facts.kept is None and engine.facts.softmax
-            if needed and not call.latent:
+            if engine.requires(call):
                 raise
-            # Its function is applied after it; dropout, other weights and latent rows are computed blockwise.
+            # Its function is applied after it; dropout, other weights, latent rows and wide heads are
+            # computed blockwise.
             ready = None
             engine.keep(call, None)
     elif blocks is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.products import GIVEN, MULTIPLIED
+from fa4flex.runtime.key_sources import MOST_WIDTH
 from fa4flex.variant import Variant
 from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
@@ -432,6 +434,18 @@ def _fused(program: Program) -> list[str]:
     ]
 
 
+def _by_views(view: Any) -> list[str]:
+    """The kernel for keys and values that are views of latent rows, gathered where they lie in pages; nothing
+    where there is none."""
+    apart = {name: x for name, x in view.problem.items() if name not in ("latent", "page_rows")}
+    try:
+        lines = replace(view, problem=apart).summary()
+    except Fa4flexError:
+        return []
+    gathered = ", gathered from their pages first" * bool(view.problem.get("page_rows"))
+    return [*lines, f"latent rows are read as keys, and again as values{gathered}"]
+
+
 def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: dict[str, Any]) -> list[str]:
     """The kernel of this machine's GPU, or of `arch`, or why there is none; the name alone without both."""
     from fa4flex.view import gpu
@@ -447,9 +461,13 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
             raise
         if arch is not None:
             gpu.target_named(arch)
+        if problem.get("latent") and (by_views := _by_views(view)):
+            return by_views
         blockwise = ["computed tile by tile in PyTorch operations on the device: exact, and slow"]
         said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
-        return said + blockwise * (not program.facts.softmax or bool(problem.get("latent")))
+        widths = (problem.get(name, 0) for name in ("head_dim", "head_dim_v"))
+        others = not program.facts.softmax or problem.get("latent") or max(widths) > MOST_WIDTH
+        return said + blockwise * bool(others)
     if "direction" in problem:
         return lines
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}

@@ -117,10 +117,10 @@ class Consumer:
         @cute.jit
         def attend(work: Work, phase: Int32, states: States) -> States:
             turn = self.ring.turn(phase, states)
-            place = self.ring.place(group, turn)
+            place = self.ring.place(self.row_group(group), turn)
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            first_row = work.tile * self.config.tile_m + group * ROWS
+            first_row = work.tile * self.config.tile_m + self.row_group(group) * ROWS
             row = first_row + lane // 32 * 16 + lane % 32 // 4
             own, query = self.rows.place(work, row)
             if const_expr(self.config.group > 1):
@@ -212,6 +212,19 @@ class Consumer:
             self.release_queries(pipes, mine.place)
         return k_state, v_state
 
+    def row_group(self, group: Any) -> Any:
+        """Number of a warpgroup's 64 rows in the tile of queries."""
+        return group
+
+    @property
+    def width(self) -> int:
+        """Keys of a tile whose scores a warpgroup has."""
+        return self.config.tile_n
+
+    def first_key(self, tile: Tile, key_tile: Int32) -> Int32:
+        """Number of the first of them."""
+        return key_tile * self.config.tile_n
+
     def walk(
         self, attend: Any, arguments: Arguments, grid: Grid, shared: Any, pipes: Pipes, states: States
     ) -> None:
@@ -240,7 +253,7 @@ class Consumer:
         """Lane l of a warpgroup holds rows l / 4, of this query, and l / 4 + 8 of its warp's 16."""
         at, offsets = mine.at, self.rows.offsets
         rows = prepare_rows(self.hooks, at, mine.query, offsets, ends)
-        fragment = quad_fragment(at, rows, mine.query, self.config.tile_n, mine.lane, offsets)
+        fragment = quad_fragment(at, rows, mine.query, self.width, mine.lane, offsets)
         softmax = self.weights(at, mine.state)
         queries = tuple([mine.query + offset for offset in offsets])
         dropout = RowDropout.of(self.hooks.dropout, at, queries, mine.lane % 4 * 2)
@@ -381,9 +394,9 @@ class Consumer:
 
     def begin(self, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
         """Scores to accumulate into, and what the variant computes without them."""
-        shape = tile.products.scores.partition_shape_C((ROWS, self.config.tile_n))
+        shape = tile.products.scores.partition_shape_C((ROWS, self.width))
         scores = cute.make_rmem_tensor(shape, Float32)
-        kv_first = key_tile * self.config.tile_n
+        kv_first = self.first_key(tile, key_tile)
         grid = rows_and_columns(scores)
         tile.fragment.start(self.hooks, grid, kv_first, masked)
         early = tile.fragment.prepare(self.hooks, kv_first, masked)

@@ -130,10 +130,12 @@ class Forward:
             of_queries,
             cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
             cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
-            self.rows.transfer(store, arguments.out, one[3], dv)
-            if config.lengths == "dense" and arguments.out.element_type.width == 16
-            else None,
+            self.rows.transfer(store, arguments.out, one[3], dv) if self.stores(arguments) else None,
         )
+
+    def stores(self, arguments: Arguments) -> bool:
+        """True if the output leaves by TMA."""
+        return self.config.lengths == "dense" and arguments.out.element_type.width == 16
 
     def storage(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Any:
         return cute.struct(type("Storage", (), {"__annotations__": self.members(layouts, kinds)}))

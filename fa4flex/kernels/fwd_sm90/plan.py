@@ -120,7 +120,11 @@ class HopperPlan(Checked):
     @cached_property
     def time(self) -> ForwardTime:
         """The model of the time of a call."""
-        return time_of(self.tiles, self.problem, self.work, self.target, self.form, self.packed_heads)
+        return self.time_with(self.tiles)
+
+    def time_with(self, tiles: Tiles) -> ForwardTime:
+        """The same with other tiles."""
+        return time_of(tiles, self.problem, self.work, self.target, self.form, self.packed_heads)
 
     @property
     def need(self) -> Need:
@@ -182,17 +186,17 @@ class HopperPlan(Checked):
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
-        t, r = self.tiles, self.registers
+        t = self.tiles
         lines = [
             f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {t.tile_m} queries x {t.tile_n} keys, q and k {t.head_dim} wide, v {t.head_dim_v},"
             f" K and V {self.kv_stages} deep" + f", queries {t.q_stages}" * (t.q_stages > 1),
             *self._explain_rows(),
             *(f"  {reason}" for reason in self.reasons),
-            f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
+            *self.explain_warpgroups(),
             f"  a consumer needs about {self.need.explain()}",
             *self.explain_products(),
-            f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
+            *self.explain_softmax(),
             f"  {rescaling(self.rescale_threshold)}",
             *explain_skip(self.problem.skip, "a warpgroup's 64 rows"),
             f"order: {ORDERS[self.order]}; {taking(self.persistent, self.dynamic, t.blocks)}",
@@ -207,6 +211,15 @@ class HopperPlan(Checked):
         ]
         return "\n".join(lines)
 
+    def explain_warpgroups(self) -> list[str]:
+        """Warpgroups of a block, and their registers."""
+        n, r = self.tiles.consumers, self.registers
+        return [f"warpgroups: 1 producer, {n} consumers of {r.producer} and {r.consumer} registers"]
+
+    def explain_softmax(self) -> list[str]:
+        """What runs beside the softmax."""
+        return [f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};"]
+
     def explain_products(self) -> list[str]:
         """Dtypes of products and sums, where they are others than those of tensors, and float32."""
         return []
@@ -216,8 +229,7 @@ class HopperPlan(Checked):
             return []
 
         def at(tile: Pair) -> ForwardTime:
-            one = replace(self.tiles, tile_m=tile[0], tile_n=tile[1])
-            return time_of(one, self.problem, self.work, self.target, self.form, self.packed_heads)
+            return self.time_with(replace(self.tiles, tile_m=tile[0], tile_n=tile[1]))
 
         of_call = Heads(size.b, size.h, size.kv_heads or size.h, size.q_len, size.kv_len)
         ways = among(self.others or (self.tile,), _named, lambda tile: at(tile).predict(of_call))
@@ -259,7 +271,7 @@ def plan_hopper(request: ForwardRequest, kind: type[HopperPlan] = HopperPlan) ->
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=work,
-        dynamic=_dynamic(request),
+        dynamic=takes_next(request),
         packed_heads=packed,
         reasons=(*choice.reasons, request.why),
         form=form,
@@ -322,7 +334,9 @@ def _named(tile: Pair) -> str:
     return f"{tile[0]} queries x {tile[1]} keys"
 
 
-def _dynamic(request: ForwardRequest) -> bool:
+def takes_next(request: ForwardRequest) -> bool:
+    """True if blocks take the next tile from a counter. Raises UnsupportedError for ways that only other
+    chips have."""
     following = request.schedule.next_tile
     if following == "launch_control":
         raise UnsupportedError(

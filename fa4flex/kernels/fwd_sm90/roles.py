@@ -29,17 +29,19 @@ def barrier_table(
     dynamic: bool = False,
     pingpong: bool = False,
     producing: Producing = "alone",
+    sharing: int = 1,
 ) -> BarrierTable:
-    """dynamic: a producer hands over the next tile; pingpong: consumers take turns."""
+    """dynamic: a producer hands over the next tile; pingpong: consumers take turns; sharing: so many
+    warpgroups have the same rows."""
     n, producers = sizes.consumers, PRODUCERS[producing]
-    queries, warps = Per(n, sizes.q_stages), n * WARPGROUP
+    queries, warps = Per(n, sizes.q_stages), n * sharing * WARPGROUP
     second = {"alone": "", "apart": ", producer of values", "gathering": ", producer of rows"}[producing]
     gather_warps = producers if producing == "gathering" else 0
     keys = "producer" + second * (producing == "gathering")
     values = "producer of values" if producing == "apart" else keys
     rows = (
         Row("q_full", 1, "producer", "queries have come", queries, "q"),
-        Row("q_empty", WARPGROUP, "consumer", "they are no longer needed", queries, "q"),
+        Row("q_empty", sharing * WARPGROUP, "consumer", "they are no longer needed", queries, "q"),
         *tile_ring("k", kv_stages, warps, (keys, "consumer"), gather_warps),
         *tile_ring("v", kv_stages, warps, (values, "consumer"), gather_warps),
         Row("next_full", 1, "producer", "the next tile is known", ring="next", used=dynamic),
@@ -53,4 +55,4 @@ def barrier_table(
         ),
     )
     turns = (replace(TURN, units=n),) if pingpong else ()
-    return BarrierTable(rows, (*turns, replace(WRITTEN, units=n)), paired=True)
+    return BarrierTable(rows, (*turns, replace(WRITTEN, units=n * sharing)), paired=True)

@@ -18,7 +18,7 @@ each a quarter of every tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm90.config import HANDED
@@ -63,17 +63,13 @@ def forward_topology(
     gathering = producing == "gathering"
     k_box, v_box = boxes.shapes((tiles.head_dim, tiles.head_dim_v)) if boxes else (None, None)
     rings = (
-        *(_ring(table, "q", (tiles.tile_m // n, tiles.head_dim), tiles.itemsize, unit=i) for i in range(n)),
-        _ring(table, "k", (tiles.tile_n, tiles.head_dim), tiles.itemsize, k_box),
-        _ring(table, "v", tiles.values, tiles.v_itemsize, v_box),
+        *(copied(table, "q", (tiles.tile_m // n, tiles.head_dim), tiles.itemsize, unit=i) for i in range(n)),
+        copied(table, "k", (tiles.tile_n, tiles.head_dim), tiles.itemsize, k_box),
+        copied(table, "v", tiles.values, tiles.v_itemsize, v_box),
     )
     if dynamic:
         rings = (*rings, table.ring("next", NUMBER * HANDED))
-        publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
-        producer = replace(producer, last=producer.last + publish)
-        received = tuple(Event(action, "next", per="work") for action in RECEIVE)
-        consumers = tuple(replace(role, last=role.last + received) for role in consumers)
-        others = [replace(role, last=role.last + received) for role in others]
+        producer, consumers, others = publishing(producer), receiving(consumers), [*receiving(others)]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
     meet = clears or staging != "none"
     return Topology(
@@ -87,7 +83,19 @@ def forward_topology(
     )
 
 
-def _ring(
+def publishing(role: Role) -> Role:
+    """The role, which hands over the next tile of queries."""
+    publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
+    return replace(role, last=role.last + publish)
+
+
+def receiving(roles: Iterable[Role]) -> tuple[Role, ...]:
+    """The roles, which receive it."""
+    received = tuple(Event(action, "next", per="work") for action in RECEIVE)
+    return tuple(replace(role, last=role.last + received) for role in roles)
+
+
+def copied(
     table: BarrierTable,
     name: str,
     tile: tuple[int, int],
@@ -95,8 +103,8 @@ def _ring(
     box: tuple[int, int] | None = None,
     unit: int | None = None,
 ) -> Ring:
-    """`size`: bytes of an element. A TMA copy brings a block of columns of all rows, or a `box` of rows and
-    columns; or warps gather rows."""
+    """The ring of tiles (rows, columns). `size`: bytes of an element. A TMA copy brings a block of columns of
+    all rows, or a `box` of rows and columns; or warps gather rows."""
     rows, width = tile
     box_rows, columns = box or (rows, column_block(width, size))
     copies = (box_rows * columns * size,) * (width // columns * (rows // box_rows))
@@ -109,9 +117,9 @@ def _copy(name: str, tile: int = 0) -> Events:
     return Event("acquire", name, tile, per), Event("load", name, tile, per)
 
 
-def _producer(consumers: int) -> Role:
-    """Copies in the order in which consumers ask. Values take the same course through their ring as keys,
-    one tile behind: K of a tile goes before V of the last one."""
+def copying(consumers: int) -> Role:
+    """Role of the producer, which copies in the order in which consumers ask. Values take the same course
+    through their ring as keys, one tile behind: K of a tile goes before V of the last one."""
     queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
     return Role("producer", 1, (), _copy("k") + queries, _copy("k") + _copy("v", -1), _copy("v"))
 
@@ -139,7 +147,7 @@ def _gathering(consumers: int) -> tuple[Role, Role]:
 
 
 _PRODUCERS: dict[Producing, Callable[[int], tuple[Role, ...]]] = {
-    "alone": lambda consumers: (_producer(consumers),),
+    "alone": lambda consumers: (copying(consumers),),
     "apart": _apart,
     "gathering": _gathering,
 }

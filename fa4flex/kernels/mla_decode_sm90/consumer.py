@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
@@ -28,6 +28,7 @@ from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, first_full
 from fa4flex.kernels.common.products import tiled_products
+from fa4flex.kernels.common.same_rows import add_totals, row_number, tell
 from fa4flex.kernels.common.softmax import maxima, passed, raise_maxima, rescale
 from fa4flex.kernels.common.transfer import release
 from fa4flex.kernels.decode_sm90 import consumer as base
@@ -122,7 +123,8 @@ class Consumer(base.Consumer):
             self.visit(whole, i, True)
         for i in cutlass.range(full, tile.last, unroll=1):
             self.visit(whole, i, False)
-        self.add_sums(whole)
+        totals = [(row.softmax, 0) for row in rows]
+        add_totals(shared.sums, self.unit, lane, totals, BOTH)
         self.epilogue.run(arguments, tile, whole.products, rows, lane)
 
     def products(self, mma: Mmas, shared: Shared, lane: Int32) -> Products:  # type: ignore[override]
@@ -209,7 +211,7 @@ class Consumer(base.Consumer):
         words = self.words(whole)
         multiply(products.own, products.out, products.p, products.values[0], True)
         sync(SECOND)
-        highest = [whole.shared.maxima[1, self.number(whole, r)] for r in range(len(rows))]
+        highest = [whole.shared.maxima[1, row_number(whole.lane, r)] for r in range(len(rows))]
         raised = above([mine.softmax for mine in rows], highest)
         if raised:
             raise_maxima([mine.softmax for mine in rows], [[x] for x in highest])
@@ -240,7 +242,7 @@ class Consumer(base.Consumer):
         softmaxes = [mine.softmax for mine in rows]
         found = maxima(softmaxes, grids)
         sync(MAXIMA)
-        before = [whole.shared.maxima[0, self.number(whole, r)] for r in range(len(rows))]
+        before = [whole.shared.maxima[0, row_number(whole.lane, r)] for r in range(len(rows))]
         if passed(softmaxes, found) | above(softmaxes, before):
             raise_maxima(softmaxes, [[cute.arch.fmax(x, y)] for (x,), y in zip(found, before)])
             rescale(products.out, softmaxes)
@@ -273,18 +275,10 @@ class Consumer(base.Consumer):
 
     # --- what warpgroups hand to each other -----------------------------------------------------------------
 
-    def number(self, whole: Whole, r: int) -> Int32:
-        """Number of a thread's row in the tile."""
-        return whole.lane // 32 * 16 + whole.lane % 32 // 4 + 8 * r
-
-    @cute.jit
-    def tell_maxima(self, whole: cutlass.Constexpr[Whole]) -> None:
-        """Write the maxima in use, by one lane of four."""
-        target = whole.shared.maxima
-        for r in cutlass.range_constexpr(len(whole.rows)):
-            number, largest = self.number(whole, r), whole.rows[r].softmax.state.largest[0]
-            if whole.lane % 4 == 0:
-                target[self.unit, number] = largest
+    def tell_maxima(self, whole: Whole) -> None:
+        """Write the maxima in use."""
+        largest = [row.softmax.state.largest[0] for row in whole.rows]
+        tell(whole.shared.maxima, self.unit, whole.lane, largest)
 
     def words(self, whole: Whole) -> cute.Tensor:
         """A copy of a thread's probabilities, two in each word: those of a product under way are its own."""
@@ -309,7 +303,7 @@ class Consumer(base.Consumer):
         lane, span = whole.lane, 2 * PIECE
         for i in range(cute.size(words)):
             column = 16 * (i // 4) + 8 * (i // 2 % 2) + lane % 4 * 2
-            place = swizzled(self.number(whole, i % 2) * span + 2 * column, span)
+            place = swizzled(row_number(whole.lane, i % 2) * span + 2 * column, span)
             cute.arch.inline_ptx(
                 "st.shared.b32 [{$r0}], {$r1};", read_only_args=[first + place, Int32(words[i])]
             )
@@ -327,24 +321,6 @@ class Consumer(base.Consumer):
                     clear(whole.shared.values(self.config, self.unit, half), end)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 sync(CLEARED, self.unit)
-
-    @cute.jit
-    def add_sums(self, whole: cutlass.Constexpr[Whole]) -> None:
-        """Both warpgroups' sums of each row, which are relative to the same maxima."""
-        sums, rows = whole.shared.sums, whole.rows
-        for r in cutlass.range_constexpr(len(rows)):
-            softmax = rows[r].softmax
-            mine = softmax.reduce(softmax.state.total[0], operator.add)
-            softmax.state.total[0] = mine
-            number = self.number(whole, r)
-            if whole.lane % 4 == 0:
-                sums[self.unit, number] = mine
-        sync(BOTH)
-        for r in cutlass.range_constexpr(len(rows)):
-            state = rows[r].softmax.state
-            both = state.total[0] + sums[1 - self.unit, self.number(whole, r)]
-            # What ends the row adds up over its four lanes.
-            state.total[0] = select_(whole.lane % 4 == 0, both, Float32(0.0))
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from fa4flex.kernels.plan.few_rows import FewRowsPlan, asks_for_order, share_of,
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import TileCopies, box_rows
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
-from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.problem import WIDEST_SHARED, Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splits, Splitting
@@ -161,4 +161,5 @@ MLA_DECODE_SM90 = Pipeline(
     plan_latent,
     writes_float32=True,
     latent=True,
+    widest=WIDEST_SHARED,
 )

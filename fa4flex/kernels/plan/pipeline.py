@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
 from fa4flex.kernels.plan.memory import Memory
-from fa4flex.kernels.plan.problem import Problem, Weights
+from fa4flex.kernels.plan.problem import WIDEST, Problem, Weights
 from fa4flex.kernels.plan.request import Order
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
@@ -170,6 +170,7 @@ class Pipeline:
     drops        whether its kernel has the hook `dropout`, which is of the softmax's weights
     weights      those that its kernel makes of scores
     latent       whether its kernel reads latent rows once, as keys and values, and no others
+    widest       columns of the widest heads that its kernel has
     """
 
     name: str
@@ -186,3 +187,4 @@ class Pipeline:
     drops: bool = False
     weights: tuple[Weights, ...] = ("softmax",)
     latent: bool = False
+    widest: int = WIDEST

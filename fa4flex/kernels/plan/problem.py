@@ -20,10 +20,10 @@ Weights = Literal["softmax", "softpick", "elementwise"]
 E4M3 = "float8_e4m3fn"
 STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 WIDEST = 256
-"""The widest head: one matrix instruction makes at most 256 columns of the output."""
+"""The widest head of most kernels: one matrix instruction makes at most 256 columns of the output."""
 
-WIDEST_LATENT = 576
-"""The widest latent row, whose values two warpgroups share out."""
+WIDEST_SHARED = 576
+"""The widest head, or latent row, of any kernel: two warpgroups share out the columns of its values."""
 
 MMA_K = 16
 """Columns of 16 bits of its operands that one instruction of a product takes; of 8 bits, twice as many."""
@@ -119,7 +119,7 @@ class Problem:
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self.keys, name), get_args(Scaling))
         for name in ("head_dim", "head_dim_v"):
-            _require_width(name, getattr(self, name), WIDEST_LATENT if self.keys.latent else WIDEST)
+            _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
         _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
@@ -131,6 +131,11 @@ class Problem:
         _require_operands(self.operands)
         for _, adding in self.gradients:
             _require_one_of("gradients", adding, get_args(Adding))
+
+    @property
+    def width(self) -> int:
+        """Columns of the wider of both heads."""
+        return max(self.head_dim, self.head_dim_v)
 
     @property
     def entropy(self) -> bool:
@@ -277,15 +282,15 @@ def _require_dtype(name: str, dtype: object, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _require_width(name: str, width: object, widest: int = WIDEST) -> None:
+def _require_width(name: str, width: object) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width <= 0:
         raise InputError(f"{name}={width!r}", "a positive int", "pass the last dimension of the tensor")
     scale = f", and keep the scale: scale={width} ** -0.5" if name == "head_dim" else ", and cut the output"
     padding = "q and k with zeros" if name == "head_dim" else "v with zeros"
-    if width > widest:
+    if width > WIDEST_SHARED:
         raise UnsupportedError(
-            f"{name}={width}: one matrix instruction makes at most {WIDEST} columns",
-            f"at most {widest}",
+            f"{name}={width}: two warpgroups, which share a head's columns, have no room for so many",
+            f"at most {WIDEST_SHARED}",
             "use narrower heads, or run this one on a CPU or with torch's flex_attention",
         )
     if width % 8:

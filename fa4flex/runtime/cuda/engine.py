@@ -130,6 +130,12 @@ class Engine:
         results: Results = ready(call)
         return results
 
+    def requires(self, call: Call) -> bool:
+        """True if a call that no kernel computes is refused, rather than computed blockwise: it is no call of
+        wide heads, or its schedule asks for tiles."""
+        plain = self.facts.output is None and self.facts.kept is None and self.facts.softmax
+        return plain and not call.latent and not (call.wide and self.schedule.tile is None)
+
     def serves(self, call: Call) -> bool:
         """True if a kernel computes the call; whether, is kept for calls that look like it."""
         ready = self.find(call)

@@ -1,0 +1,1 @@
+"""Hopper forward kernel for heads wider than one product makes columns of the output."""
