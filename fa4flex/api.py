@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from fa4flex import calls, quantized_calls
+from fa4flex import calls, listed_calls, quantized_calls
 from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
@@ -119,15 +119,21 @@ class Attention:
         "lse", "max_scores", "max_logit" and "entropy", the call gives (out, aux), with these as attributes:
         see fa4flex.Aux.
         """
-        changed = blocks is not None or scale is not None or sinks is not None
-        variant = self._at_call(blocks, scale, sinks) if changed else self.variant
-        if dropout is not None:
-            variant = at_call(variant, dropout=dropout)
         statistics: Statistics
         if return_aux is None:
             statistics = LSE if return_lse else ()
         else:
             statistics = statistics_of(return_aux, return_lse)
+        if isinstance(blocks, Lists):
+            others, described = (None, scale, sinks, dropout), (varlen, paging, kv_scales)
+            plain = self.variant if others == (None,) * 4 else at_call(self.variant, *others)
+            found = listed_calls.attend(plain, self._caller, blocks, (q, k, v), described, statistics)
+            if found is not None:
+                return _returned(found, statistics, return_aux, return_lse)
+        changed = blocks is not None or scale is not None or sinks is not None
+        variant = self._at_call(blocks, scale, sinks) if changed else self.variant
+        if dropout is not None:
+            variant = at_call(variant, dropout=dropout)
         if isinstance(q, Quantized):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
             results = calls.run_codes(variant, self._caller, q, statistics)
@@ -345,10 +351,12 @@ def attention(
     **composition: Any,
 ) -> Any:
     """compile(**composition) and call it, once. Functions with the same code share one trace."""
+    wanted: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux}
+    if isinstance(composition.get("blocks"), Lists):
+        wanted["blocks"] = composition.pop("blocks")
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    wanted: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux}
     return Attention(variant)(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, **wanted)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
+from fa4flex.kernels.plan.keys import Keys
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.problem import Problem, Weights
 from fa4flex.kernels.plan.request import Order
@@ -170,6 +171,7 @@ class Pipeline:
     drops        whether its kernel has the hook `dropout`, which is of the softmax's weights
     weights      those that its kernel makes of scores
     latent       whether its kernel reads latent rows once, as keys and values, and no others
+    listed       whether its kernel reads the keys that lists select, and no others
     """
 
     name: str
@@ -186,3 +188,9 @@ class Pipeline:
     drops: bool = False
     weights: tuple[Weights, ...] = ("softmax",)
     latent: bool = False
+    listed: bool = False
+
+    def reads(self, keys: Keys) -> bool:
+        """True if its kernel is for keys of such a source."""
+        mine, asked = ((x.latent, x.listed) for x in (self, keys))
+        return self.kv_dtype == keys.dtype and mine == asked
