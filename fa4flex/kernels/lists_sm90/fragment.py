@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Boolean, Float32, Int32, cute, select_
 
 from fa4flex.kernels.common.bits import WORD, bit, with_bit
@@ -44,7 +45,7 @@ class _Places:
         """(r, c, at) of every element, columns outermost. Nothing is a step from what another has, and reads
         are clamped: where there is no key, at.kv is the first one."""
         for c, key in enumerate(self.found.keys):
-            kv = select_(key < 0, Int32(0), key)
+            kv = Int32(cutlass.max(key, Int32(0)))
             number = kv.to(Float32)
             place = self.at.but(kv=kv, kv_float=number, kv_base=kv, kv_base_float=number)
             place = place.but(column=terms_of(pointwise, "column", place))
