@@ -112,6 +112,11 @@ class Lists:
         """Entries of a row."""
         return int(self.ids.shape[3])
 
+    @property
+    def beside(self) -> bool:
+        """True if queries see keys beside what is listed."""
+        return bool(self.tail or self.window or self.sinks)
+
     def classes(self) -> Tensor:
         """uint8 [B or 1, H, R, units]: 1 where a unit is listed, 0 elsewhere."""
         columns = -(-self.kv_len // self.unit)
@@ -128,7 +133,8 @@ class Lists:
     def outline(self) -> BlockMap:
         """A map of these sizes and lengths that stands for no contents, and takes no memory."""
         assert self.q_len is not None
-        classes = torch.zeros(1, dtype=torch.uint8, device=self.ids.device)
+        made = torch.empty if self.ids.is_cuda else torch.zeros  # a GPU's are not looked at
+        classes = made(1, dtype=torch.uint8, device=self.ids.device)
         shape = *self.ids.shape[:3], -(-self.kv_len // self.unit)
         return listed_map(classes.expand(shape), (self.queries, self.unit), (self.q_len, self.kv_len))
 

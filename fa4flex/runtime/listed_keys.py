@@ -44,9 +44,8 @@ class Listed(_Listed, KeySource):
     @classmethod
     def of(cls, lists: Lists, kv: Contiguous | Paged, packed: bool) -> Listed:
         pages = (kv.page_table, kv.paged_keys) if isinstance(kv, Paged) else (None, None)
-        seen = lists.tail, lists.window, lists.sinks
-        numbers = lists.unit, lists.queries, *seen, lists.kv_len
-        return cls(kv.k, kv.v, lists.ids, lists.counts, any(seen), packed, *numbers, *pages)
+        numbers = lists.unit, lists.queries, lists.tail, lists.window, lists.sinks, lists.kv_len
+        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, *numbers, *pages)
 
     @property
     def seqused_k(self) -> Tensor | None:

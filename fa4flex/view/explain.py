@@ -423,6 +423,13 @@ def _fused(program: Program) -> list[str]:
     ]
 
 
+_LISTED = (
+    "lists of a call that needs gradients, or that this kernel does not take (given to compile(), of more"
+    " entries, with dropout, an output function, a normalizer or an 8-bit cache, or traced by torch.compile):"
+    " units of 64 keys or more are a map of blocks, as blocks=lists.map() is; shorter ones are refused",
+)
+
+
 def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: dict[str, Any]) -> list[str]:
     """The kernel of this machine's GPU, or of `arch`, or why there is none; the name alone without both."""
     from fa4flex.view import gpu
@@ -443,5 +450,7 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
         return said + blockwise * (not program.facts.softmax or bool(problem.get("latent")))
     if "direction" in problem:
         return lines
+    if problem.get("lists"):
+        return [*lines, *_LISTED]
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}
     return [*lines, *(f"{name}: {one.in_a_line()}" for name, one in passes.items())]

@@ -27,5 +27,16 @@ class Epilogue(base.Epilogue):
                 else:
                     arguments.lse[row.h, tile.q_offset + row.q] = lse
 
+    @cute.jit
+    def part(
+        self, arguments: Arguments, tile: Any, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
+    ) -> None:
+        """Keys of packed queries are not split."""
+        if const_expr(cute.rank(arguments.out) == 4):
+            self.put_part(arguments, tile, row, out, lse, lane)
+
+    def put_part(self, *given: Any) -> None:
+        super().part(*given)
+
     def put(self, target: cute.Tensor, out: cute.Tensor, row: Row, lane: Int32) -> None:
         self.store(target, out, row.exists, lane)
