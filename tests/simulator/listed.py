@@ -98,8 +98,12 @@ def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> None:
 
 def compare(found: Called, exact: Tensor, exact_lse: Tensor) -> None:
     """Errors are within twice the rounding of probabilities and output; rows without keys are zeros."""
+    out = found.out if found.out.ndim == 4 else found.out.transpose(0, 1)
+    exact = exact if exact.ndim == 4 else exact.transpose(0, 1)
+    if out.shape[:-1] != found.lse.shape:  # heads behind tokens
+        out, exact = out.transpose(1, 2), exact.transpose(1, 2)
     empty, rounding = exact_lse == -torch.inf, torch.finfo(found.out.dtype).eps / 2
-    assert torch.equal(found.lse == -torch.inf, empty) and not found.out[empty].any()
-    error = (found.out.double() - exact).abs().max().item()
+    assert torch.equal(found.lse == -torch.inf, empty) and not out[empty].any()
+    error = (out.double() - exact).abs().max().item()
     assert error <= 2 * rounding * exact.abs().max().item(), error
     torch.testing.assert_close(found.lse.double()[~empty], exact_lse[~empty], atol=1e-4, rtol=0)

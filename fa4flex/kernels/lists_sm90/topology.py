@@ -22,7 +22,7 @@ def lists_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int) 
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
     return Topology(
-        (_producer(), _consumer()),
+        (_consumer(), _producer()),  # what a block did is told by the first, in which nothing is left out
         (k, v, table.ring("ids", NUMBER * tile_n)),
         table.named_barriers(),
         "none",
