@@ -29,6 +29,10 @@ MOST_ENTRIES = 4096
 """Entries of a list, at most, of which kernels find those that are repeated."""
 
 
+TILE = 128
+"""Queries and keys of a kernel's tile: lists of whole ones are a map, of which kernels for many rows skip tiles."""
+
+
 def attend(
     variant: Variant,
     caller: launch.Caller | None,
@@ -66,7 +70,9 @@ def _may(variant: Variant, lists: Lists, qkv: tuple[Any, Any, Any]) -> bool:
         return False
     if any_autocast() or not launch.by_kernels(variant, q) or lists.ids.device != q.device:
         return False
-    return lists.capacity <= MOST_ENTRIES and not launch.observed(*qkv, lists.ids)
+    if not 0 < lists.capacity <= MOST_ENTRIES or not (lists.unit % TILE or lists.queries % TILE):
+        return False
+    return not launch.observed(*qkv, lists.ids)
 
 
 def _attend(

@@ -46,9 +46,18 @@ def own(ascending: bool) -> Own:
 
 def implied(mutant: Mutant) -> bool:
     """True if what it lacks is known not to matter: of two fences after the initialisation of barriers,
-    either; a fence of products that follows another one with no use of the registers between; and a warp
-    that gathers where its lanes have not parted."""
-    return mutant.instruction.opcode.startswith(("fence.mbarrier_init", "wgmma.fence", "bar.warp"))
+    either; a fence of products that follows another one with no use of the registers between; a warp that
+    gathers where its lanes have not parted; the fence after queries are copied, as there is one before each
+    product; and the meeting of all threads at the start, who meet again before they use barriers."""
+    fences = "fence.mbarrier_init", "wgmma.fence", "bar.warp"
+    return mutant.instruction.opcode.startswith(fences) or is_first(mutant, "fence.proxy", "bar.sync")
+
+
+def is_first(mutant: Mutant, *kinds: str) -> bool:
+    """True if the mutant's instruction is the first of its kind in the kernel, and of one of these."""
+    opcode, before = mutant.instruction.opcode, mutant.program.kernel.body[: mutant.index]
+    kind = next((kind for kind in kinds if opcode.startswith(kind)), None)
+    return kind is not None and not any(other.opcode.startswith(kind) for other in before)
 
 
 @pytest.mark.slow

@@ -10,14 +10,13 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.barriers import Pipes, sync
+from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.fragment import multiply
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.products import ROWS, Products
 from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.decode_sm90 import consumer as base
 from fa4flex.kernels.decode_sm90.consumer import Mine, row_of
-from fa4flex.kernels.decode_sm90.roles import WRITTEN
 from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.epilogue import Epilogue
 from fa4flex.kernels.lists_sm90.fragment import Found, ListFragment, keys_of
@@ -36,12 +35,11 @@ class Consumer(base.Consumer):
     def bring_queries(
         self, arguments: Arguments, tile: ListTile, shared: cutlass.Constexpr[Shared], lane: Int32
     ) -> None:
-        """All rows of the tile to shared memory."""
+        """All rows of the tile to shared memory. Threads meet after it, as they do when entries are known."""
         queries = arguments.q
         if const_expr(cute.rank(arguments.q) == 4):
             queries = arguments.q[tile.b, None, None, None]
         copy_rows(queries, tile.q_offset, tile, shared.q[None, None, 0], lane)  # type: ignore[arg-type]
-        sync(WRITTEN)
 
     @cute.jit
     def visit(

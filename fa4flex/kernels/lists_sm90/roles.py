@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fa4flex.kernels.decode_sm90.roles import WRITTEN
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 
-ENTRIES = NamedRow("entries", 2, WARP * WARPGROUP, "producers have looked at all entries of a list")
-LISTED = NamedRow("listed", 3, 2 * WARP * WARPGROUP, "it is known which entries of a list count")
+ENTRIES = NamedRow("entries", 1, WARP * WARPGROUP, "producers have looked at all entries of a list")
+LISTED = NamedRow("listed", 2, 2 * WARP * WARPGROUP, "queries are written, and it is known which entries of a list count")
 
 
 def barrier_table(kv_stages: int) -> BarrierTable:
@@ -17,4 +16,4 @@ def barrier_table(kv_stages: int) -> BarrierTable:
         Row("ids_full", WARPGROUP, "producer", "keys of a tile are told", per, "ids"),
         Row("ids_empty", WARPGROUP, "consumer", "they are no longer needed", per, "ids"),
     ]
-    return BarrierTable(tuple(rows), (WRITTEN, ENTRIES, LISTED))
+    return BarrierTable(tuple(rows), (ENTRIES, LISTED))

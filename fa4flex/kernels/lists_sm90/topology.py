@@ -49,7 +49,7 @@ def _consumer() -> Role:
     return Role(
         "consumer",
         WARPGROUP,
-        opening=(Event("write", "q", per="block"), Event("sync", "rows"), Event("sync", "listed")),
+        opening=(Event("write", "q", per="block"), Event("sync", "listed")),
         first=tile,
         body=tile,
         last=(Event("read", "O of 0"),),
