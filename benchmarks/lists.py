@@ -2,9 +2,9 @@
 
     python benchmarks/lists.py [--rows blocks tokens ...] [--smoke]
 
-Microseconds of a call, TFLOP/s of the products over listed keys, TB/s of the keys and values that are gathered,
-and the time of the dense call over it. Calls follow each other in a CUDA graph; a time is the median of several
-replays. Some rows of each output are compared with float64. Lists ascend, but for "shuffled" ones, whose
+Microseconds of a call, TFLOP/s of the products over listed keys, TB/s of the keys and values that are
+gathered, and the time of the dense call over it. Calls follow each other in a CUDA graph; a time is the
+median of several replays. Some rows of each output are compared with float64. Lists ascend, but for "shuffled" ones, whose
 entries are looked up for repeated ones. `--smoke`: tiny sizes, on a CPU where there is no GPU.
 """
 
@@ -155,7 +155,8 @@ def report(name: str, row: Row) -> None:
         f"{name:>24} {row.heads}:{row.kv_heads} d{row.width} {row.batch} x {row.q_len} of {row.kv_len},"
         f" {row.listed} keys | {took:10.1f} us {row.products / took / 1e6:6.1f} TFLOP/s"
         f" {row.gathered / took / 1e6:5.2f} TB/s | dense {dense:10.1f} us, {dense / took:5.2f} x"
-        + f" WRONG {wrong:.1e}" * (wrong > WRONG),
+        + f" WRONG {wrong:.1e}"
+        * (wrong > WRONG),
         flush=True,
     )
 

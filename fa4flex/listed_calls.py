@@ -30,7 +30,8 @@ MOST_ENTRIES = 4096
 
 
 TILE = 128
-"""Queries and keys of a kernel's tile: lists of whole ones are a map, of which kernels for many rows skip tiles."""
+"""Queries and keys of a kernel's tile: lists of whole ones are a map, of which kernels for many rows skip
+tiles."""
 
 
 def attend(

@@ -46,8 +46,9 @@ class Lists:
 
     An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
     there once. Hopper kernels gather what the lists of a call say, in time and memory that go with their
-    entries; `explain(lists=lists)` tells which calls. `compile(blocks=lists)` keeps the map of what they list at that time: lists whose ids change
-    in place are given to each call. Raises InputError for shapes and numbers that do not fit.
+    entries; `explain(lists=lists)` tells which calls. `compile(blocks=lists)` keeps the map of what they list
+    at that time: lists whose ids change in place are given to each call. Raises InputError for shapes and
+    numbers that do not fit.
     """
 
     ids: Tensor
@@ -152,8 +153,8 @@ class Lists:
             size = self.ids.shape[0] * self.ids.shape[1] * self.ids.shape[2] * columns
             raise UnsupportedError(
                 f"lists of units of {self.unit} keys on {self.ids.device}",
-                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper GPU "
-                "a call without gradients, as explain(lists=True) says",
+                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper GPU"
+                " a call without gradients, as explain(lists=True) says",
                 f"pass blocks=lists.map(), a captured table of all rows and units, {size} bytes; or select "
                 "larger units",
             )

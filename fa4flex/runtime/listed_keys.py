@@ -1,4 +1,4 @@
-"""Listed keys as a source: tensors or pages of keys, and the lists that say which of them queries attend to."""
+"""Listed keys as a source: tensors or pages of keys, and lists of those that queries attend to."""
 
 from __future__ import annotations
 

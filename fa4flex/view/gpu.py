@@ -324,7 +324,9 @@ def _keys(changes: dict[str, Any], lengths: str) -> Keys:
         return _codes(**codes, lengths=lengths)
     rows, dtype, *scales, latent, lists = given.values()
     if lists:
-        return _listed(lists, rows, {name: x for name, x in given.items() if name not in ("page_rows", "lists")})
+        return _listed(
+            lists, rows, {name: x for name, x in given.items() if name not in ("page_rows", "lists")}
+        )
     if latent:
         _alone("latent rows", {name: x for name, x in given.items() if name not in ("page_rows", "latent")})
         pages = in_pages(rows)

@@ -18,7 +18,7 @@ TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
 
 @dataclass(frozen=True)
 class Size:
-    """Query heads, KV heads, heads of lists, queries, keys, widths, entries of the batch and of the lists'."""
+    """Heads of queries, of keys and of lists, queries, keys, widths, entries of the batch and of lists."""
 
     heads: int = 4
     kv_heads: int = 1
@@ -77,7 +77,9 @@ class Called:
     kernels: list[str] = field(default_factory=list)
 
 
-def attend(attn: fa4flex.Attention, *qkv: Tensor, timing: tuple[str, int] | None = None, **more: Any) -> Called:
+def attend(
+    attn: fa4flex.Attention, *qkv: Tensor, timing: tuple[str, int] | None = None, **more: Any
+) -> Called:
     """A call under some timing; nothing may be found."""
     name, seed = timing or random.choice((*TIMINGS, ("random", random.randrange(99))))
     with torch.no_grad(), ptxsim.device("sm_90a", seed, name, sms=2) as gpu:

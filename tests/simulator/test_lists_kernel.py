@@ -1,5 +1,5 @@
-"""The Hopper kernel for listed keys on the simulated GPU: right against float64, as its graph says, and nothing
-found, whatever lists hold, however heads are grouped, and however many blocks share the keys."""
+"""The Hopper kernel for listed keys on the simulated GPU: right against float64, as its graph says, and
+nothing found, whatever lists hold, however heads are grouped, and however many blocks share the keys."""
 
 from __future__ import annotations
 
@@ -107,4 +107,6 @@ def test_what_is_not_listed_is_not_read(seed: int) -> None:
             x[0, h, ~listed[h]] = torch.nan
     found = attend(attn, q, k, v, blocks=lists)
     assert any("lists_sm90" in name for name in found.kernels)
-    compare(found, *attn(q.double(), *(x.double().nan_to_num() for x in (k, v)), blocks=lists, return_lse=True))
+    compare(
+        found, *attn(q.double(), *(x.double().nan_to_num() for x in (k, v)), blocks=lists, return_lse=True)
+    )

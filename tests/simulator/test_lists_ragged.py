@@ -1,4 +1,4 @@
-"""Lists of packed, padded and paged sequences on the simulated Hopper GPU, over each sequence's own indices."""
+"""Lists of packed, padded and paged sequences on the simulated Hopper GPU, over their own indices."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ class ListFragment(Fragment):
             scores[0, c] = select_(seen, scores[0, c], Float32(self.rows.hidden))
 
     def _inside(self, key: Int32) -> Boolean:
-        ends = [
-            (key < hi) if lo is None else ((key >= lo) & (key < hi)) for lo, hi in self.rows.spans[0]
-        ]
+        ends = [(key < hi) if lo is None else ((key >= lo) & (key < hi)) for lo, hi in self.rows.spans[0]]
         return functools.reduce(operator.or_, ends)
 
 

@@ -90,9 +90,9 @@ class ListsPlan(DecodePlan):
 
     def explain_rows(self) -> list[str]:
         return [
-            "  rows: queries that share a list, of up to 64 heads that share keys; more of them are more tiles",
-            f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once, gathered by {WARPGROUP}"
-            " warps, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
+            "  rows: queries that share a list, of up to 64 heads that share keys; of more, more tiles",
+            f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once, which {WARPGROUP} warps"
+            " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
         ]
 
 

@@ -82,7 +82,7 @@ def key_at(listed: cutlass.Constexpr[Listed], i: Int32) -> Int32:
     if i < walk.listed:
         j = i * listed.tile_n + listed.row
         entry = j // walk.unit
-        if entry < walk.entries:
+        if entry < walk.entries:  # noqa: SIM102  bits behind the last entry are not there
             if (listed.bits[entry // 32] >> (entry % 32)) & 1 != 0:
                 key = Int32(listed.entries.ids[entry]) * walk.unit + (j - entry * walk.unit)
                 if key < walk.end:
@@ -192,4 +192,6 @@ class Producer:
 
 def _pages(x: cute.Tensor) -> cute.Tensor:
     """[pages, slots, heads, width], or packed tokens as a single page."""
-    return x if cute.rank(x) == 4 else cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1)))
+    return (
+        x if cute.rank(x) == 4 else cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1)))
+    )

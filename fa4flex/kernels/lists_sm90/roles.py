@@ -6,7 +6,9 @@ from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile
 from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 
 ENTRIES = NamedRow("entries", 1, WARP * WARPGROUP, "producers have looked at all entries of a list")
-LISTED = NamedRow("listed", 2, 2 * WARP * WARPGROUP, "queries are written, and it is known which entries of a list count")
+LISTED = NamedRow(
+    "listed", 2, 2 * WARP * WARPGROUP, "queries are written, and it is known which entries of a list count"
+)
 
 
 def barrier_table(kv_stages: int) -> BarrierTable:

@@ -8,7 +8,7 @@ second kind of tile alone.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, select_
