@@ -4,8 +4,9 @@
 
 Microseconds of a call, TFLOP/s of the products over listed keys, TB/s of the keys and values that are
 gathered, and the time of the dense call over it. Calls follow each other in a CUDA graph; a time is the
-median of several replays. Some rows of each output are compared with float64. Lists ascend, but for "shuffled" ones, whose
-entries are looked up for repeated ones. `--smoke`: tiny sizes, on a CPU where there is no GPU.
+median of several replays. Some rows of each output are compared with float64. Lists ascend, but for
+"shuffled" ones, whose entries are looked up for repeated ones. `--smoke`: tiny sizes, on a CPU where there is
+no GPU.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES
 from fa4flex.primitives.kv_scales import KVScales, is_eight_bit
 from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.paging import Paging
@@ -24,10 +25,6 @@ from fa4flex.runtime.listed_keys import Listed
 from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant, changed, query_heads
-
-MOST_ENTRIES = 4096
-"""Entries of a list, at most, of which kernels find those that are repeated."""
-
 
 TILE = 128
 """Queries and keys of a kernel's tile: lists of whole ones are a map, of which kernels for many rows skip

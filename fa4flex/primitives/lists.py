@@ -153,8 +153,8 @@ class Lists:
             size = self.ids.shape[0] * self.ids.shape[1] * self.ids.shape[2] * columns
             raise UnsupportedError(
                 f"lists of units of {self.unit} keys on {self.ids.device}",
-                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper GPU"
-                " a call without gradients, as explain(lists=True) says",
+                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper"
+                " GPU a call without gradients, as explain(lists=True) says",
                 f"pass blocks=lists.map(), a captured table of all rows and units, {size} bytes; or select "
                 "larger units",
             )
