@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from fa4flex import calls, listed_calls, quantized_calls
+from fa4flex import calls, quantized_calls
 from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
@@ -125,6 +125,8 @@ class Attention:
         else:
             statistics = statistics_of(return_aux, return_lse)
         if isinstance(blocks, Lists):
+            from fa4flex import listed_calls  # other calls do not wait for it
+
             others, described = (None, scale, sinks, dropout), (varlen, paging, kv_scales)
             plain = self.variant if others == (None,) * 4 else at_call(self.variant, *others)
             found = listed_calls.attend(plain, self._caller, blocks, (q, k, v), described, statistics)

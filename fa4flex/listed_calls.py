@@ -14,7 +14,7 @@ from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.ragged_maps import ragged
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import launch
+from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Call, Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.cuda import in_place
@@ -41,6 +41,14 @@ def attend(
 ) -> Results | None:
     """The results of `variant` over what is listed by a kernel that gathers it; None where none does."""
     varlen, paging, scales = described
+    if (
+        any_autocast()
+        and isinstance(qkv[0], Tensor)
+        and autocast.active(qkv[0])
+        and not is_eight_bit(*qkv[1:])
+    ):
+        with autocast.off(qkv[0]):
+            return attend(variant, caller, lists, autocast.cast(*qkv), described, statistics)
     if scales is not None or not _may(variant, lists, qkv):
         return None
     if variant.blocks is not None:
@@ -66,7 +74,7 @@ def _may(variant: Variant, lists: Lists, qkv: tuple[Any, Any, Any]) -> bool:
         return False
     if any(x.is_nested or x.layout is not torch.strided for x in qkv):
         return False
-    if any_autocast() or not launch.by_kernels(variant, q) or lists.ids.device != q.device:
+    if not launch.by_kernels(variant, q) or lists.ids.device != q.device:
         return False
     if not 0 < lists.capacity <= MOST_ENTRIES or not (lists.unit % TILE or lists.queries % TILE):
         return False

@@ -32,11 +32,13 @@ class Size:
 
 
 def drawn_size(rng: random.Random, d: int = 64, dv: int | None = None) -> Size:
-    """Groups of 1, 4, 7, 16, 64 and 70 heads."""
+    """Groups of 1, 4, 7, 16, 64 and 70 heads; few tiles, each of which a simulated GPU takes a second for."""
     group = rng.choice((1, 4, 7, 16, 64, 70))
-    kv_heads, batch = 1 if group > 16 else rng.choice((1, 2)), rng.choice((1, 2))
-    list_heads = rng.choice((1, kv_heads, kv_heads * group))
-    q_len, kv_len = rng.choice((1, 2, 5)), rng.choice((1, 63, 150, 300))
+    kv_heads, batch, q_len = 1, 1, rng.choice((1, 3))
+    if group < 16:
+        kv_heads, batch = rng.choice(((1, 1), (2, 1), (1, 2)))
+    list_heads = rng.choice((1, kv_heads, kv_heads * group if group < 16 else 1))
+    kv_len = rng.choice((1, 63, 150, 220))
     lists = rng.choice((1, batch))
     return Size(group * kv_heads, kv_heads, list_heads, q_len, kv_len, d, dv or d, batch, lists)
 
@@ -46,7 +48,7 @@ def drawn_lists(rng: random.Random, size: Size, beside: bool = False, **options:
     unit = options.get("unit") or rng.choice((1, 1, 4, 16, 64, 3))
     queries = options.get("queries") or rng.choice((1, 1, 2))
     units, rows = -(-size.kv_len // unit), -(-size.q_len // queries)
-    capacity = rng.choice((1, 7, 40, min(300 // unit + 1, 200)))
+    capacity = rng.choice((1, 7, 40, min(250 // unit + 1, 160)))
     low, high = rng.choice(((-1, units), (-3, units + 3), (0, max(units // 8, 1))))
     shape = size.lists, size.list_heads, rows, capacity
     ids = torch.randint(low, high, shape, dtype=options.get("dtype", torch.int32))

@@ -91,7 +91,7 @@ class ListsPlan(DecodePlan):
     def explain_rows(self) -> list[str]:
         return [
             "  rows: queries that share a list, of up to 64 heads that share keys",
-            f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once, which {WARPGROUP} warps"
+            f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once; {WARPGROUP} warps"
             " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
         ]
 
