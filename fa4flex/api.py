@@ -128,7 +128,8 @@ class Attention:
             from fa4flex import listed_calls  # other calls do not wait for it
 
             others, described = (None, scale, sinks, dropout), (varlen, paging, kv_scales)
-            plain = self.variant if others == (None,) * 4 else at_call(self.variant, *others)
+            same = all(x is None for x in others)
+            plain = self.variant if same else at_call(self.variant, *others)
             found = listed_calls.attend(plain, self._caller, blocks, (q, k, v), described, statistics)
             if found is not None:
                 return _returned(found, statistics, return_aux, return_lse)

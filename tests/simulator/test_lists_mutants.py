@@ -76,4 +76,5 @@ def test_all(ascending: bool) -> None:
     tried = [mutant for mutant in one.that_matter() if not implied(mutant)]
     left = [mutant for mutant in tried if not one.noticed(mutant)]
     print(len(left), "of", len(tried), *left, sep="\n")
-    assert len(tried) >= 20 and len(left) <= 0.03 * len(tried)
+    # Where entries are looked up, bits that were written before are written again.
+    assert len(tried) >= 80 and len(left) <= 0.03 * len(tried)

@@ -29,7 +29,7 @@ class Consumer(base.Consumer):
 
     def __init__(self, config: Config, hooks: Any) -> None:
         super().__init__(config, hooks)  # type: ignore[arg-type]  # it has what is read of one
-        self.epilogue = Epilogue(config, hooks)
+        self.epilogue = Epilogue(config, hooks)  # type: ignore[arg-type]
 
     @cute.jit
     def bring_queries(
@@ -39,7 +39,7 @@ class Consumer(base.Consumer):
         queries = arguments.q
         if const_expr(cute.rank(arguments.q) == 4):
             queries = arguments.q[tile.b, None, None, None]
-        copy_rows(queries, tile.q_offset, tile, shared.q[None, None, 0], lane)  # type: ignore[arg-type]
+        copy_rows(queries, tile.q_offset, tile, shared.q[None, None, 0], lane)
 
     @cute.jit
     def visit(
@@ -53,7 +53,7 @@ class Consumer(base.Consumer):
     ) -> None:
         """All tiles of keys, and the results."""
         lane = cute.arch.thread_idx()[0] - 128
-        products = self.products(mma, shared, lane)  # type: ignore[arg-type]
+        products = self.products(mma, shared, lane)
         rows = self.rows(arguments, tile, lane)  # type: ignore[arg-type]
         for row in rows:
             row.softmax.state.clear()
@@ -73,7 +73,7 @@ class Consumer(base.Consumer):
             pipes.v.consumer_release(v_state)
             k_state.advance()
             v_state.advance()
-        self.epilogue.run(arguments, tile, products, rows, lane)  # type: ignore[arg-type]
+        self.epilogue.run(arguments, tile, products, rows, lane)
 
     def to_values(self, products: Products, rows: tuple[Mine, ...], scores: Any, grids: list) -> None:
         """Probabilities, as their product takes them."""
