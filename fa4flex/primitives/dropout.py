@@ -94,7 +94,9 @@ def drawn(dropout: Dropout, device: torch.device) -> Dropout:
     if seed is None:
         made = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device)
     else:
-        made = torch.full((), (seed + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64, device=device)
+        # A compiled graph has a symbol here, and sums that 64 bits cannot hold do not compile.
+        signed = seed if seed < 1 << 63 else seed - (1 << 64)
+        made = torch.full((), signed, dtype=torch.int64, device=device)
     return Dropout(dropout.p, made)
 
 

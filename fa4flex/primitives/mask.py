@@ -196,6 +196,14 @@ def as_mask(value: Any) -> Mask:
     return result
 
 
-def mask_family(make: Callable[..., MaskMod]) -> Family[Mask]:
+class MaskFamily(Family[Mask]):
+    """A family of masks; bare, it is drawn with its defaults, too."""
+
+    def plot(self, *sizes: Any, **which: Any) -> Figure:
+        """`Mask.plot` of the mask with default parameters. Raises InputError where one has no default."""
+        return self().plot(*sizes, **which)
+
+
+def mask_family(make: Callable[..., MaskMod]) -> MaskFamily:
     """Decorator: a function from parameters to a mask_mod becomes a variant: a family of masks."""
-    return Family(make, ModMask)
+    return MaskFamily(make, ModMask)

@@ -100,7 +100,7 @@ class Normalizer(Mod):
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf:
         return float(value)
     raise InputError(
         f"a normaliser with {name}={value!r}",
@@ -166,7 +166,8 @@ def check_composition(variant: Any) -> None:
         )
     if variant.backend == "flex":
         raise refuse_flex(repr(normalizer))
-    refuse_skip(variant.precision.skip, repr(normalizer), "its bound is of a softmax's probabilities")
+    if variant.precision.skip:
+        refuse_skip(variant.precision.skip, repr(normalizer), "its bound is of a softmax's probabilities")
 
 
 def refuse_flex(what: str) -> UnsupportedError:

@@ -39,7 +39,7 @@ def whole(variant: str, name: str, value: Any, least: int = 1) -> int:
 
 def finite(variant: str, name: str, value: Any, positive: bool = False) -> float:
     """`value` as a finite float, above zero where `positive`."""
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
     negative = fits and positive and value <= 0
     if not fits or negative:
         raise InputError(

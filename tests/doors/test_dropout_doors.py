@@ -242,3 +242,18 @@ def test_modules_drop_in_training_alone(seed: int) -> None:
         layer.eval().attention.variant.dropout is None and layer.train().attention.variant.dropout is dropout
     )
     assert "dropout=Dropout(0.3, 6)" in repr(layer)
+
+
+def test_seeds_that_change_from_step_to_step() -> None:
+    """An int of a compiled step becomes a symbol when it changes: two graphs do for all seeds."""
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    def step(seed: int) -> torch.Tensor:
+        return fa4flex.attention(q, k, v, mask=causal, dropout=Dropout(0.3, seed))
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for seed in (5, 3, 8, -4, 2**63 - 1, -(2**63), 0, 77):
+        assert torch.equal(compiled(seed), step(seed)), seed
+    assert counter.frame_count <= 2

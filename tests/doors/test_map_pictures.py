@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import numpy
 import pytest
 import torch
 
 from fa4flex import BlockMap, InputError
-from fa4flex.variants import causal, sliding_window
+from fa4flex.variants import causal, document, sliding_window
 from fa4flex.view.plot import ticks
 
 
@@ -64,3 +65,13 @@ def test_any_mask_draws_itself() -> None:
     assert figure.axes[0].get_title(loc="left") == "(causal() & sliding_window(16))"
     assert drawn_map().mask(causal).plot(600, 500, h=2).axes[0].get_xlim() == (0, 500)
     assert (causal & drawn_map()).plot(600, 500).axes[0].get_ylim() == (600, 0)
+
+
+def test_families_of_masks_are_drawn_with_their_defaults() -> None:
+    pytest.importorskip("matplotlib")
+    bare, called = causal.plot(20, 30), causal().plot(20, 30)
+    images = [figure.axes[0].images[0].get_array() for figure in (bare, called)]
+    titles = [figure.axes[0].get_title(loc="left") for figure in (bare, called)]
+    assert bool(numpy.all(images[0] == images[1])) and titles[0] == titles[1]
+    with pytest.raises(InputError, match=r"document\(\) with nothing"):
+        document.plot(20)
