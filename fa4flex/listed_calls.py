@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES
+from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.kv_scales import KVScales, is_eight_bit
-from fa4flex.primitives.lists import Lists
+from fa4flex.primitives.lists import Lists, listed_map
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.ragged_maps import ragged
 from fa4flex.primitives.varlen import Varlen
@@ -142,10 +143,19 @@ def check_lists(
     variant: Variant, call: Call, lists: Lists, varlen: Varlen | None, paging: Paging | None
 ) -> None:
     """Raise InputError or StateError unless lists are those of such queries and keys."""
-    outline = lists.outline()
+    outline = outline_of(lists)
     if paging is not None or call.packed:
         q_len = 0 if call.packed else call.q.shape[2 if variant.layout == "bhsd" else 1]
         ragged(outline, None, (varlen, paging), (query_heads(variant, call.q), q_len))
     else:
         shape = call.extents()
         outline.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
+
+
+def outline_of(lists: Lists) -> BlockMap:
+    """A map of the sizes and lengths of lists that stands for no contents, and takes no memory."""
+    assert lists.q_len is not None
+    made = torch.empty if lists.ids.is_cuda else torch.zeros  # a GPU's are not looked at
+    classes = made(1, dtype=torch.uint8, device=lists.ids.device)
+    shape = *lists.ids.shape[:3], -(-lists.kv_len // lists.unit)
+    return listed_map(classes.expand(shape), (lists.queries, lists.unit), (lists.q_len, lists.kv_len))

@@ -132,14 +132,6 @@ class Lists:
         beside = {"tail": self.tail, "window": self.window, "sinks": self.sinks}
         return listed_map(self.classes(), size, (self.q_len, self.kv_len), **beside)
 
-    def outline(self) -> BlockMap:
-        """A map of these sizes and lengths that stands for no contents, and takes no memory."""
-        assert self.q_len is not None
-        made = torch.empty if self.ids.is_cuda else torch.zeros  # a GPU's are not looked at
-        classes = made(1, dtype=torch.uint8, device=self.ids.device)
-        shape = *self.ids.shape[:3], -(-self.kv_len // self.unit)
-        return listed_map(classes.expand(shape), (self.queries, self.unit), (self.q_len, self.kv_len))
-
     def mask(self, inner: Mask | MaskMod | Family[Mask] | None = None) -> Mask:
         """The lists as a Mask of pairs; `inner` decides about all that they allow."""
         return self.map().mask(inner)
