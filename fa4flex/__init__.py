@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
+    from fa4flex.quantization.choice import Choice
     from fa4flex.quantization.descales import Descales
     from fa4flex.quantization.quantize import quantize
     from fa4flex.quantization.quantized import Quantized
@@ -69,6 +70,7 @@ _HOME = {
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
     "Descales": "fa4flex.quantization.descales",
+    "Choice": "fa4flex.quantization.choice",
     "Dropout": "fa4flex.primitives.dropout",
     "KVScales": "fa4flex.primitives.kv_scales",
     **dict.fromkeys(("Latent", "LatentFormat"), "fa4flex.primitives.latent"),
@@ -96,7 +98,7 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "Aux", "BlockMap", "Descales", "Dropout", "Fa4flexError", "InputError", "KVScales",
+    "Attention", "Aux", "BlockMap", "Choice", "Descales", "Dropout", "Fa4flexError", "InputError", "KVScales",
     "Latent", "LatentFormat", "Lists", "Mask", "Normalizer", "OutputMod", "Paging", "Precision", "QKNorm",
     "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
     "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention", "key_mass",

@@ -16,6 +16,7 @@ from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
+from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
@@ -27,6 +28,7 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.quantization.choice import Choice
 from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import launch
 from fa4flex.runtime.auxiliary import aux_of, statistics_of
@@ -83,7 +85,7 @@ class Attention:
 
     def __call__(
         self,
-        q: Tensor | Quantized,
+        q: Tensor | Quantized | Choice,
         k: Tensor | Latent | None = None,
         v: Tensor | None = None,
         *,
@@ -105,7 +107,8 @@ class Attention:
         [pages, page_size, Hk or Hv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
         k * kv_scales.k and v * kv_scales.v, or for themselves without scales. Nested tensors of layout
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
-        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for. In place of k
+        In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for; or a
+        fa4flex.Choice, as `choose` makes it. In place of k
         and v, a fa4flex.Latent: rows of multi-head latent attention.
 
         blocks, scale, sinks [Hq] and dropout override those of `compile` for this call: dropout=0.0 drops
@@ -137,13 +140,31 @@ class Attention:
         variant = self._at_call(blocks, scale, sinks) if changed else self.variant
         if dropout is not None:
             variant = at_call(variant, dropout=dropout)
-        if isinstance(q, Quantized):
+        if isinstance(q, (Quantized, Choice)):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
             results = calls.run_codes(variant, self._caller, q, statistics)
         else:
             qkv: Any = (q, k, v)
             results = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
         return _returned(results, statistics, return_aux, return_lse)
+
+    @on_the_host
+    def choose(
+        self, q: Tensor, k: Tensor, v: Tensor, *, tolerance: float = 0.1, varlen: Varlen | None = None
+    ) -> Choice:
+        """Formats of each head, as fast as errors allow: int8 q.k with e4m3 values or with values as they are
+        where each output is surely off by at most `tolerance` times the largest range of its head's values,
+        16 bits elsewhere.
+
+        q, k, v and varlen as in a call. attn(choice) attends with them, choice.explain() says which head got
+        which, and choice.certificate how far each row may be off. Nothing waits for the device until the
+        choice is asked. Raises InputError and UnsupportedError as a call of `Precision(qk="int8")`.
+        """
+        try:
+            return quantized_calls.choice_of(self.variant, (q, k, v), varlen, tolerance)
+        except Fa4flexError as error:
+            launch.dress(error, self.variant, None)
+            raise
 
     def key_mass(
         self, q: Tensor, k: Tensor, lse: Tensor, *, varlen: Varlen | None = None, **options: Any
@@ -341,7 +362,7 @@ def compile(
 
 
 def attention(
-    q: Tensor | Quantized,
+    q: Tensor | Quantized | Choice,
     k: Tensor | Latent | None = None,
     v: Tensor | None = None,
     *,

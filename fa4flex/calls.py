@@ -16,6 +16,7 @@ from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.normalizer import check_statistics
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.quantization.choice import Choice
 from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Results, Statistics
@@ -60,7 +61,7 @@ def run(
 
 
 def run_codes(
-    variant: Variant, caller: launch.Caller | None, codes: Quantized, statistics: Statistics
+    variant: Variant, caller: launch.Caller | None, codes: Quantized | Choice, statistics: Statistics
 ) -> Results:
     """The results of `variant` for what codes stand for."""
     if variant.dropout is not None:
@@ -69,7 +70,9 @@ def run_codes(
         variant = in_pairs(variant, codes.q, codes.varlen, None)
     try:
         quantized_calls.check_codes(variant, codes)
-        results = quantized_kernels.attend(variant, codes, statistics)
+        results = None
+        if isinstance(codes, Quantized):
+            results = quantized_kernels.attend(variant, codes, statistics)
         if results is not None:
             return results
         now = quantized_calls.decoded(variant, codes, statistics)
@@ -93,10 +96,15 @@ def _of_rounded(
     scales: KVScales | None,
 ) -> Results:
     """The results for q, k and v rounded as the variant's precision says."""
+    codes: Quantized | Choice
     try:
-        codes = quantized_calls.coded(variant, qkv, varlen, paging, scales)
+        if variant.precision.tolerance and paging is None and scales is None:
+            codes = quantized_calls.choice_of(variant, qkv, varlen)
+        else:
+            codes = quantized_calls.coded(variant, qkv, varlen, paging, scales)
     except Fa4flexError as error:
-        launch.dress(error, variant, None)
+        if not torch.compiler.is_dynamo_compiling():  # which knows no repr of a variant
+            launch.dress(error, variant, None)
         raise
     return run_codes(variant, caller, codes, statistics)
 

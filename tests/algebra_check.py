@@ -90,6 +90,11 @@ class Given:
         return self.call[name] if name in self.call else self.composition.get(name)
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a call is handed in place of q, k and v."""
+        return self.qkv
+
+    @property
     def leaves(self) -> list[Tensor]:
         return [*self.qkv, *self.learned]
 
@@ -126,7 +131,7 @@ class Ours:
     @staticmethod
     def of(given: Given) -> Ours:
         attn = fa4flex.compile(**given.composition)
-        results = named(attn(*given.qkv, **given.call), given)
+        results = named(attn(*given.arguments, **given.call), given)
         upstream = {
             name: torch.randn(results[name].shape, dtype=torch.float64).to(results[name].dtype)
             for name in DIFFERENTIABLE
@@ -134,7 +139,7 @@ class Ours:
         }
         found = gradients(total(results, upstream), given.leaves)
         with torch.no_grad():
-            alone = named(attn(*given.qkv, **given.call), given)
+            alone = named(attn(*given.arguments, **given.call), given)
         return Ours(results, alone, upstream, found)
 
 
@@ -390,9 +395,11 @@ def in_pytorch(one: One) -> Made:
     if options["dropout"] is not None:
         weights = weights * reference._factors(options["dropout"], tuple(s.shape), options["first"]).to(wide)
     out = (weights.to(v.dtype) @ v).to(q.dtype)
-    if sums is not None and q.dtype.itemsize == 2:
-        # Backward passes have the rounded output: what it is off by comes into each score's gradient.
-        error = (weights.detach() @ v.to(wide) - out).detach()
+    if sums is not None and q.dtype.itemsize < 8:
+        # Backward passes have the rounded output: what it is off by comes into each score's gradient, which
+        # is nothing else where there is one key.
+        half = q.dtype.itemsize == 2
+        error = (weights.detach() @ v.to(wide) - out if half else torch.finfo(q.dtype).eps * out).detach()
         signs = torch.randint(2, sums.shape, generator=SIGNS) * 2 - 1
         out = out + ((sums - sums.detach()) * signs * error).to(out.dtype)
     output = one.mod("output_mod", 1)

@@ -15,6 +15,10 @@ from typing import Any
 PRIMITIVES = ("score", "mask", "blocks", "sinks", "output", "normalizer", "dropout", "skip", "statistics")
 """Primitives of which each draw has 3 to 6."""
 
+PLACEMENTS = ("dense", "bshd", "few", "packed", "padded", "paged")
+OFTEN = dict(zip(PLACEMENTS, (40, 10, 16, 14, 12, 8), strict=True))
+"""Weights of placements."""
+
 STATISTICS = ("lse", "max_scores", "max_logit", "entropy")
 UNSUMMED = ("softpick", "elementwise")
 
@@ -35,6 +39,10 @@ class Sizes:
     block: int
     page: int
     tiles: bool
+    primitives: tuple[str, ...] = PRIMITIVES
+    count: tuple[int, int] = (3, 6)
+    """Fewest and most primitives of a draw."""
+    placements: tuple[str, ...] = PLACEMENTS
 
 
 OF_CPU = Sizes(
@@ -92,20 +100,18 @@ def drawn(seed: int, at: int, sizes: Sizes = OF_CPU, repeat: int = 1) -> Draw:
     draw = Draw(f"{seed}:{at}")
     dice = random.Random(f"{seed}:{at // repeat}")
     inner = random.Random(f"{seed}:{at}:contents")
-    kind = _choose(draw, dice)
+    kind = _choose(draw, dice, sizes)
     draw.lines += [f"torch.manual_seed({inner.randrange(2**31)})", *PRELUDE]
     _Writer(draw, dice, inner, sizes, kind).write()
     return draw
 
 
-def _choose(draw: Draw, dice: random.Random) -> str:
+def _choose(draw: Draw, dice: random.Random, sizes: Sizes) -> str:
     """Primitives, the placement, and the kind of normaliser."""
-    placement = dice.choices(("dense", "bshd", "few", "packed", "padded", "paged"), (40, 10, 16, 14, 12, 8))[
-        0
-    ]
-    draw.placement = placement
+    draw.placement = dice.choices(sizes.placements, [OFTEN[x] for x in sizes.placements])[0]
     kind = dice.choice(("plus", "softpick", "elementwise", "elementwise"))
-    draw.has = set(dice.sample(PRIMITIVES, dice.randint(3, 6)))
+    least, most = sizes.count
+    draw.has = set(dice.sample(sizes.primitives, dice.randint(least, most)))
     left: set[str] = set()
     while True:
         found = [pair for pair in _conflicts(draw.has, kind) if "+".join(pair) not in left]
@@ -115,8 +121,8 @@ def _choose(draw: Draw, dice: random.Random) -> str:
             left.add("+".join(found[0]))
         else:
             draw.has.discard(dice.choice([x for x in found[0] if x in PRIMITIVES]))
-    while len(draw.has) < 3:
-        more = dice.choice(PRIMITIVES)
+    while len(draw.has) < least:
+        more = dice.choice(sizes.primitives)
         if len(_conflicts(draw.has | {more}, kind)) <= len(left):
             draw.has.add(more)
     draw.conflicts = tuple("+".join(pair) for pair in _conflicts(draw.has, kind))

@@ -47,6 +47,8 @@ class Precision:
     promote  False: sums of 8-bit products may stay in the tensor cores' accumulators, 13 fraction bits on
              Hopper; True: they go to float32 after each tile of keys
     backward   products of the backward pass: "bfloat16", those of what was rounded, as it is
+    tolerance  in place of qk and pv: each head rounds as far as errors of its outputs are proved to be at
+             most this share of the range of its values, see fa4flex.Choice; None and 0: no head does
 
     Each element of an output is off by at most skip * (max v - min v), over the values of its channel at the
     allowed keys, and 0 where there are sinks; the LSE is lower by at most -log(1 - skip). docs/primitives.md
@@ -64,6 +66,7 @@ class Precision:
     pv: str = GIVEN
     promote: bool = True
     backward: str = GIVEN
+    tolerance: float = 0.0
 
     skip_text: ClassVar[str]
     """The same in digits, which graphs hold."""
@@ -72,11 +75,18 @@ class Precision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip", _share(self.skip))
+        object.__setattr__(self, "tolerance", _tolerance(self.tolerance))
         object.__setattr__(self, "skip_text", repr(self.skip))
         for product in ("qk", "pv", "backward"):
             object.__setattr__(self, product, format_name(getattr(self, product)))
         check_products(self.qk, self.pv, self.promote, self.backward)
-        object.__setattr__(self, "coded", self.qk != GIVEN)
+        if self.tolerance and self.qk != GIVEN:
+            raise InputError(
+                f"tolerance={self.tolerance:g} with qk={self.qk!r}, pv={self.pv!r}",
+                "a tolerance, by which each head's formats are chosen, or formats of all heads",
+                "leave one of them out",
+            )
+        object.__setattr__(self, "coded", self.qk != GIVEN or self.tolerance > 0)
         name = str(self.compute).removeprefix("torch.")
         if name in _NOT_BUILT:
             reason, instead = _NOT_BUILT[name]
@@ -118,6 +128,18 @@ def _share(skip: object) -> float:
     return float.fromhex(float(skip).hex())
 
 
+def _tolerance(given: object) -> float:
+    if given is None:
+        return 0.0
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= float(given) < float("inf"):
+        raise InputError(
+            f"tolerance={given!r}",
+            "the largest error of an output over the range of the values, at least 0",
+            "use 0.1, or 0 to round nothing",
+        )
+    return float.fromhex(float(given).hex())  # as skip: one compiled step for each
+
+
 BY_FLEX = 'backend "flex"', "torch's kernels leave out no tile for its scores"
 """Name of torch's flex_attention in refusals, and the reason."""
 
@@ -142,15 +164,25 @@ def refuse_codes(precision: Precision, beside: str, instead: str) -> None:
     """Raise UnsupportedError for codes of q, k and v beside what does not know them."""
     if precision.coded:
         raise UnsupportedError(
-            f"Precision(qk={precision.qk!r}) {beside}",
+            f"{rounding(precision)} {beside}",
             "calls of fa4flex.compile(...), fa4flex.attention and fa4flex.nn.Attention",
             instead,
         )
 
 
+def rounding(precision: Precision) -> str:
+    """The precision as far as it rounds, for messages."""
+    return (
+        f"Precision(tolerance={precision.tolerance:g})"
+        if precision.tolerance
+        else f"Precision(qk={precision.qk!r})"
+    )
+
+
 def of_numbers(precision: Precision) -> Precision:
     """The precision of attention over what codes stand for."""
-    return replace(precision, qk=GIVEN, pv=GIVEN, promote=True) if precision.coded else precision
+    plain = {"qk": GIVEN, "pv": GIVEN, "promote": True, "tolerance": 0.0}
+    return replace(precision, **plain) if precision.coded else precision  # type: ignore[arg-type]
 
 
 def told(precision: Precision) -> dict[str, Any]:

@@ -106,7 +106,8 @@ def in_blocks(x: Tensor, form: Format) -> tuple[Tensor, Tensor, Tensor]:
         of_blocks = greatest / form.largest / whole[:, None]
         least = 2.0**-9  # the least number above zero: a block of zeros must not divide by zero
         scales = of_blocks.clamp(least, E4M3.largest).to(torch.float8_e4m3fn).float()
-    scales = torch.where(greatest.isfinite(), scales, greatest)
+    # NaN for infinities as well: of these e4m3 makes its largest number.
+    scales = torch.where(greatest.isfinite(), scales, torch.nan)
     divisor = (scales * whole[:, None]).unsqueeze(-1)
     codes = form.divided(blocks, divisor).flatten(-2)
     return codes, scales.to(form.scale), whole

@@ -148,6 +148,15 @@ def _skip(skip: float, sinks: bool) -> list[str]:
 def _codes(variant: Variant) -> list[str]:
     """Lines that say what is rounded at each call, and what computes with it."""
     precision = variant.precision
+    if precision.tolerance:
+        return [
+            "products    formats of each head, whose outputs are surely off by at most"
+            f" {precision.tolerance:g} of the range of its values:",
+            "  int8 q.k with e4m3 values, int8 q.k with values as they are, or 16 bits;",
+            "  attn.choose(q, k, v).explain() says which head gets which. Nothing waits for the device",
+            "  what codes stand for is computed: on a CPU in float32, on a GPU by kernels of 16 bits;",
+            "  attn(choice.settled()) multiplies codes, where all heads take the same ones",
+        ]
     without = variant.normalizer, variant.dropout, variant.output_mod, precision.skip or None
     kernel = precision.qk in MULTIPLIED and all(x is None for x in without)
     given = precision.pv == GIVEN

@@ -99,7 +99,7 @@ def test_others_are_refused_at_once(given: Any, kind: type[Exception], words: st
 CHANGED: dict[str, Precision] = {
     "compute": Precision(compute="float64"), "output": Precision(output=torch.float16),
     "skip": Precision(skip=0.25), "qk": Precision(qk="nvfp4"), "pv": INT8,
-    "promote": Precision(qk="int8", pv="float8_e4m3", promote=False),
+    "promote": Precision(qk="int8", pv="float8_e4m3", promote=False), "tolerance": Precision(tolerance=0.1),
 }  # fmt: skip
 
 

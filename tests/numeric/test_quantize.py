@@ -239,6 +239,16 @@ def test_special_rows(seed: int) -> None:
     assert all((x == 0).all() for x in zeros if x is not None)
 
 
+@pytest.mark.parametrize("qk", FORMATS)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_no_format_makes_numbers_of_nan_and_infinity(qk: Any, number: float, seed: int) -> None:
+    q, k, v = made(40, torch.float32)
+    q[0, 1, 4, 5] = k[1, 0, 30, 7] = number
+    exact = quantize(q, k, v, qk=qk, center_k=False).dequantize()
+    assert exact.q[0, 1, 4].isnan().all() and exact.q.isnan().sum() == exact.q.shape[-1]
+    assert exact.k[1, 0, 30].isnan().all() and exact.k[0].isfinite().all()
+
+
 @pytest.mark.parametrize("n", range(30))
 def test_anything_composed(n: int, seed: int) -> None:
     """Formats, widths, lengths, groups, scales, rows of zeros, against the oracle over the codes."""

@@ -31,7 +31,8 @@ MODULES = (
 
 SINGLE = {"fa4flex.primitives.mask": ["mask_family"], "fa4flex.primitives.score": ["score_family"]}
 MADE_HERE = {
-    "fa4flex.Attention", "fa4flex.Mask", "fa4flex.Quantized", "fa4flex.ScoreMod", "fa4flex.trees.Folded",
+    "fa4flex.Attention", "fa4flex.Choice", "fa4flex.Mask", "fa4flex.Quantized", "fa4flex.ScoreMod",
+    "fa4flex.trees.Folded",
     *(f"fa4flex.parallel.{name}" for name in ("ContextParallel", "Exchange", "Placement", "Plan")),
     *(f"ptxsim.{name}" for name in ("Fault", "Finding", "Gpu", "Result")),
     *(f"ptxsim.model.{name}" for name in ("Chip", "Prediction", "Trace")),

@@ -241,6 +241,18 @@ def test_nan_is_nan(form: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("qk", ["int8", "float8_e4m3"])
+def test_rows_without_keys_are_zero_beside_nan(qk: Any) -> None:
+    """Whatever their query, and a channel of values, hold."""
+    q, k, v = (torch.randn(1, h, n, 64).bfloat16() for h, n in ((2, 150), (1, 60), (1, 60)))
+    q[0, 1, 20, 5] = v[0, 0, 5, 3] = torch.nan
+    out, lse = attend(fa4flex.compile(mask=causal), quantize(q, k, v, qk=qk))
+    assert not out[:, :, :90].any() and (lse[:, :, :90] == -torch.inf).all()
+    assert out[:, :, 90:, 3].isnan().all() and out[:, :, 90:].isnan().sum() == 2 * 60
+    assert lse[:, :, 90:].isfinite().all()
+
+
+@pytest.mark.slow
 def test_one_sign_needs_two_levels_of_sums() -> None:
     """Values of one sign that are not centred: sums of 13 fraction bits lose them with the keys, sums of
     tiles do not."""

@@ -29,10 +29,12 @@ class Epilogue(forward.Epilogue):
         finished: list[Finished],
         lane: Int32,
     ) -> None:
-        """An offset counts as far as probabilities add up to 1: less beside sinks, and not without keys."""
+        """An offset counts as far as probabilities add up to 1: less beside sinks, and not without keys. Rows
+        without keys are 0 where a channel's scale is NaN, too."""
         if not self.config.transposed:
             return
         kv_head = mine.at.h // (mine.at.num_heads // kv_heads(arguments))
+        empty = [mine.state.largest[r] == -Float32.inf for r in range(2)]
         shares = [_share(mine.state, finished, r, arguments.sinks is not None) for r in range(2)]
         of_head = [
             None if given is None else given[mine.work.b, kv_head, None]
@@ -45,7 +47,8 @@ class Epilogue(forward.Epilogue):
             for r in range(2):
                 for i in range(2):
                     value = out[r, c + i] * scale[i]
-                    out[r, c + i] = value if offset is None else value + offset[i] * shares[r]
+                    value = value if offset is None else value + offset[i] * shares[r]
+                    out[r, c + i] = select_(empty[r], Float32(0.0), value)
             if self.config.parts > 1 and c % GROUP == GROUP - 2:
                 compute_before(out[1, c + 1])
 

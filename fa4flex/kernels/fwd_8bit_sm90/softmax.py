@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cutlass import Float32, cute
+from cutlass import Float32, cute, select_
 
 from fa4flex.kernels.common.softmax import Finished, OnlineSoftmax
 
@@ -38,7 +38,9 @@ class CodeSoftmax(OnlineSoftmax):
 
     def finish(self, sink: Float32 | None) -> list[Finished]:
         state = self.state
-        for r, more in enumerate(() if self.late is None else self.late()):
+        for r, of_row in enumerate(() if self.late is None else self.late()):
+            # A row without keys has none of it, and may be NaN.
+            more = select_(state.largest[r] == -Float32.inf, Float32(0.0), of_row)
             state.largest[r] = state.largest[r] + more
             state.shift[r] = state.shift[r] + more * self.factor
             if state.seen is not None:
