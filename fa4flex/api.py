@@ -122,15 +122,24 @@ class Attention:
         "lse", "max_scores", "max_logit" and "entropy", the call gives (out, aux), with these as attributes:
         see fa4flex.Aux.
         """
-        changed = blocks is not None or scale is not None or sinks is not None
-        variant = self._at_call(blocks, scale, sinks) if changed else self.variant
-        if dropout is not None:
-            variant = at_call(variant, dropout=dropout)
         statistics: Statistics
         if return_aux is None:
             statistics = LSE if return_lse else ()
         else:
             statistics = statistics_of(return_aux, return_lse)
+        if isinstance(blocks, Lists):
+            from fa4flex import listed_calls  # other calls do not wait for it
+
+            others, described = (None, scale, sinks, dropout), (varlen, paging, kv_scales)
+            same = all(x is None for x in others)
+            plain = self.variant if same else at_call(self.variant, *others)
+            found = listed_calls.attend(plain, self._caller, blocks, (q, k, v), described, statistics)
+            if found is not None:
+                return _returned(found, statistics, return_aux, return_lse)
+        changed = blocks is not None or scale is not None or sinks is not None
+        variant = self._at_call(blocks, scale, sinks) if changed else self.variant
+        if dropout is not None:
+            variant = at_call(variant, dropout=dropout)
         if isinstance(q, (Quantized, Choice)):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
             results = calls.run_codes(variant, self._caller, q, statistics)
@@ -366,10 +375,12 @@ def attention(
     **composition: Any,
 ) -> Any:
     """compile(**composition) and call it, once. Functions with the same code share one trace."""
+    wanted: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux}
+    if isinstance(composition.get("blocks"), Lists):
+        wanted["blocks"] = composition.pop("blocks")
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    wanted: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux}
     return Attention(variant)(q, k, v, varlen=varlen, paging=paging, kv_scales=kv_scales, **wanted)
 
 

@@ -27,6 +27,10 @@ def _latent(problem: Problem, sizes: Sizes) -> bool:
     return problem.keys.latent
 
 
+def _listed(problem: Problem, sizes: Sizes) -> bool:
+    return problem.keys.listed
+
+
 def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.keys.loaded
 
@@ -60,6 +64,7 @@ class Unloaded(NamedTuple):
 Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
+    Unloaded("forward", "sm90", "lists_sm90", "LISTS_SM90", _listed),
     Unloaded("forward", "sm90", "mla_decode_sm90", "MLA_DECODE_SM90", _latent),
     Unloaded("forward", "sm90", "fwd_wide_sm90", "FWD_WIDE_SM90", _wide),
     Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_rows),
@@ -100,7 +105,7 @@ def accepting(direction: Direction, problem: Problem, target: Target, sizes: Siz
     """The first pipeline that accepts the problem. None where it does not apply output functions and there is
     one: a launch after it does, rather than a kernel that suits the call less."""
     for pipeline in _candidates(direction, problem, target, sizes):
-        reads = pipeline.kv_dtype == problem.keys.dtype and pipeline.latent == problem.keys.latent
+        reads = pipeline.reads(problem.keys)
         writes = pipeline.writes_float32 or not problem.wide_output
         drops = (pipeline.drops and problem.weights == "softmax") or not problem.dropout
         weighs = problem.weights in pipeline.weights and problem.width <= pipeline.widest
@@ -130,8 +135,10 @@ def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule,
 
     Kernels for few rows wait for keys, which a mask need not be quick beside: they need no tables, whose
     launches take longer than a step does, split keys, and read pages in place. Tables stay where they leave
-    out keys that need not be read: a map's blocks, documents.
+    out keys that need not be read: a map's blocks, documents. Tiles of listed keys have no tables.
     """
+    if problem.mask_form == "tables" and problem.keys.listed:
+        return replace(problem, mask_form="pairs", row_ends=0)
     if problem.mask_form != "tables" or asks_for_order(schedule) or not few_rows(problem, sizes):
         return problem
     if problem.keys.plain and (problem.row_ends or reads_by_blocks(facts.mask)):

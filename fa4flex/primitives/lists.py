@@ -45,8 +45,10 @@ class Lists:
     window   keys up to and with the query's own; sinks: first keys; both beside what is listed
 
     An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
-    there once. `compile(blocks=lists)` keeps the map of what they list at that time: lists whose ids change
-    in place are given to each call. Raises InputError for shapes and numbers that do not fit.
+    there once. Hopper kernels gather what the lists of a call say, in time and memory that go with their
+    entries; `explain(lists=lists)` tells which calls. `compile(blocks=lists)` keeps the map of what they list
+    at that time: lists whose ids change in place are given to each call. Raises InputError for shapes and
+    numbers that do not fit.
     """
 
     ids: Tensor
@@ -112,6 +114,11 @@ class Lists:
         """Entries of a row."""
         return int(self.ids.shape[3])
 
+    @property
+    def beside(self) -> bool:
+        """True if queries see keys beside what is listed."""
+        return bool(self.tail or self.window or self.sinks)
+
     def classes(self) -> Tensor:
         """uint8 [B or 1, H, R, units]: 1 where a unit is listed, 0 elsewhere."""
         columns = -(-self.kv_len // self.unit)
@@ -130,14 +137,16 @@ class Lists:
         return self.map().mask(inner)
 
     def brought(self) -> BlockMap:
-        """The map that a call with `blocks=` of these lists has. Raises UnsupportedError for short units on a
-        GPU: no kernel reads them without the map of all pairs of rows and units."""
+        """The map that a call with `blocks=` of these lists has where no kernel gathers what they list
+        (listed_calls.py). Raises UnsupportedError for short units on a GPU: the map of all pairs of rows and
+        units is large."""
         if self.unit < LEAST_UNIT and (self.ids.is_cuda or simulating()):
             columns = -(-self.kv_len // self.unit)
             size = self.ids.shape[0] * self.ids.shape[1] * self.ids.shape[2] * columns
             raise UnsupportedError(
                 f"lists of units of {self.unit} keys on {self.ids.device}",
-                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks",
+                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper"
+                " GPU a call without gradients, as explain(lists=True) says",
                 f"pass blocks=lists.map(), a captured table of all rows and units, {size} bytes; or select "
                 "larger units",
             )

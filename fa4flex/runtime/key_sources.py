@@ -66,6 +66,10 @@ class KeySource(tuple[Any, ...]):
     _fields: ClassVar[Any]
     values: ClassVar[tuple[str, ...]] = ()
     """Fields that are no tensors."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Those of them that launches are handed, and do not depend on."""
+    leaves_rows: ClassVar[bool] = False
+    """True if there may be queries that kernels do not write."""
 
     k: Tensor
     v: Tensor
@@ -87,6 +91,10 @@ class KeySource(tuple[Any, ...]):
     def longest(self, rows: int) -> int:
         """Upper bound of the number of keys of a sequence. rows: the dimension of k that has tokens."""
         return self.k.shape[rows]
+
+    def visited(self, keys: int) -> int:
+        """Upper bound of the number of keys that a query visits, of sequences of so many."""
+        return keys
 
     def parts(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         """Type and fields, with False in place of tensors, and these."""

@@ -434,6 +434,13 @@ def _fused(program: Program) -> list[str]:
     ]
 
 
+_LISTED = (
+    "with gradients, dropout, an output function, a normalizer, an 8-bit cache or torch.compile, for lists"
+    " given to compile(), of more entries, or of whole tiles of 128 queries and keys: units of 64 keys or"
+    " more are a map of blocks, as blocks=lists.map() is; shorter ones are refused",
+)
+
+
 def _by_views(view: Any) -> list[str]:
     """The kernel for keys and values that are views of latent rows, gathered where they lie in pages; nothing
     where there is none."""
@@ -470,5 +477,7 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
         return said + blockwise * bool(others)
     if "direction" in problem:
         return lines
+    if problem.get("lists"):
+        return [*lines, *_LISTED]
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}
     return [*lines, *(f"{name}: {one.in_a_line()}" for name, one in passes.items())]

@@ -15,6 +15,7 @@ from fa4flex.codegen.analyze.tiles import TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.heads import Shares
+from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.products import GIVEN, MULTIPLIED, check_products, format_name
 from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
@@ -308,7 +309,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     )
 
 
-_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent"
+_OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent", "lists"
 _OF_CODES = "qk", "pv", "promote"
 
 
@@ -321,7 +322,11 @@ def _keys(changes: dict[str, Any], lengths: str) -> Keys:
     if codes:
         _alone("codes", given)
         return _codes(**codes, lengths=lengths)
-    rows, dtype, *scales, latent = given.values()
+    rows, dtype, *scales, latent, lists = given.values()
+    if lists:
+        return _listed(
+            lists, rows, {name: x for name, x in given.items() if name not in ("page_rows", "lists")}
+        )
     if latent:
         _alone("latent rows", {name: x for name, x in given.items() if name not in ("page_rows", "latent")})
         pages = in_pages(rows)
@@ -329,6 +334,19 @@ def _keys(changes: dict[str, Any], lengths: str) -> Keys:
     if dtype:
         return replace(eight_bit(rows, *scales), dtype=dtype, together=rows)
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
+
+
+def _listed(lists: Any, rows: int, others: dict[str, Any]) -> Keys:
+    """Keys of Lists, or for True of some that have counts and no keys beside them."""
+    from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
+
+    _alone("listed keys", others)
+    pages = replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
+    if lists is True:
+        return of_lists(pages, counted=True, beside=False)
+    if not isinstance(lists, Lists):
+        raise InputError(f"lists={lists!r}", "a fa4flex.Lists, or True", "pass the lists of the call")
+    return of_lists(pages, lists.counts is not None, lists.beside)
 
 
 def _codes(lengths: str, qk: Any = "int8", pv: Any = "float8_e4m3", promote: Any = True) -> Keys:

@@ -72,11 +72,12 @@ def test_a_map_of_each_packed_sequence() -> None:
         close(out[first : first + n].transpose(0, 1)[None], one, allowed[None])
 
 
-def test_short_units_are_refused_in_words() -> None:
+@pytest.mark.parametrize("chip, trains", [("sm_100a", False), ("sm_90a", True)])
+def test_short_units_are_refused_in_words(chip: Any, trains: bool) -> None:
     q, k, v = drawn(1, 64)
     lists = Lists(torch.zeros(1, 1, 64, 2, dtype=torch.int32), kv_len=64, unit=4)
     with (
-        ptxsim.device("sm_90a", sms=SMS),
+        ptxsim.device(chip, sms=SMS),
         pytest.raises(UnsupportedError, match=r"units of 4 keys.*\n.*\n.*map"),
     ):
-        fa4flex.attention(q, k, v, blocks=lists)
+        fa4flex.attention(q.requires_grad_(trains), k, v, blocks=lists)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fa4flex.kernels.plan.lengths import Scaling
-from fa4flex.kernels.plan.looks import Array, Columns, Dimension, Given, Look, Scales
+from fa4flex.kernels.plan.looks import Array, Columns, Dimension, Given, Look, Number, Scales
 
 KeyDtype = Literal["", "float8_e4m3fn", "codes"]
 """Dtype of k and v: that of q; an 8-bit cache; codes, as q is."""
@@ -83,6 +83,10 @@ class Keys:
 
     latent: ClassVar[bool] = False
     """True if values are the first columns of keys."""
+    listed: ClassVar[bool] = False
+    """True if lists say which keys queries attend to."""
+    beside: ClassVar[bool] = False
+    """True if queries see keys beside their lists."""
 
     @property
     def loaded(self) -> bool:
@@ -107,6 +111,20 @@ class LatentKeys(Keys):
     latent: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class ListedKeys(Keys):
+    """Keys of which lists say which ones queries attend to."""
+
+    listed: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class KeysBesideLists(ListedKeys):
+    """The same, where queries see first keys, near ones or the last unit besides."""
+
+    beside: ClassVar[bool] = True
+
+
 CONTIGUOUS = Keys()
 
 # --- pages ------------------------------------------------------------------------------------------------
@@ -123,6 +141,22 @@ def in_pages(page_size: int) -> Keys:
 def together(page_size: int) -> int:
     """Keys of a page that surely lie next to each other: the greatest of TOGETHER that divides its size."""
     return math.gcd(page_size, TOGETHER[-1])
+
+
+# --- lists ------------------------------------------------------------------------------------------------
+
+_ROW_OF_LISTS = "list batch", "list heads", "list rows"
+_OF_LISTS = (
+    KeyRow("ids", Given("ids", (*_ROW_OF_LISTS, "entries"))),
+    *(KeyRow(x, Number("int")) for x in ("unit", "queries", "tail", "window", "first_keys", "end")),
+)
+
+
+def of_lists(kept: Keys, counted: bool, beside: bool) -> ListedKeys:
+    """Keys of another source that lists select from. counted: lists have counts."""
+    rows = *kept.rows, *_OF_LISTS, KeyRow("counts", Given("counts", _ROW_OF_LISTS), counted)
+    kind = KeysBesideLists if beside else ListedKeys
+    return kind(kept.loader, kept.together, rows)
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------

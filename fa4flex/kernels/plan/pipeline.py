@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
+from fa4flex.kernels.plan.keys import Keys
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.problem import WIDEST, Problem, Weights
 from fa4flex.kernels.plan.request import Order
@@ -171,6 +172,7 @@ class Pipeline:
     weights      those that its kernel makes of scores
     latent       whether its kernel reads latent rows once, as keys and values, and no others
     widest       columns of the widest heads that its kernel has
+    listed       whether its kernel reads the keys that lists select, and no others
     """
 
     name: str
@@ -188,3 +190,9 @@ class Pipeline:
     weights: tuple[Weights, ...] = ("softmax",)
     latent: bool = False
     widest: int = WIDEST
+    listed: bool = False
+
+    def reads(self, keys: Keys) -> bool:
+        """True if its kernel is for keys of such a source."""
+        mine, asked = ((x.latent, x.listed) for x in (self, keys))
+        return self.kv_dtype == keys.dtype and mine == asked

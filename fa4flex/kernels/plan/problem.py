@@ -247,6 +247,10 @@ class Problem:
         return [f"e4m3 keys and values, {' and '.join(told) or 'not scaled'}"]
 
     def _of_loader(self) -> list[str]:
+        if self.keys.listed:
+            beside = ", and others beside their lists" * self.keys.beside
+            where = f" in pages of {self.keys.together} or a multiple" * self.keys.loaded
+            return [f"listed keys{where}{beside}"]
         if not self.keys.loaded:
             return ["latent rows"] * self.keys.latent
         if self.keys.loader == PAGES:

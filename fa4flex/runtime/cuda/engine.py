@@ -419,7 +419,7 @@ def _ready(engine: Engine, call: Call, made: Described) -> Ready:
         call.kv_heads,
         call.statistics,
         made.reach,
-        call.lengths.seqused_q is not None,
+        call.lengths.seqused_q is not None or call.kv.leaves_rows,
         plan.config().dynamic,
         call.kv.seqused_k is not None,
         _splitting(plan, value),

@@ -30,7 +30,8 @@ def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, .
 @lru_cache
 def key_function_of(kind: type[KeySource]) -> Callable[[Any], tuple[Any, ...]]:
     """The same of a call whose keys are of such a source, besides k and v."""
-    fields = {name: f"call.kv.{name}" for name in kind._fields if name not in ("k", "v")}
+    left_out = "k", "v", *kind.numbers
+    fields = {name: f"call.kv.{name}" for name in kind._fields if name not in left_out}
     keys = "".join(f"{x if name in kind.values else _any_strides(x)}, " for name, x in fields.items())
     return _printed(("call",), f"({keys})", {})
 

@@ -1,0 +1,69 @@
+"""Configuration of the Hopper kernel for listed keys, besides hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fa4flex.kernels.plan.lengths import Lengths
+from fa4flex.kernels.plan.paging import Gathering
+
+ROWS = 64
+"""Pairs of a query and a head of a tile: the rows of one product."""
+
+MOST_ENTRIES = 4096
+"""Entries of a list, at most: shared memory has a bit for each."""
+
+PLACES = 2 * MOST_ENTRIES
+"""Places of the table by which repeated entries are found, at most half of which are taken."""
+
+WORDS = MOST_ENTRIES // 32
+"""Words of the bits of entries."""
+
+
+@dataclass(frozen=True)
+class Config(Gathering):
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
+    tile_n                   keys per tile
+    kv_stages                tiles of K, and as many of V, in flight
+    blocks                   of a multiprocessor at a time
+    producer_registers, consumer_registers   per thread, after the split
+    rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
+    lengths                  "dense", "used" (seqused per batch) or "packed"
+    paged                    keys and values lie in pages
+    beside                   queries see sinks, a window or a tail beside their lists
+    share                    tiles of keys per split; None: of each list, all splits have as many
+    sinks                    a learnable logit per head joins the denominator
+    statistics               whether "lse" is written
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_n: int
+    kv_stages: int
+    blocks: int
+    producer_registers: int
+    consumer_registers: int
+    rescale_threshold: float = 0.0
+    lengths: Lengths = "dense"
+    paged: bool = False
+    beside: bool = False
+    share: int | None = None
+    sinks: bool = False
+    statistics: tuple[str, ...] = ("lse",)
+
+    dynamic: ClassVar[bool] = False
+    gather_warps: ClassVar[int] = 4  # type: ignore[misc]  # of other kernels it is a choice
+    starts_ahead: ClassVar[bool] = False
+    skip: ClassVar[float] = 0.0
+    threads: ClassVar[int] = 256
+
+    @property
+    def splits(self) -> bool:
+        """True if several blocks may share the keys of a tile."""
+        return self.lengths != "packed"
+
+    @property
+    def height(self) -> int:
+        """Keys of a tile that a warp gathers."""
+        return self.tile_n // self.gather_warps

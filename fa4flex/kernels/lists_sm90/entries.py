@@ -1,0 +1,154 @@
+"""Entries of a list that count: those of units that are there, each once.
+
+A warpgroup looks at all of them, and leaves a bit for each. Most lists ascend, as the library's own do, and
+then no unit stands there twice. Of others, each entry is put into a table by its unit, open to the next
+place where two units meet; of entries of one unit, the first stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, Uint32, cute, select_
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import any_of, sync
+from fa4flex.kernels.lists_sm90.resources import Shared
+from fa4flex.kernels.lists_sm90.roles import ENTRIES
+from fa4flex.kernels.lists_sm90.tiles import Part, groups_of
+
+THREADS = 128
+"""Threads that look at entries."""
+
+NOTHING = -1
+"""Unit of an entry that lists none, and entry of a place that none has taken."""
+
+SPREAD = 0x9E3779B1
+"""Knuth's multiplier: units that follow each other are far apart in the table."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A row of the lists: its first `count` entries are read, and units from 0 to `units` are there."""
+
+    ids: cute.Tensor
+    count: Int32
+    units: Int32
+
+    def unit(self, i: Int32) -> Int32:
+        """Unit of an entry, or NOTHING."""
+        return _unit(self, i)
+
+
+@cute.jit
+def _unit(entries: cutlass.Constexpr[Entries], i: Int32) -> Int32:
+    found = Int32(NOTHING)
+    if i >= 0 and i < entries.count:
+        given = entries.ids[i]
+        if given >= 0 and given < entries.units:
+            found = Int32(given)
+    return found
+
+
+def entries_of(part: Part, arguments: Arguments) -> Entries:
+    """The row of the lists that a tile's queries share."""
+    batch, heads, _, most = arguments.ids.shape
+    unit, end = Int32(arguments.unit), Int32(arguments.end)
+    # Groups are as many as heads of lists, or several of them share one.
+    groups = groups_of(arguments).count
+    at = select_(Int32(batch) == 1, Int32(0), part.b), part.group // (groups // Int32(heads)), part.row
+    count = Int32(most)
+    if arguments.counts is not None:
+        given = Int64(arguments.counts[at])
+        count = Int32(cutlass.max(cutlass.min(given, Int64(count)), Int64(0)))
+    return Entries(arguments.ids[(*at, None)], count, (end + unit - 1) // unit)
+
+
+@cute.jit
+def look(entries: cutlass.Constexpr[Entries], shared: cutlass.Constexpr[Shared], thread: Int32) -> None:
+    """A warpgroup's: leave the bits of the entries that count. Threads meet after this to read them."""
+    repeated = Boolean(False)
+    for base in cutlass.range(thread // 32 * 32, entries.count, THREADS, unroll=1):
+        i = base + thread % 32
+        unit, before = entries.unit(i), entries.unit(i - 1)
+        ascends = (i == 0) | ((before >= 0) & (before < unit))
+        repeated = repeated | ((unit >= 0) & ~ascends)
+        _keep(shared, base, unit >= 0)
+    if any_of(ENTRIES, repeated):
+        _look_again(entries, shared, thread)
+
+
+@cute.jit
+def _keep(shared: cutlass.Constexpr[Shared], base: Int32, counts: Boolean) -> None:
+    """A warp's: the bits of its entries."""
+    bits = cute.arch.vote_ballot_sync(counts)
+    with cute.arch.elect_one():
+        shared.bits[base // 32] = Int32(bits)
+
+
+@cute.jit
+def _look_again(
+    entries: cutlass.Constexpr[Entries], shared: cutlass.Constexpr[Shared], thread: Int32
+) -> None:
+    size = Int32(64)
+    while size < 2 * entries.count:
+        size = size * 2
+    for place in cutlass.range(thread, size, THREADS, unroll=1):
+        shared.places[place] = Int32(NOTHING)
+    sync(ENTRIES)
+    for i in cutlass.range(thread, entries.count, THREADS, unroll=1):
+        unit = entries.unit(i)
+        if unit >= 0:
+            _put(entries, shared.places, size - 1, unit, i)
+    sync(ENTRIES)
+    for base in cutlass.range(thread // 32 * 32, entries.count, THREADS, unroll=1):
+        i = base + thread % 32
+        unit = entries.unit(i)
+        counts = Boolean(False)
+        if unit >= 0:
+            counts = _first(entries, shared.places, size - 1, unit) == i
+        _keep(shared, base, counts)
+
+
+def _place_of(unit: Int32, mask: Int32) -> Int32:
+    return Int32((Uint32(unit) * Uint32(SPREAD)) >> 16) & mask
+
+
+@cute.jit
+def _put(
+    entries: cutlass.Constexpr[Entries], places: cute.Tensor, mask: Int32, unit: Int32, i: Int32
+) -> None:
+    place, going = _place_of(unit, mask), Boolean(True)
+    while going:
+        old = cute.arch.atomic_cas(places.iterator + place, cmp=Int32(NOTHING), val=i)
+        if old == NOTHING:
+            going = Boolean(False)
+        elif entries.unit(old) == unit:
+            cute.arch.atomic_min(places.iterator + place, i)
+            going = Boolean(False)
+        else:
+            place = (place + 1) & mask
+
+
+@cute.jit
+def _first(entries: cutlass.Constexpr[Entries], places: cute.Tensor, mask: Int32, unit: Int32) -> Int32:
+    """The first entry of a unit, which is in the table."""
+    place, found = _place_of(unit, mask), Int32(NOTHING)
+    while found < 0:
+        other = places[place]
+        if entries.unit(other) == unit:
+            found = other
+        place = (place + 1) & mask
+    return found
+
+
+@cute.jit
+def last_of(entries: cutlass.Constexpr[Entries], bits: cute.Tensor) -> Int32:
+    """A warp's: number of entries up to the last one that counts."""
+    last = Int32(0)
+    for word in cutlass.range(cute.arch.lane_idx(), (entries.count + 31) // 32, 32, unroll=1):
+        some = bits[word]
+        if some != 0:
+            last = word * 32 + 32 - Int32(cute.arch.clz(some))
+    return Int32(cute.arch.warp_redux_sync(last, "max"))

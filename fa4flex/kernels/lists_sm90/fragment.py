@@ -1,0 +1,123 @@
+"""Score and mask hooks applied to a tile of listed keys, each of which has an index of its own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute, select_
+
+from fa4flex.kernels.common.bits import WORD, bit, with_bit
+from fa4flex.kernels.common.folds import with_folds
+from fa4flex.kernels.common.fragment import compute_before
+from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.pointwise import GROUP, Fragment, Rows, Words, terms_of
+from fa4flex.kernels.lists_sm90.tiles import Near
+
+
+@dataclass(frozen=True)
+class Found:
+    """Keys of a thread's columns of a tile, -1 for none; whether they are those beside the lists."""
+
+    keys: tuple[Int32, ...]
+    beside: Boolean | None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Places of a thread's elements: row r is at.q = rows.q[r], column c is at.kv = found.keys[c]."""
+
+    at: At
+    rows: Rows
+    row_terms: tuple[tuple[Any, ...], ...]
+    found: Found
+
+    def elements(self, pointwise: Pointwise) -> Any:
+        """Elements as `_elements` yields them, with long sums."""
+        return with_folds(pointwise, self._elements(pointwise))
+
+    def _elements(self, pointwise: Pointwise) -> Iterator[tuple[int, int, At]]:
+        """(r, c, at) of every element, columns outermost. Nothing is a step from what another has, and reads
+        are clamped: where there is no key, at.kv is the first one."""
+        for c, key in enumerate(self.found.keys):
+            kv = Int32(cutlass.max(key, Int32(0)))
+            number = kv.to(Float32)
+            place = self.at.but(kv=kv, kv_float=number, kv_base=kv, kv_base_float=number)
+            place = place.but(column=terms_of(pointwise, "column", place))
+            for r, (q, q_float) in enumerate(zip(self.rows.q, self.rows.q_float, strict=True)):
+                offset = kv - q
+                across = offset.to(Float32)
+                lies = {
+                    "offset": offset,
+                    "offset_float": across,
+                    "offset_base": offset,
+                    "offset_base_float": across,
+                }
+                here = place.but(
+                    **lies,
+                    diagonal=terms_of(pointwise, "diagonal", self.at.but(**lies)),
+                    q=q,
+                    q_float=q_float,
+                    row=self.row_terms[r],
+                )
+                yield r, c, here.but(pair=terms_of(pointwise, "pair", here))
+
+
+@dataclass(frozen=True)
+class ListFragment(Fragment):
+    """A Fragment of one row whose methods take what was Found in place of a tile's first key.
+
+    near      keys that the row's query sees beside its list; None where no query sees any
+    limited   spans decide, too
+    """
+
+    near: Near | None = None
+    limited: bool = False
+
+    @classmethod
+    def of(cls, plain: Fragment, near: Near | None, hooks: Hooks) -> ListFragment:
+        limited = hooks.spans is not None and hooks.mask is None
+        return cls(**vars(plain), near=near, limited=limited)
+
+    def _places(self, found: Any, guard: bool, row_terms: tuple[tuple[Any, ...], ...]) -> Any:
+        return _Places(self.at.but(guard=True), self.rows, row_terms, found)
+
+    def asked(self, hooks: Hooks, found: Any) -> Words:
+        """The bits of what a mask hook allows, pair by pair."""
+        assert hooks.mask is not None
+        count = len(found.keys)
+        words = [Int32(0) for _ in range(0, count, WORD)]
+        elements = self._places(found, True, self.rows.mask).elements(hooks.mask)
+        for start in range(0, count, GROUP):
+            which = start // WORD
+            for _, c, at in itertools.islice(elements, GROUP):
+                words[which] = with_bit(words[which], c % WORD, hooks.mask.element(at))
+            compute_before(functools.reduce(operator.xor, words, self.at.kv_len))
+        return (tuple(words),)
+
+    def mask(self, scores: Any, found: Any, allowed: Words | None, tangents: Any = None) -> None:
+        """scores (1, column): what the row does not see, or counts in a tile of the other kind, becomes
+        `hidden`."""
+        for c, key in enumerate(found.keys):
+            seen = key >= 0
+            if self.near is not None:
+                seen = seen & (self.near.has(key) == found.beside)
+            if allowed is not None:
+                seen = seen & ((allowed[0][c // WORD] & bit(c % WORD)) != 0)
+            elif self.limited:
+                seen = seen & self._inside(key)
+            scores[0, c] = select_(seen, scores[0, c], Float32(self.rows.hidden))
+
+    def _inside(self, key: Int32) -> Boolean:
+        ends = [(key < hi) if lo is None else ((key >= lo) & (key < hi)) for lo, hi in self.rows.spans[0]]
+        return functools.reduce(operator.or_, ends)
+
+
+def keys_of(ids: cute.Tensor, first: Int32, columns: tuple[int, ...]) -> tuple[Int32, ...]:
+    """Keys of a thread's columns of a tile, of which ids has the keys."""
+    return tuple(ids[first + column] for column in columns)

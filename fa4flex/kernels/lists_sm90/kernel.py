@@ -1,0 +1,142 @@
+"""The Hopper kernel for listed keys: launch on the host, and on the device the split into roles.
+
+              ,--[ids ring]--.
+4 producers --+--[k ring]----+-> consumer warpgroup --> out, or a part of it in the workspace
+              '--[v ring]----'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings import driver as cuda
+from cutlass import const_expr, cute, pipeline
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.combine.split_forward import ALL_SHARED, SplitForward
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room, sync
+from fa4flex.kernels.common.boxes import stage_layouts
+from fa4flex.kernels.common.gathering_rings import tile_ring
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.key_lengths import check_length
+from fa4flex.kernels.common.products import ROWS, tiled_products
+from fa4flex.kernels.lists_sm90.config import Config
+from fa4flex.kernels.lists_sm90.consumer import Consumer
+from fa4flex.kernels.lists_sm90.entries import Entries, entries_of, last_of, look
+from fa4flex.kernels.lists_sm90.producer import Producer
+from fa4flex.kernels.lists_sm90.resources import Shared, members_of, shared_of
+from fa4flex.kernels.lists_sm90.roles import LISTED, barrier_table
+from fa4flex.kernels.lists_sm90.tiles import (
+    ListTile,
+    Part,
+    Walk,
+    part_of,
+    tile_of,
+    tiles_of_launch,
+    walk_of,
+    with_run,
+)
+
+
+class Forward(SplitForward):
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.barriers = barrier_table(config.kv_stages)
+        self.producer = Producer(config)
+        self.consumer = Consumer(config, hooks)
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
+        mma = tiled_products(arguments.q.element_type, self.config.tile_n, self.config.head_dim_v)
+        self.launch(self.device(arguments, mma), arguments, stream)
+
+    def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
+        """A block for each split of a tile."""
+        blocks = tiles_of_launch(arguments)
+        if self.config.splits:
+            blocks = blocks * arguments.splits
+        device.launch(
+            grid=[blocks, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=ALL_SHARED,
+        )
+
+    def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
+        """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""
+        tile = ROWS, self.config.tile_n, self.config.head_dim
+        q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, kind, 1)
+        return q, *stage_layouts(self.config, kind)
+
+    @cute.kernel
+    def device(self, arguments: Arguments, mma: tuple[cute.TiledMma, cute.TiledMma]) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        kind = arguments.q.element_type
+        layouts = self.layouts(kind)
+        members = {"barriers": room(self.barriers), **members_of(layouts, kind, self.config)}
+        storage = SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": members})))
+        shared = shared_of(storage, layouts, self.config)
+        pipes = self.pipes(storage, shared)
+        if warp == 0:
+            initialise(self.barriers, storage)
+        part = part_of(cute.arch.block_idx()[0], arguments, self.config)
+        part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))
+        tile = tile_of(part, arguments, self.config)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        if const_expr(self.config.splits):
+            # What merges splits may be launched now: it waits for the end of this kernel.
+            cute.arch.griddepcontrol_launch_dependents()
+        if part.split < part.splits and tile.tokens > 0:
+            self.work(arguments, part, tile, (shared, pipes), mma)
+
+    @cute.jit
+    def work(
+        self,
+        arguments: Arguments,
+        part: Part,
+        tile: ListTile,
+        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
+        mma: tuple[cute.TiledMma, cute.TiledMma],
+    ) -> None:
+        """A part of the keys of a tile, by two roles."""
+        shared, pipes = handed
+        entries = entries_of(part, arguments)
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if const_expr(self.config.paged):
+                check_length(arguments, tile.b)
+            look(entries, shared, thread)
+            sync(LISTED)
+            tile, walk = self.keys(arguments, part, tile, entries, shared)
+            self.producer.run(arguments, tile, walk, entries, shared, pipes)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.bring_queries(arguments, tile, shared, thread - 128)
+            sync(LISTED)
+            tile, walk = self.keys(arguments, part, tile, entries, shared)
+            self.consumer.visit(arguments, tile, walk, shared, pipes, mma)
+
+    def keys(
+        self, arguments: Arguments, part: Part, tile: ListTile, entries: Entries, shared: Shared
+    ) -> tuple[ListTile, Walk]:
+        """The tile with its part of the keys, once it is known which entries count."""
+        walk = walk_of(last_of(entries, shared.bits), tile, arguments, self.config)
+        return with_run(tile, walk, part, self.config), walk
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        at, table = mbarriers(self.barriers, storage), self.barriers
+        warps = self.config.gather_warps
+        return pipes_of(
+            at,
+            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps),
+            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps),
+        )

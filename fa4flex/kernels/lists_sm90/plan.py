@@ -1,0 +1,156 @@
+"""The plan of the Hopper kernel for listed keys: tiles, stages, registers, splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
+from fa4flex.kernels.fwd_sm90.tiles import pad
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, PLACES, ROWS, WORDS, Config
+from fa4flex.kernels.lists_sm90.topology import lists_topology
+from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
+from fa4flex.kernels.plan.bound import Size
+from fa4flex.kernels.plan.few_rows import (
+    asks_for_order,
+    blocks_and_stages,
+    keys_of,
+    room_of,
+    share_of,
+)
+from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.kernels.plan.paging import TileCopies
+from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, ForwardPlan, Pipeline
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.request import ForwardRequest
+from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.kernels.plan.splitting import Splitting
+from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import WARPGROUP, Topology
+from fa4flex.primitives.heads import ALIKE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListsPlan(DecodePlan):
+    """The plan of `lists_sm90`."""
+
+    module: ClassVar[str] = "fa4flex.kernels.lists_sm90"
+    rows: ClassVar[int] = ROWS
+    purpose: ClassVar[str] = "listed keys"
+
+    @property
+    def skip(self) -> float:
+        return 0.0
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+
+    @property
+    def tile_copies(self) -> TileCopies:
+        """Copies that bring a tile of keys: rows one by one."""
+        return TileCopies(1, WARPGROUP)
+
+    @property
+    def splitting(self) -> Splitting | None:  # type: ignore[override]  # packed queries are not split
+        if not self.config().splits:
+            return None
+        return TiledSplitting(**vars(super().splitting))
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        return lists_topology(*self.widths, self.tile_n, self.kv_stages)
+
+    def config(self) -> Config:  # type: ignore[override]
+        """Configuration of the hand-written kernel."""
+        return Config(
+            head_dim=self.widths[0],
+            head_dim_v=self.widths[1],
+            tile_n=self.tile_n,
+            kv_stages=self.kv_stages,
+            blocks=self.blocks,
+            producer_registers=self.registers.producer,
+            consumer_registers=self.registers.consumer,
+            rescale_threshold=self.rescale_threshold,
+            lengths=self.problem.lengths,
+            paged=self.problem.keys.loaded,
+            beside=self.problem.keys.beside,
+            share=self.share,
+            sinks=self.problem.sinks,
+            statistics=self.problem.statistics,
+        )
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words. Bounds follow from what is listed, which no size tells."""
+        return super().explain()
+
+    def explain_rows(self) -> list[str]:
+        return [
+            "  rows: queries that share a list, of up to 64 heads that share keys",
+            f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once; {WARPGROUP} warps"
+            " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
+        ]
+
+
+def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+    d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
+    sizes = {
+        "ids": NUMBER * tile_n * kv_stages,
+        "bits": NUMBER * WORDS,
+        "q": tile_bytes(ROWS, d, size),
+        "k": tile_bytes(tile_n, d, size) * kv_stages,
+        "v": tile_bytes(tile_n, dv, size) * kv_stages,
+    }
+    return lay_out(sizes, {}, 6 * kv_stages, target)
+
+
+def plan_lists(request: ForwardRequest) -> ForwardPlan:
+    """Raises UnsupportedError for schedules that ask for tiles or an order."""
+    if asks_for_order(request.schedule):
+        raise UnsupportedError(
+            f"{request.schedule!r} with lists of keys",
+            "a Schedule without tile, order and next_tile",
+            "leave them out",
+        )
+    problem, target = request.problem, request.target
+    tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
+
+    def fits(blocks: int, stages: int) -> bool:
+        memory = _memory(problem, tile_n, stages, target)
+        table = memory["k"].size + memory["v"].size >= NUMBER * PLACES
+        return table and memory.total <= room_of(blocks, target)
+
+    blocks, stages = blocks_and_stages(STAGES, fits)
+    return ListsPlan(
+        target=target,
+        problem=problem,
+        tile_n=tile_n,
+        kv_stages=stages,
+        blocks=blocks,
+        registers=SPLITS[blocks],
+        rescale_threshold=request.rescale_threshold,
+        work=request.work,
+        share=share_of(request, tile_n),
+    )
+
+
+def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
+    packed = problem.lengths == "packed"
+    known = set(problem.statistics) <= ({"lse"} if packed else {"lse", "max_logit", "entropy"})
+    masks = problem.mask_form in ("none", "spans", "pairs")
+    return target.family == "sm90" and known and masks and problem.shares == ALIKE
+
+
+LISTS_SM90 = Pipeline(
+    "Hopper forward, listed keys",
+    "forward",
+    accepts,
+    plan_lists,
+    writes_float32=True,
+    weights=SUMMED_OR_NOT,
+    listed=True,
+)

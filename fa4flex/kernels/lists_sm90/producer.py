@@ -1,0 +1,197 @@
+"""The producer: four warps find the keys of a list, and gather them row by row.
+
+What the list says, and where pages lie, takes as long to come as the rows themselves: an entry is asked for
+two tiles before its key is copied, and a page one tile before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, const_expr, cute, pipeline, select_
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.barriers import Pipes
+from fa4flex.kernels.common.gathered_key_values import GatheredKeyValues, Rows
+from fa4flex.kernels.common.key_loader import Wanted
+from fa4flex.kernels.common.key_lookup import Places
+from fa4flex.kernels.common.tensor_core import arrive_once
+from fa4flex.kernels.lists_sm90.config import Config
+from fa4flex.kernels.lists_sm90.entries import NOTHING, Entries
+from fa4flex.kernels.lists_sm90.resources import Shared
+from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk
+from fa4flex.kernels.plan.memory import block_bytes
+
+
+class Together(NamedTuple):
+    """KeyLoader of keys that follow each other: a sequence is its only page, and slots are its keys, from
+    `offset` on; `pages` is the number past the last sequence."""
+
+    sequence: Int32
+    pages: Int32
+    offset: Int32
+
+    @property
+    def entry(self) -> Any:
+        return Int32
+
+    def entry_of(self, key: Int32) -> tuple[Any, Int32]:
+        return self.sequence, self.offset + key
+
+    def place(self, entry: Any, slot: Int32) -> tuple[Int32, Int32]:
+        return entry, slot
+
+
+@dataclass(frozen=True)
+class Located:
+    """Rows of a tile that a warp gathers, as a lookup of GatheredKeyValues: each lane has the page and the
+    slot of one."""
+
+    loader: Any
+    tile_n: int
+    height: int
+    warp: Int32
+    page: Int32
+    slot: Int32
+
+    def places(self, behind: int = 0) -> Places:
+        return Places(Int32(0), ((self.page, self.slot),))
+
+    behind = 0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a warp's lanes find keys by. row: number of a lane's row in a tile."""
+
+    entries: Entries
+    bits: cute.Tensor
+    walk: Walk
+    loader: Any
+    row: Int32
+    tile_n: int
+    beside: bool
+
+
+@cute.jit
+def key_at(listed: cutlass.Constexpr[Listed], i: Int32) -> Int32:
+    """A lane's key of tile i, or NOTHING."""
+    walk, found = listed.walk, Int32(NOTHING)
+    if i < walk.listed:
+        j = i * listed.tile_n + listed.row
+        entry = j // walk.unit
+        if entry < walk.entries:  # noqa: SIM102  bits behind the last entry are not there
+            if (listed.bits[entry // 32] >> (entry % 32)) & 1 != 0:
+                key = Int32(listed.entries.ids[entry]) * walk.unit + (j - entry * walk.unit)
+                if key < walk.end:
+                    found = key
+    elif const_expr(listed.beside):
+        j = (i - walk.listed) * listed.tile_n + listed.row
+        if j < walk.more:
+            found = select_(j < walk.before, j, walk.start + j - walk.before)
+    return found
+
+
+@cute.jit
+def ask(listed: cutlass.Constexpr[Listed], key: Int32) -> tuple[Any, Int32]:
+    """Start to read where a key lies."""
+    loader = listed.loader
+    entry, slot = loader.entry(loader.pages), Int32(NOTHING)
+    if key >= 0:
+        entry, slot = loader.entry_of(key)
+    return entry, slot
+
+
+@cute.jit
+def place(listed: cutlass.Constexpr[Listed], entry: Any, slot: Int32) -> tuple[Int32, Int32]:
+    """Page and slot of a key that was asked for; the page past the last one of none."""
+    page, found = listed.loader.pages, Int32(0)
+    if slot >= 0:
+        page, found = listed.loader.place(entry, slot)
+    return page, found
+
+
+class Producer:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        tile: ListTile,
+        walk: Walk,
+        entries: cutlass.Constexpr[Entries],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        config = self.config
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = warp * config.height + lane % config.height
+        loader = self.loader(arguments, tile)
+        listed = Listed(entries, shared.bits, walk, loader, row, config.tile_n, config.beside)
+        rows = self.rows(arguments, tile, shared)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.kv_stages)
+        v_state = k_state.clone()
+        key, later = key_at(listed, tile.first), key_at(listed, tile.first + 1)
+        entry, slot = ask(listed, key)
+        page, slot = place(listed, entry, slot)
+        for i in cutlass.range(tile.first, tile.last, unroll=1):
+            entry, offset = ask(listed, later)
+            after = key_at(listed, i + 2)
+            self.tell(shared, pipes, k_state, key, row)
+            located = Located(loader, config.tile_n, config.height, warp, page, slot)
+            key_values = GatheredKeyValues(pipes.k, pipes.v, *rows, located)  # type: ignore[arg-type]
+            key_values.load_keys(k_state, i)
+            k_state.advance()
+            key_values.load_values(v_state, i)
+            v_state.advance()
+            page, slot = place(listed, entry, offset)
+            key, later = later, after
+
+    @cute.jit
+    def tell(
+        self,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        state: pipeline.PipelineState,
+        key: Int32,
+        row: Int32,
+    ) -> None:
+        """Tell which keys the warp's rows of a tile are."""
+        cute.arch.mbarrier_wait(pipes.ids_empty + state.index, state.phase)
+        if cute.arch.lane_idx() < self.config.height:
+            shared.ids[row, state.index] = key
+        arrive_once(pipes.ids_full + state.index)
+
+    def loader(self, arguments: Arguments, tile: ListTile) -> Any:
+        if self.config.paged:
+            assert arguments.loader is not None
+            wanted = Wanted(tile.b, tile.kv_head, Int32(0), tile.kv_len)
+            return arguments.loader.of(arguments, wanted)
+        if self.config.lengths == "packed":
+            return Together(Int32(0), Int32(1), tile.kv_offset)
+        return Together(tile.b, Int32(arguments.k.shape[0]), Int32(0))
+
+    def rows(self, arguments: Arguments, tile: ListTile, shared: Shared) -> tuple[Rows, Rows]:
+        """Rows of keys and of values of the tile's head."""
+        widths = self.config.head_dim, self.config.head_dim_v
+        k, v = (
+            Rows(
+                _pages(cache)[None, None, tile.kv_head, None],
+                target.iterator.toint(),
+                width * cache.element_type.width // 8,
+                block_bytes(width),
+            )
+            for cache, target, width in zip((arguments.k, arguments.v), (shared.k, shared.v), widths)
+        )
+        return k, v
+
+
+def _pages(x: cute.Tensor) -> cute.Tensor:
+    """[pages, slots, heads, width], or packed tokens as a single page."""
+    return (
+        x if cute.rank(x) == 4 else cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1)))
+    )

@@ -1,0 +1,51 @@
+"""Resources of the roles of the Hopper kernel for listed keys: tensors of one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import AddressSpace, Int32, cute
+
+from fa4flex.kernels.common.transfer import tile_room
+from fa4flex.kernels.lists_sm90.config import PLACES, WORDS, Config
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory: q (64, head_dim, 1), k (tile_n, head_dim, stage), v (head_dim_v, tile_n, stage); keys of
+    a tile, ids (tile_n, stage), -1 for none; bits of the entries that count, bits (WORDS); and, before there
+    are keys, the table of entries over k and v, places (PLACES)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    ids: cute.Tensor
+    bits: cute.Tensor
+    places: cute.Tensor
+
+
+def members_of(layouts: tuple[Any, ...], kind: Any, config: Config) -> dict[str, Any]:
+    """Members of a block's shared memory, behind barriers."""
+    q, k, v = (cute.cosize(layout) for layout in layouts)
+    return {
+        "ids": cute.struct.MemRange[Int32, config.tile_n * config.kv_stages],
+        "bits": cute.struct.MemRange[Int32, WORDS],
+        "queries": tile_room(kind, q),
+        "keys": tile_room(kind, k),
+        "values": tile_room(kind, v),
+    }
+
+
+def shared_of(storage: Any, layouts: tuple[Any, ...], config: Config) -> Shared:
+    q, k, v = layouts
+    keys = storage.keys.get_tensor(k.outer, swizzle=k.inner)
+    table = cute.make_ptr(Int32, keys.iterator.toint(), AddressSpace.smem, assumed_align=16)
+    return Shared(
+        storage.queries.get_tensor(q.outer, swizzle=q.inner),
+        keys,
+        storage.values.get_tensor(v.outer, swizzle=v.inner),
+        storage.ids.get_tensor(cute.make_layout((config.tile_n, config.kv_stages))),
+        storage.bits.get_tensor(cute.make_layout(WORDS)),
+        cute.make_tensor(table, cute.make_layout(PLACES)),
+    )

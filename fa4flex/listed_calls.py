@@ -1,0 +1,161 @@
+"""Calls with lists of keys by kernels that gather what is listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES
+from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.kv_scales import KVScales, is_eight_bit
+from fa4flex.primitives.lists import Lists, listed_map
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.ragged_maps import ragged
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import autocast, launch
+from fa4flex.runtime.call import Call, Results, Statistics
+from fa4flex.runtime.checks import check_descriptions
+from fa4flex.runtime.cuda import in_place
+from fa4flex.runtime.cuda.calls.conversions import tma_able
+from fa4flex.runtime.cuda.calls.launch_cache import MISSING
+from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.runtime.listed_keys import Listed
+from fa4flex.runtime.sources import source_of
+from fa4flex.torch_internals import any_autocast
+from fa4flex.variant import Variant, changed, query_heads
+
+TILE = 128
+"""Queries and keys of a kernel's tile: lists of whole ones are a map, of which kernels for many rows skip
+tiles."""
+
+
+def attend(
+    variant: Variant,
+    caller: launch.Caller | None,
+    lists: Lists,
+    qkv: tuple[Any, Any, Any],
+    described: tuple[Varlen | None, Paging | None, KVScales | None],
+    statistics: Statistics,
+) -> Results | None:
+    """The results of `variant` over what is listed by a kernel that gathers it; None where none does."""
+    varlen, paging, scales = described
+    if (
+        any_autocast()
+        and isinstance(qkv[0], Tensor)
+        and autocast.active(qkv[0])
+        and not is_eight_bit(*qkv[1:])
+    ):
+        with autocast.off(qkv[0]):
+            return attend(variant, caller, lists, autocast.cast(*qkv), described, statistics)
+    if scales is not None or not _may(variant, lists, qkv):
+        return None
+    if variant.blocks is not None:
+        variant = changed(variant, blocks=None)
+    now: launch.Calling | None = None
+    try:
+        now = launch.calling(variant, caller)
+        return _attend(now, lists, qkv, varlen, paging, statistics)
+    except EarlierError:  # it is none of this variant's
+        raise
+    except Fa4flexError as error:
+        launch.dress(error, variant, now)
+        raise
+
+
+def _may(variant: Variant, lists: Lists, qkv: tuple[Any, Any, Any]) -> bool:
+    """True if kernels might compute the variant over such lists."""
+    if torch.compiler.is_dynamo_compiling() or not all(isinstance(x, Tensor) for x in qkv):
+        return False
+    q, k, v = qkv
+    others = variant.normalizer, variant.dropout, variant.output_mod
+    if any(x is not None for x in others) or variant.precision.coded or is_eight_bit(k, v):
+        return False
+    if any(x.is_nested or x.layout is not torch.strided for x in qkv):
+        return False
+    if not launch.by_kernels(variant, q) or lists.ids.device != q.device:
+        return False
+    if not 0 < lists.capacity <= MOST_ENTRIES or not (lists.unit % TILE or lists.queries % TILE):
+        return False
+    return not launch.observed(*qkv, lists.ids)
+
+
+def _attend(
+    now: launch.Calling,
+    lists: Lists,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+) -> Results | None:
+    (q, k, v), variant = qkv, now.variant
+    if varlen is not None or paging is not None:
+        check_descriptions(varlen, paging)
+    brought = source_of(k, v, paging, None)
+    kv = brought.in_place(q, varlen, variant)
+    packed = varlen is not None and varlen.packed
+    if not isinstance(kv, (Contiguous, Paged)) or not _lie_well(kv, paging is not None):
+        return None
+    call = launch.call_of(now, q, Listed.of(lists, kv, packed), varlen, statistics)
+    of_lists, heads = lists.ids.shape[1], call.kv_heads
+    if call.empty or not heads or (of_lists % heads and heads % of_lists):
+        return None
+    if torch.is_grad_enabled() and call.wants_gradients:
+        return None
+    return _launched(now, call, (brought, lists), varlen, paging)
+
+
+def _lie_well(kv: Contiguous | Paged, paged: bool) -> bool:
+    """True for tensors that kernels may read, or have copied."""
+    return not paged or (tma_able(kv.k) and tma_able(kv.v))
+
+
+def _launched(
+    now: launch.Calling,
+    call: Call,
+    given: tuple[KeySource, Lists],
+    varlen: Varlen | None,
+    paging: Paging | None,
+) -> Results | None:
+    """The results of a call; None where no kernel is for it. given: keys as they were brought, and lists."""
+    engine, (brought, lists) = now.prepared.engine, given
+    ready = engine.find(call)
+    new = ready is MISSING
+    if new or ready is not None:
+        check_lists(now.variant, call, lists, varlen, paging)
+    if new:
+        brought.fits(call.q, varlen)
+        launch.check_call(now, call.q, brought, varlen, call.operands)
+        try:
+            ready = engine.made(call) if paging is None else in_place.made(engine, call)
+        except UnsupportedError:
+            ready = None
+            engine.keep(call, None)
+    if ready is None:
+        return None
+    results: Results = ready(call)
+    return results
+
+
+def check_lists(
+    variant: Variant, call: Call, lists: Lists, varlen: Varlen | None, paging: Paging | None
+) -> None:
+    """Raise InputError or StateError unless lists are those of such queries and keys."""
+    outline = outline_of(lists)
+    if paging is not None or call.packed:
+        q_len = 0 if call.packed else call.q.shape[2 if variant.layout == "bhsd" else 1]
+        ragged(outline, None, (varlen, paging), (query_heads(variant, call.q), q_len))
+    else:
+        shape = call.extents()
+        outline.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
+
+
+def outline_of(lists: Lists) -> BlockMap:
+    """A map of the sizes and lengths of lists that stands for no contents, and takes no memory."""
+    assert lists.q_len is not None
+    made = torch.empty if lists.ids.is_cuda else torch.zeros  # a GPU's are not looked at
+    classes = made(1, dtype=torch.uint8, device=lists.ids.device)
+    shape = *lists.ids.shape[:3], -(-lists.kv_len // lists.unit)
+    return listed_map(classes.expand(shape), (lists.queries, lists.unit), (lists.q_len, lists.kv_len))

@@ -1,0 +1,72 @@
+"""Listed keys as a source: tensors or pages of keys, and lists of those that queries attend to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, in_pages, of_lists
+from fa4flex.primitives.lists import Lists
+from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+
+
+class _Listed(NamedTuple):
+    k: Tensor
+    v: Tensor
+    ids: Tensor
+    counts: Tensor | None
+    beside: bool
+    packed: bool
+    unit: int
+    queries: int
+    tail: int
+    window: int
+    first_keys: int
+    end: int
+    page_table: Tensor | None = None
+    paged_keys: Tensor | None = None
+
+
+class Listed(_Listed, KeySource):
+    """k, v as kernels read those of Contiguous or Paged; the others are those of Lists.
+
+    beside      queries see keys beside their lists
+    packed      queries are packed
+    first_keys  keys that all queries see
+    end         keys that the lists are of
+    """
+
+    __slots__ = ()
+    numbers = "unit", "queries", "tail", "window", "first_keys", "end"
+    values = "beside", "packed", *numbers
+
+    @classmethod
+    def of(cls, lists: Lists, kv: Contiguous | Paged, packed: bool) -> Listed:
+        pages = (kv.page_table, kv.paged_keys) if isinstance(kv, Paged) else (None, None)
+        numbers = lists.unit, lists.queries, lists.tail, lists.window, lists.sinks, lists.kv_len
+        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, *numbers, *pages)
+
+    @property
+    def seqused_k(self) -> Tensor | None:
+        return self.paged_keys
+
+    @property
+    def sequences(self) -> int | None:
+        return None if self.page_table is None else self.page_table.shape[0]
+
+    @property
+    def leaves_rows(self) -> bool:  # type: ignore[override]
+        """True where sequences may be longer than the lists, which the host does not know."""
+        return self.packed
+
+    def keys(self, rows: int) -> Keys:
+        kept = CONTIGUOUS if self.page_table is None else in_pages(self.k.shape[rows])
+        return of_lists(kept, self.counts is not None, self.beside)
+
+    def longest(self, rows: int) -> int:
+        columns = 1 if self.page_table is None else self.page_table.shape[1]
+        return self.k.shape[rows if self.k.ndim == 4 else 0] * columns
+
+    def visited(self, keys: int) -> int:
+        return self.ids.shape[3] * self.unit + self.first_keys + max(self.window, self.tail * self.unit)

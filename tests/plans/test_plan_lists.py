@@ -1,0 +1,139 @@
+"""Plans of the Hopper kernel for listed keys: what it accepts, what fits, and its pipeline in any order of
+events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from checked_plans import plan_forward, sizes_of
+
+import fa4flex
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.kernels import dispatch
+from fa4flex.kernels.lists_sm90.config import PLACES
+from fa4flex.kernels.lists_sm90.plan import LISTS_SM90, ListsPlan
+from fa4flex.kernels.lists_sm90.topology import lists_topology
+from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
+from fa4flex.kernels.plan.counts import check_counts
+from fa4flex.kernels.plan.errors import PlanError
+from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
+from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.target import SM90A, SM100A
+from fa4flex.kernels.plan.topology import Role, Topology
+from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
+from fa4flex.primitives.schedule import Schedule
+
+FACTS = fa4flex.compile().program.facts
+LISTED = Problem(128, 128, keys=of_lists(CONTIGUOUS, counted=True, beside=True))
+
+
+def planned(problem: Problem, schedule: Schedule = Schedule()) -> ListsPlan:
+    plan = plan_forward(FACTS, problem, SM90A, schedule, sizes=sizes_of(4096))
+    assert isinstance(plan, ListsPlan)
+    return plan
+
+
+@pytest.mark.parametrize("lengths", ("dense", "used", "packed"))
+def test_it_takes_listed_keys_and_no_others(lengths: Any) -> None:
+    for rows in (1, 4096):
+        problem = replace(LISTED, lengths=lengths)
+        assert dispatch.choose("forward", problem, SM90A, sizes_of(rows)) is LISTS_SM90
+        pages = replace(problem, keys=of_lists(in_pages(16), counted=False, beside=False))
+        assert dispatch.choose("forward", pages, SM90A, sizes_of(rows)) is LISTS_SM90
+        others = replace(problem, keys=CONTIGUOUS)
+        assert dispatch.choose("forward", others, SM90A, sizes_of(rows)) is not LISTS_SM90
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask_form": "tables"},
+        {"statistics": ("lse", "max_scores")},
+        {"statistics": ("lse", "entropy"), "lengths": "packed"},
+        {"dropout": True},
+        {"weights": "softpick"},
+    ],
+    ids=str,
+)
+def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
+    for target, problem in ((SM90A, replace(LISTED, **changes)), (SM100A, LISTED)):
+        with pytest.raises(fa4flex.UnsupportedError, match="listed keys"):
+            dispatch.choose("forward", problem, target, sizes_of(64))
+
+
+@pytest.mark.parametrize("width, value", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256), (40, 96)])
+def test_resources(width: int, value: int) -> None:
+    """Keys and values leave room for the table that repeated entries are found by."""
+    for lengths in ("dense", "packed"):
+        plan = planned(replace(LISTED, head_dim=width, head_dim_v=value, lengths=lengths))
+        plan.check()
+        assert plan.memory["k"].size + plan.memory["v"].size >= 4 * PLACES
+        assert plan.need.total <= plan.registers.consumer
+        assert (plan.splitting is None) == (lengths == "packed") == (not plan.config().splits)
+
+
+def test_it_is_explained() -> None:
+    told = planned(LISTED).explain()
+    assert "listed keys, and others beside their lists" in told and "each unit once" in told
+    assert isinstance(planned(LISTED).splitting, TiledSplitting)
+    for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major")):
+        with pytest.raises(fa4flex.UnsupportedError, match="Schedule"):
+            planned(LISTED, schedule)
+
+
+def test_facts_are_asked_of_pairs() -> None:
+    """A mask without intervals needs no tables, however many rows there are."""
+    attn = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: (q_idx * kv_idx + h) % 3 > 0)
+    facts: Facts = attn.program.facts
+    problem = replace(LISTED, mask_form="tables")
+    assert dispatch.by_pairs(facts, problem, SM90A, Schedule(), sizes_of(4096)).mask_form == "pairs"
+
+
+# --- the pipeline -------------------------------------------------------------------------------------
+
+
+def sound(stages: int = 2) -> Topology:
+    return lists_topology(128, 128, 64, stages)
+
+
+def test_it_runs_in_any_order(seed: int) -> None:
+    for stages in (2, 3):
+        for pipeline in (sound(stages), sound(stages).least):
+            check_counts(pipeline)
+            for tiles in (1, 2, 5):
+                for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
+                    simulate(pipeline, [tiles], pick)
+
+
+def test_each_synchronisation_is_needed(seed: int) -> None:
+    """Without one of its waits or releases, the pipeline fails its checks or some run."""
+    needed = "acquire", "wait", "release", "finish", "sync", "fill"
+    pipeline, tried = sound(), 0
+    for role in pipeline.roles:
+        for part in ("opening", "first"):
+            for i, event in enumerate(getattr(role, part)):
+                # The graph has no memory that producers share before they gather.
+                if event.action in needed and event.target not in ("entries", "listed"):
+                    left = getattr(role, part)[:i] + getattr(role, part)[i + 1 :]
+                    parts = {part: left} if part != "first" else {"first": left, "body": left}
+                    assert is_red(with_role(pipeline, replace(role, **parts)), seed), (role.name, event)
+                    tried += 1
+    assert tried >= 14
+
+
+def with_role(pipeline: Topology, role: Role) -> Topology:
+    roles = tuple(role if role.name == other.name else other for other in pipeline.roles)
+    return replace(pipeline, roles=roles)
+
+
+def is_red(pipeline: Topology, seed: int) -> bool:
+    try:
+        check_counts(pipeline)
+        for tiles in (1, 2, 3, 4):
+            for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed), at_random(seed + 1)):
+                simulate(pipeline, [tiles], pick)
+    except PlanError:
+        return True
+    return False

@@ -1,0 +1,112 @@
+"""The Hopper kernel for listed keys on the simulated GPU: right against float64, as its graph says, and
+nothing found, whatever lists hold, however heads are grouped, and however many blocks share the keys."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from decoding import split_in
+from listed import Size, attend, check, compare, drawn_lists, drawn_size, tensors
+
+import fa4flex
+from fa4flex import Lists
+from fa4flex.variants import alibi, causal, sliding_window, softcap
+
+TABLE = torch.randn(140, 900) / 2
+
+
+def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + TABLE[h, kv_idx - q_idx + 400]
+
+
+def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """No intervals: asked of every pair."""
+    return (kv_idx * 7 + q_idx + h) % 5 > 1
+
+
+MODS: dict[str, tuple[Any, Any]] = {
+    "plain": (None, None),
+    "causal": (None, causal),
+    "alibi, causal": (alibi, causal),
+    "softcap, window": (softcap(20.0), causal & sliding_window(90)),
+    "relative": (relative, None),
+    "pairs": (None, striped),
+}
+DRAWS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", (False, True), ids=("lists alone", "keys beside"))
+@pytest.mark.parametrize("name", MODS)
+def test_variant(name: str, beside: bool, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Masks and mods see the index of each key; a key that is listed and seen besides counts once."""
+    rng, attn = random.Random(seed), fa4flex.compile(*MODS[name])
+    for _ in range(DRAWS):
+        split_in(monkeypatch, rng.choice((1, 2, 3)))
+        size = drawn_size(rng)
+        check(attn, tensors(size), blocks=drawn_lists(rng, size, beside))
+
+
+WIDTHS = {"128": (128, 128), "96 and 40": (96, 40), "256": (256, 256), "40": (40, 40)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths(name: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng, attn = random.Random(seed), fa4flex.compile(mask=causal)
+    for _ in range(DRAWS):
+        split_in(monkeypatch, rng.choice((1, 2)))
+        size = drawn_size(rng, *WIDTHS[name])
+        check(attn, tensors(size), blocks=drawn_lists(rng, size, True))
+
+
+@pytest.mark.slow
+def test_counts_and_long_ids(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Counts of 0 and more, ids of 64 bits, float16, heads behind tokens."""
+    rng = random.Random(seed)
+    attn = fa4flex.compile(mask=causal)
+    swapped = fa4flex.compile(mask=causal, layout="bshd")
+    for _ in range(DRAWS):
+        split_in(monkeypatch, rng.choice((1, 2)))
+        size = drawn_size(rng)
+        lists = drawn_lists(rng, size, dtype=torch.int64, counted=True)
+        qkv = tensors(size, torch.float16)
+        check(attn, qkv, blocks=lists)
+        check(swapped, [x.transpose(1, 2).contiguous() for x in qkv], blocks=lists, timing=("late", 1))
+
+
+@pytest.mark.slow
+def test_repeated_ids_count_once() -> None:
+    """Ids in any order, of which many stand twice or more, some far apart, and in other splits; so many that
+    the table's places meet."""
+    attn, size = fa4flex.compile(), Size(4, 1, 1, 2, 900)
+    for order in ("random", "ascending", "twice over"):
+        ids = torch.randint(0, 900, (1, 1, 2, 1500), dtype=torch.int32)
+        if order == "ascending":
+            ids = ids.sort(-1).values
+        elif order == "twice over":
+            half = torch.randperm(900)[:750].sort().values.int()
+            ids = torch.cat((half, half)).expand(1, 1, 2, -1).contiguous()
+        check(attn, tensors(size), blocks=Lists(ids, kv_len=900))
+
+
+@pytest.mark.slow
+def test_what_is_not_listed_is_not_read(seed: int) -> None:
+    """All other keys and values are NaN."""
+    torch.manual_seed(seed)
+    size = Size(8, 2, 2, 3, 260)
+    q, k, v = tensors(size)
+    ids = torch.stack([torch.randperm(65)[:20] for _ in range(6)]).view(1, 2, 3, 20).int()
+    lists, attn = Lists(ids, kv_len=260, unit=4), fa4flex.compile()
+    listed = lists.classes()[0].amax(1).bool().repeat_interleave(4, 1)  # [2, 260]
+    for h in range(2):
+        for x in (k, v):
+            x[0, h, ~listed[h]] = torch.nan
+    found = attend(attn, q, k, v, blocks=lists)
+    assert any("lists_sm90" in name for name in found.kernels)
+    compare(
+        found, *attn(q.double(), *(x.double().nan_to_num() for x in (k, v)), blocks=lists, return_lse=True)
+    )
