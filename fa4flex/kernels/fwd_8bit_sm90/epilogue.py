@@ -34,7 +34,8 @@ class Epilogue(forward.Epilogue):
         if not self.config.transposed:
             return
         kv_head = mine.at.h // (mine.at.num_heads // kv_heads(arguments))
-        empty = [mine.state.largest[r] == -Float32.inf for r in range(2)]
+        # Maxima do not tell: a row of NaN has none either.
+        empty = [quad_reduce(mine.state.total[r], operator.add) == 0.0 for r in range(2)]
         shares = [_share(mine.state, finished, r, arguments.sinks is not None) for r in range(2)]
         of_head = [
             None if given is None else given[mine.work.b, kv_head, None]
