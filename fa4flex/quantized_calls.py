@@ -124,7 +124,7 @@ def choice_of(variant: Variant, qkv: QKV, varlen: Varlen | None, tolerance: floa
 
 
 def _scores(variant: Variant, width: int) -> tuple[Scores, str]:
-    """What the variant does with products, and why no head may be rounded; "" where one may."""
+    """Scores of the variant, and the reason that no head may be rounded; "" where one may."""
     scale = default_scale(width) if variant.scale is None else variant.scale
     slope, reason = _slope(variant)
     return Scores(scale, slope, variant.has_sinks), reason

@@ -91,7 +91,7 @@ class Given:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What a call is handed in place of q, k and v."""
+        """Arguments of a call in place of q, k and v."""
         return self.qkv
 
     @property

@@ -27,8 +27,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class CodesGiven(Given):
-    """What a draw's code made, and codes of it. numbers: q, k and v that products are of, where they are not
-    those of `qkv`."""
+    """Tensors that a draw's code made, and codes of them. numbers: q, k and v that products are of, where
+    they are not those of `qkv`."""
 
     codes: Quantized | None = None
     cache: Any = None
@@ -74,7 +74,7 @@ class Stand(Given):
 
 
 def stand(given: CodesGiven, kind: str, dtype: torch.dtype) -> Stand:
-    """What a call means, in `dtype`: numbers of codes, with gradients straight through, and their bias."""
+    """Meaning of a call, in `dtype`: numbers of codes, with gradients straight through, and their bias."""
     composition = dict(given.composition)
     precision = composition.pop("precision", None)
     if precision is not None and precision.skip:
@@ -291,7 +291,7 @@ def _compare(draw: CodesDraw, ours: Ours, device: str, dtype: str) -> None:
 
 
 def _of_kernels(name: str, exact: Dense, draw: CodesDraw) -> Tensor | float:
-    """How far kernels of codes may be off besides: probabilities of e4m3 are off by 2^-4 at most, and sums
+    """Error that kernels of codes may have besides: probabilities of e4m3 are off by 2^-4 at most, and sums
     have 13 fraction bits."""
     if name in ("lse", "max_scores", "max_logit", "entropy"):
         return 1e-4 if draw.formats[0] == "int8" else 1e-2

@@ -21,7 +21,7 @@ OF_KERNELS = Sizes(
     widths_v=(64,), block=128, page=16, tiles=False, primitives=("score", "mask", "sinks"), count=(0, 2),
     placements=("dense", "bshd", "few", "packed", "padded"),
 )  # fmt: skip
-"""What kernels of codes take, of few widths."""
+"""Choices that kernels of codes take, of few widths."""
 
 BESIDE = 0.06
 """Share of draws in which what is refused beside codes is left in."""

@@ -46,8 +46,8 @@ ULPS = 2.0**-22
 
 @dataclass(frozen=True)
 class Scores:
-    """What a variant does with products: scale, Lipschitz constant of its score mod, and whether a sink has a
-    part of the weights, with a value of 0."""
+    """Scores of a variant as bounds need them: scale, Lipschitz constant of its score mod, and whether a
+    sink has a part of the weights, with a value of 0."""
 
     scale: float
     lipschitz: float = 1.0
@@ -74,7 +74,7 @@ class Choice:
     certificate: Tensor
     scores: Scores
     reason: str = ""
-    """Why no head may be rounded; "" where rows decide."""
+    """Reason that no head may be rounded; "" where rows decide."""
 
     @property
     def q(self) -> Tensor:

@@ -251,7 +251,8 @@ def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: S
 
 
 _OF_SCHEDULE = tuple([f.name for f in fields(Schedule)])
-_OF_PRECISION = tuple([f.name for f in fields(Precision) if f.name != "skip"])
+_OF_PRECISION = tuple([f.name for f in fields(Precision) if f.name not in ("skip", "tolerance")])
+"""Fields that graphs hold as they are; within a tolerance, heads are rounded before."""
 
 
 def _told(precision: Precision) -> dict[str, Any]:

@@ -260,6 +260,7 @@ PRECISIONS: dict[str, Precision] = {
     "qk": Precision(qk="nvfp4"),
     "pv": Precision(qk="int8", pv="float8_e4m3"),
     "promote": Precision(qk="int8", pv="float8_e4m3", promote=False),
+    "tolerance": Precision(tolerance=0.2),
 }
 """A value other than the default, for each field of a precision that has one."""
 
@@ -268,8 +269,12 @@ def rounded(precision: Precision, qkv: Tensors, variant: Variant) -> tuple[Tenso
     """out and lse of the formula over what a precision makes of the tensors."""
     if not precision.coded:
         return exact(variant, Step(qkv))
-    codes = fa4flex.quantize(*qkv, qk=precision.qk, pv=precision.pv)  # type: ignore[arg-type]
-    q, k, v, bias = codes.dequantize()
+    if precision.tolerance:
+        choice = fa4flex.Attention(variant).choose(*qkv, tolerance=precision.tolerance)
+        q, k, v, bias = choice.dequantize()
+    else:
+        codes = fa4flex.quantize(*qkv, qk=precision.qk, pv=precision.pv)  # type: ignore[arg-type]
+        q, k, v, bias = codes.dequantize()
     assert bias is not None
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
     shift = fa4flex.as_score(lambda s, b, h, i, j: s + scale * bias[b, h, i])

@@ -57,6 +57,7 @@ PUBLISHED: dict[str, tuple[Facts, Schedule, Precision]] = {
         Schedule(),
         Precision("auto", None, 0.0, "int8", "float8_e4m3", False),
     ),
+    "tolerance": (analyze(SCORE, CAUSAL), Schedule(), Precision(tolerance=0.1)),
 }
 
 

@@ -91,7 +91,7 @@ def test_other_problems_have_usual_tiles() -> None:
 
 @pytest.mark.parametrize("inner", [None, causal], ids=["full", "partial"])
 def test_only_partial_blocks_need_the_mask(inner: Any) -> None:
-    """Of tiles that are blocks, all others are listed as full, or not at all."""
+    """Tiles that are other blocks are listed as full, or not at all."""
     classes = torch.randint(0, 3, (1, 2, 12, 12), dtype=torch.uint8)
     program = fa4flex.compile(mask=BlockMap(classes, 64, 768, 768).mask(inner)).program
     facts = program.facts

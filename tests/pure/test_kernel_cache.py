@@ -141,7 +141,8 @@ PROBLEMS: dict[str, Any] = {
     "met_alike": True, "long_scores": True, "pair_reads": True, "long_masks": True,
     "many_reads": True, "gradients": ((0, "sum"),),
     "deterministic": True, "keys": in_pages(16), "grouped": True, "row_ends": 1, "output": True,
-    "shares": Shares(1, 2), "skip": 1e-3, "dropout": True, "weights": "elementwise", "moved": ("q",),
+    "blocks": (64, 64), "shares": Shares(1, 2), "skip": 1e-3, "dropout": True, "weights": "elementwise",
+    "moved": ("q",),
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "loader": PAGES, "together": 32, "rows": (PAGE_TABLE,), "dtype": "float8_e4m3fn", "k_scales": "head",

@@ -130,7 +130,7 @@ WIDTHS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("d, dv", WIDTHS)
 def test_widths(d: int, dv: int) -> None:
-    """Of heads, values and both, multiples of 8, with odd numbers of queries and keys."""
+    """Heads, values and both, multiples of 8, with odd numbers of queries and keys."""
     qkv = drawn(Size(2, 1, random.randrange(1, 70), random.randrange(1, 140), d, dv))
     compare(attend(fa4flex.compile(mask=causal), *qkv), qkv, None, causal)
 
@@ -159,7 +159,7 @@ def test_groups(group: int, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("q_len", (1, 45))
 def test_padded_batches(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies past the ends is NaN."""
+    """Elements past the ends are NaN."""
     split_in(monkeypatch, 3, 2)
     lengths = torch.tensor([150, 0, 7, 130], dtype=torch.int32)
     qkv = drawn(Size(4, 2, q_len, 150, 320, 320, batch=4))

@@ -1,4 +1,4 @@
-"""How far a score mod may move a score: the Lipschitz constant of an expression in sym("score").
+"""Lipschitz constants of score mods, expressions in sym("score"): how far one may move a score.
 
 Sums add up constants, a factor multiplies them by its largest size, and functions by their steepest slope. A
 jump, as of a comparison of scores, has none.

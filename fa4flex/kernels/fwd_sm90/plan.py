@@ -217,7 +217,7 @@ class HopperPlan(Checked):
         return [f"warpgroups: 1 producer, {n} consumers of {r.producer} and {r.consumer} registers"]
 
     def explain_softmax(self) -> list[str]:
-        """What runs beside the softmax."""
+        """Line that says what runs beside the softmax."""
         return [f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};"]
 
     def explain_products(self) -> list[str]:

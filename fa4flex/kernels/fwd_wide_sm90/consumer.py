@@ -78,7 +78,7 @@ class Consumer(forward.Consumer):
         )
 
     def tile(self, mine: Mine, ends: RowEnds | None) -> forward.Tile:
-        """Where a part has no tile of keys, rows see none of the one that stands for them."""
+        """Rows of a part without tiles of keys see none of the tile that stands for them."""
         if self.config.splits:
             some: Any = mine.keys
             seen = Int32(select_(some.some, mine.at.kv_len, Int32(0)))

@@ -139,6 +139,8 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
 
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
+    if not problem.keys.listed:
+        return False
     packed = problem.lengths == "packed"
     known = set(problem.statistics) <= ({"lse"} if packed else {"lse", "max_logit", "entropy"})
     masks = problem.mask_form in ("none", "spans", "pairs")

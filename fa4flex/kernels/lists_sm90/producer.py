@@ -64,7 +64,7 @@ class Located:
 
 @dataclass(frozen=True)
 class Listed:
-    """What a warp's lanes find keys by. row: number of a lane's row in a tile."""
+    """Lists, pages and bits by which a warp's lanes find keys. row: number of a lane's row in a tile."""
 
     entries: Entries
     bits: cute.Tensor

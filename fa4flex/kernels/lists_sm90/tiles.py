@@ -36,7 +36,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(arguments: Arguments) -> Groups:
-    """Of heads of lists and of keys, one number divides the other."""
+    """The number of heads of lists divides that of keys, or is divided by it."""
     heads, queries = Int32(arguments.q.shape[-2]), Int32(arguments.queries)
     count = cutlass.max(Int32(kv_heads(arguments)), Int32(arguments.ids.shape[1]))
     size = heads // count

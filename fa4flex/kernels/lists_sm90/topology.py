@@ -32,7 +32,7 @@ def lists_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int) 
 
 
 def _producer() -> Role:
-    """Where a list is not ascending, entries are put into a table, and looked up there."""
+    """Entries of a list that is not ascending are put into a table, and looked up there."""
     looked, again = Event("sync", "entries"), Event("sync", "entries", maybe=True)
     actions: tuple[Action, ...] = ("acquire", "fill")
     tile = tuple(Event(action, ring) for ring in ("ids", "k", "v") for action in actions)

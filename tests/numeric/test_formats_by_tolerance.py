@@ -107,7 +107,7 @@ def _range(v: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def test_the_bound_is_not_far_from_what_some_row_is_off(seed: int) -> None:
-    """Of two keys whose scores are off with opposite signs."""
+    """Two keys whose scores are off with opposite signs come near it."""
     given = drawn(1, 1, 50, 2, 32, BATCH)
     choice = fa4flex.compile().choose(*given, tolerance=0.14)
     codes = replace(choice.codes, v=given[2], v_scale=None, v_offset=None, pv="bfloat16")
@@ -220,7 +220,7 @@ _TABLE = torch.randn(64)
 
 
 def test_no_bound_no_codes() -> None:
-    """What no bound is known of has 16 bits, and says why."""
+    """Heads without a known bound have 16 bits, and say why."""
     given = drawn()
     for how in ({"normalizer": sigmoid_attention}, {"dropout": 0.1}, {"score_mod": lambda s, *_: s * s}):
         choice = fa4flex.compile(**how).choose(*given, tolerance=10.0)
