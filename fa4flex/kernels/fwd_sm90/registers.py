@@ -111,13 +111,18 @@ class Need:
 
 
 def consumer_need(tile_n: int, head_dim_v: int, work: Work, codes: Codes | None = None) -> Need:
-    """Registers of a consumer thread at their most: the next scores land while probabilities are used."""
+    """Registers of a consumer thread at their most: the next scores land while probabilities are used.
+
+    Scores of codes beside values of 16 bits are kept twice where a score mod has terms of rows, as kernels
+    are compiled: these spilled 244 to 472 bytes at tiles that had room for one copy."""
     eight = codes is not None and codes.transposed
+    twice = codes is not None and not eight and work.row > 0
     sums = apart(head_dim_v) // 2 if codes is not None and promotes(codes) else 0
     hooks = work.uniform + ROWS * (work.row + work.row_ends + work.column) + min(work.element, MOST_SCRATCH)
     return Need(
         (
             ("scores", tile_n // 2),
+            ("modified scores", tile_n // 2 * twice),
             ("probabilities", tile_n // 8 if eight else tile_n // 4),
             ("output", head_dim_v // 2),
             ("sums of a tile", sums),
