@@ -228,11 +228,12 @@ def _shapes(qkv: QKV, enable_gqa: bool) -> str | None:
 
 @constant_in_graphs
 def _refused(dtype: str, width: int, width_v: int) -> str | None:
-    """The reason for which there is no kernel for such heads on this machine's GPU; None where there is."""
+    """The reason for which there is no kernel of both passes for such heads on this machine's GPU; None where
+    there is."""
+    heads = {"dtype": dtype.removeprefix("torch."), "head_dim": width, "head_dim_v": width_v}
     try:
-        _attention(None).source(
-            "plan", dtype=dtype.removeprefix("torch."), head_dim=width, head_dim_v=width_v
-        )
+        for direction in ("forward", "backward"):
+            _attention(None).source("plan", direction=direction, **heads)
     except UnsupportedError as error:
         return error.given
     return None

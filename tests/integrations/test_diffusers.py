@@ -32,7 +32,9 @@ def finite_masks() -> None:
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[ModuleType]:
-    yield from with_stubs("diffusers")
+    for module in with_stubs("diffusers"):
+        module.register()  # an import before there was diffusers did not
+        yield module
 
 
 @pytest.fixture(autouse=True)

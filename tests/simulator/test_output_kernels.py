@@ -314,7 +314,7 @@ OTHERS = {
     "sums": (Case(summed, lambda b, h, q, d: [(h, 3)]), False),
     "float32 outputs": (replace(_FULL, dtype=torch.float32), False),
     "heads of 60": (replace(_FULL, width=60), False),
-    "heads of 512": (replace(_FULL, width=512), False),
+    "heads of 584": (replace(_FULL, width=584), False),
     "a float64 gate": (replace(_FULL, dtypes=(torch.float64,)), False),
     "a table of numbers": (
         Case(counted, lambda b, h, q, d: [(h,)], dtypes=(torch.int64,), learned=False), False,
