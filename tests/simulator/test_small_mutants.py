@@ -71,7 +71,8 @@ def sequences() -> Own:
 
 def append(name: str) -> Own:
     given = tokens_of(HOWS[name])
-    before = [(pool, pool.clone()) for pool in (given.k_pool, given.v_pool)]
+    written = given.k_pool, given.v_pool, *given.scales()
+    before = [(x, x.clone()) for x in written if x is not None]
 
     def call() -> bool:
         for pool, held in before:
