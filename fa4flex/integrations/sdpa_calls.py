@@ -21,6 +21,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.jagged import is_jagged
 from fa4flex.runtime import launch
 from fa4flex.runtime.checks import DTYPES
+from fa4flex.runtime.key_sources import MOST_WIDTH
 from fa4flex.torch_internals import constant_in_graphs, function_modes, no_default_device, transform_level
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -200,8 +201,11 @@ def _fit(dense: QKV, asked: Asked, cpu: bool) -> str | None:
     reason = _shapes(dense, asked.enable_gqa)
     if reason is not None:
         return reason
-    if asked.dropout_p and kernels and max(q.shape[3], v.shape[3]) > WIDEST_DROPPED:
+    width = max(q.shape[3], v.shape[3])
+    if asked.dropout_p and kernels and width > WIDEST_DROPPED:
         return "dropout in wide heads"
+    if kernels and width > MOST_WIDTH and torch.is_grad_enabled() and any(x.requires_grad for x in dense):
+        return "gradients of wide heads"
     # Code that is compiled cannot hand on what a kernel refuses once it runs.
     if not kernels or not torch.compiler.is_dynamo_compiling():
         return None

@@ -438,6 +438,17 @@ def test_kernels_are_asked_before_a_graph_is_made(monkeypatch: pytest.MonkeyPatc
     assert SERVED not in patch.calls
 
 
+def test_gradients_of_wide_heads_are_torchs_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have one pass of them, and the other would be slow."""
+    from fa4flex.integrations import sdpa_calls
+
+    monkeypatch.setattr(sdpa_calls.launch, "by_kernels", lambda *_: True)
+    q = torch.randn(1, 2, 6, 320, dtype=torch.bfloat16, requires_grad=True)
+    with fa4flex.patch_sdpa() as patch, pytest.warns(UserWarning, match="gradients of wide heads"):
+        torch.testing.assert_close(sdpa(q, q, q), OWN(q, q, q))
+    assert SERVED not in patch.calls
+
+
 def test_dropout_in_graphs() -> None:
     q, k, v = leaf(2, 4, 40, 8), leaf(2, 4, 60, 8), torch.eye(60, dtype=torch.float64).expand(2, 4, -1, -1)
     weights = served(graph, q, k, v, dropout_p=0.5)
