@@ -92,8 +92,9 @@ class KeySource(tuple[Any, ...]):
         """Upper bound of the number of keys of a sequence. rows: the dimension of k that has tokens."""
         return self.k.shape[rows]
 
-    def visited(self, keys: int) -> int:
-        """Upper bound of the number of keys that a query visits, of sequences of so many."""
+    def visited(self, keys: int, tile_n: int) -> int:
+        """Upper bound of the number of keys that a tile of queries visits, in tiles of tile_n, of sequences
+        of so many."""
         return keys
 
     def parts(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

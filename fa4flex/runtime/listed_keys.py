@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fa4flex.kernels.lists_sm90.config import ROWS
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, in_pages, of_lists
 from fa4flex.primitives.lists import Lists
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
@@ -68,5 +69,11 @@ class Listed(_Listed, KeySource):
         columns = 1 if self.page_table is None else self.page_table.shape[1]
         return self.k.shape[rows if self.k.ndim == 4 else 0] * columns
 
-    def visited(self, keys: int) -> int:
-        return self.ids.shape[3] * self.unit + self.first_keys + max(self.window, self.tail * self.unit)
+    def visited(self, keys: int, tile_n: int) -> int:
+        """Listed keys have tiles of their own, and those beside the lists have others: of parts of a fixed
+        size there have to be as many as hold both. Later queries of a tile see as many keys more."""
+        listed = -(-self.ids.shape[3] * self.unit // tile_n) * tile_n
+        if not self.beside:
+            return listed
+        near = max(self.window, self.tail * self.unit) + min(self.queries, ROWS) - 1
+        return listed + min(self.first_keys + near, keys)

@@ -63,6 +63,24 @@ def test_widths(name: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         check(attn, tensors(size), blocks=drawn_lists(rng, size, True))
 
 
+PARTS = {
+    "a tile of its own": {"capacity": 129, "window": 1},
+    "queries of a tile": {"capacity": 128, "queries": 40, "window": 128},
+    "tail and first keys": {"capacity": 9, "unit": 16, "queries": 8, "tail": 8, "sinks": 140},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_fixed_size_hold_all_keys(name: str, seed: int) -> None:
+    """Keys beside lists have tiles of their own, for which there has to be a part."""
+    given = {"unit": 1, "queries": 1, **PARTS[name]}
+    capacity, q_len = given.pop("capacity"), given["queries"]
+    ids = torch.stack([torch.randperm(700 // given["unit"])[:capacity]]).int()[None, None]
+    lists = Lists(ids, kv_len=700, q_len=q_len, **given)
+    attn = fa4flex.compile(schedule=fa4flex.Schedule(split=1))
+    check(attn, tensors(Size(1, 1, 1, q_len, 700)), blocks=lists)
+
+
 @pytest.mark.slow
 def test_counts_and_long_ids(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Counts of 0 and more, ids of 64 bits, float16, heads behind tokens."""

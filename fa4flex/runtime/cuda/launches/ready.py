@@ -173,7 +173,7 @@ class Ready:
         if self.splitting is None:
             return Sized(layouts)
         batch, _, keys = extents_of(call.extents()) if extents is None else extents
-        rows, keys = call.q.numel() // call.q.shape[-1], call.kv.visited(keys)
+        rows, keys = call.q.numel() // call.q.shape[-1], call.kv.visited(keys, self.splitting.tile_n)
         return Sized(layouts, *self.splitting.splits(batch, batch * self.kv_heads, keys, rows))
 
     def sized_again(self, call: Call, extents: Extents) -> Sized:
