@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from broken_graphs import with_role
 from checked_plans import plan_forward, sizes_of
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
@@ -27,7 +28,7 @@ from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.tensor_memory import Columns
-from fa4flex.kernels.plan.topology import Event, Role, Topology
+from fa4flex.kernels.plan.topology import Event, Topology
 from fa4flex.kernels.plan.verify import round_robin, simulate
 
 WIDTHS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 32), (32, 128))
@@ -108,10 +109,6 @@ def ordered(run: Trace, before: str, after: str) -> bool:
 
 
 # --- broken --------------------------------------------------------------------------------------------
-
-
-def with_role(pipeline: Topology, role: Role) -> Topology:
-    return replace(pipeline, roles=tuple(role if r.name == role.name else r for r in pipeline.roles))
 
 
 def with_ring(pipeline: Topology, name: str, **changes: int) -> Topology:

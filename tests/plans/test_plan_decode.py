@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from broken_graphs import is_red, with_role
 from checked_plans import plan_forward, sizes_of
 
 import fa4flex
@@ -28,7 +29,7 @@ from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
 from fa4flex.kernels.plan.target import SM90A, SM100A
-from fa4flex.kernels.plan.topology import Role, Topology
+from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
 
@@ -289,6 +290,10 @@ def test_it_runs_in_any_order(seed: int) -> None:
             simulate(pipeline, [tiles], pick)
 
 
+RUNS = ([1], [2], [7])
+"""Key tiles of each tile of queries, of runs in which something is left out."""
+
+
 def test_each_synchronisation_is_needed(seed: int) -> None:
     """Without one of its waits, releases or gatherings, the pipeline fails its checks or some run."""
     needed = "acquire", "wait", "release", "finish", "sync", "load", "fill"
@@ -297,20 +302,7 @@ def test_each_synchronisation_is_needed(seed: int) -> None:
             for i, event in enumerate(getattr(role, part)):
                 if event.action in needed:
                     left = getattr(role, part)[:i] + getattr(role, part)[i + 1 :]
-                    assert is_red(with_role(pipeline, replace(role, **{part: left})), seed), (part, event)
-
-
-def with_role(pipeline: Topology, role: Role) -> Topology:
-    roles = tuple(role if role.name == other.name else other for other in pipeline.roles)
-    return replace(pipeline, roles=roles)
-
-
-def is_red(pipeline: Topology, seed: int) -> bool:
-    try:
-        check_counts(pipeline)
-        for tiles in (1, 2, 7):
-            for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed), at_random(seed + 1)):
-                simulate(pipeline, [tiles], pick)
-    except PlanError:
-        return True
-    return False
+                    assert is_red(with_role(pipeline, replace(role, **{part: left})), seed, RUNS), (
+                        part,
+                        event,
+                    )

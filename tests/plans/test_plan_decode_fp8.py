@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from broken_graphs import is_red, with_role
 from checked_plans import plan_forward, sizes_of
-from test_plan_decode import is_red, with_role
+from test_plan_decode import RUNS
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
@@ -153,4 +154,4 @@ def test_each_synchronisation_is_needed(seed: int) -> None:
                     if event.action in ("acquire", "wait", "release", "load"):
                         left = getattr(role, part)[:i] + getattr(role, part)[i + 1 :]
                         broken = with_role(pipeline, replace(role, **{part: left}))
-                        assert is_red(broken, seed), (part, event)
+                        assert is_red(broken, seed, RUNS), (part, event)

@@ -10,7 +10,8 @@ from itertools import product
 
 import pytest
 from barrier_counts import counts_of
-from blackwell_plans import broken, dropped, edges, fault_of, find, moved, ordered, with_role, wrong_counts
+from blackwell_plans import broken, dropped, edges, fault_of, find, moved, ordered, wrong_counts
+from broken_graphs import with_role
 from hopper_backward_plans import BY_DS, FEW_KEYS, FEW_TILES, LARGE, LIGHT, WIDTHS, planned
 
 from fa4flex.kernels.bwd_sm90 import roles

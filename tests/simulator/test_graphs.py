@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from blackwell import planned
+from broken_graphs import with_role
 from executed import Compared, Executed, Trace, comparing, differences, noting
 from pairs import few_tiles, hopper_pairs, in_pairs
 
@@ -29,7 +30,7 @@ from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.common.barriers import arrive, sync
 from fa4flex.kernels.common.transfer import stage_by_fours
 from fa4flex.kernels.plan.signals import expected
-from fa4flex.kernels.plan.topology import Role, Topology
+from fa4flex.kernels.plan.topology import Topology
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.variants import causal
 from ptxsim.run.launch import Shape, execute, module_of, program_of
@@ -200,10 +201,6 @@ def test_every_wrong_count_is_found(name: str) -> None:
 
 
 # --- changed graphs ------------------------------------------------------------------------------------
-
-
-def with_role(topology: Topology, role: Role) -> Topology:
-    return replace(topology, roles=tuple(role if r.name == role.name else r for r in topology.roles))
 
 
 def changed_graphs(topology: Topology, rows: list[int]) -> Iterator[tuple[str, Topology]]:
