@@ -21,7 +21,7 @@ from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.latent import Latent
-from fa4flex.primitives.lists import Lists
+from fa4flex.primitives.lists import Lists, lists_kept
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -127,6 +127,8 @@ class Attention:
             statistics = LSE if return_lse else ()
         else:
             statistics = statistics_of(return_aux, return_lse)
+        if blocks is None:
+            blocks = lists_kept(self.variant.blocks)
         if isinstance(blocks, Lists):
             from fa4flex import listed_calls  # other calls do not wait for it
 

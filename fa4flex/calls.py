@@ -24,7 +24,7 @@ from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.marks import mark
 from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import function_modes, is_tracing
-from fa4flex.variant import Variant, changed, query_heads, resolved
+from fa4flex.variant import Variant, changed, listed_now, query_heads, resolved
 
 
 def run(
@@ -37,6 +37,7 @@ def run(
     scales: KVScales | None = None,
 ) -> Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
+    variant = listed_now(variant)
     if variant.dropout is not None and isinstance(qkv[0], Tensor):
         variant = variant.seeded(qkv[0].device)
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):
@@ -64,6 +65,7 @@ def run_codes(
     variant: Variant, caller: launch.Caller | None, codes: Quantized | Choice, statistics: Statistics
 ) -> Results:
     """The results of `variant` for what codes stand for."""
+    variant = listed_now(variant)
     if variant.dropout is not None:
         variant = variant.seeded(codes.q.device)
     if codes.varlen is not None:
@@ -112,6 +114,7 @@ def _of_rounded(
 def in_pairs(variant: Variant, q: Tensor, varlen: Varlen | None, paging: Paging | None) -> Variant:
     """The variant of a call whose sequences have lengths of their own and are packed or paged: its map is a
     mask over their indices. Others keep their map."""
+    variant = listed_now(variant)
     packed = isinstance(varlen, Varlen) and varlen.packed
     if variant.blocks is None or not (packed or isinstance(paging, Paging)) or not isinstance(q, Tensor):
         return variant

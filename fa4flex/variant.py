@@ -18,7 +18,7 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout, as_dropout, check_beside, drawn, stand_in
-from fa4flex.primitives.lists import Lists
+from fa4flex.primitives.lists import Lists, kept_map, lists_kept
 from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.normalizer import (
     Normalizer,
@@ -213,7 +213,7 @@ def _mask_and_map(mask: Any, blocks: BlockMap | BlockMask | Lists | None) -> tup
             )
         mask, blocks = None, mask
     if isinstance(blocks, Lists):
-        blocks = blocks.brought()
+        blocks = kept_map(blocks)
     if isinstance(blocks, BlockMask):
         blocks, own = BlockMap.from_torch(blocks)
         if own is not None and mask is not None:
@@ -258,6 +258,12 @@ def at_call(
     if dropout is not None:
         arguments["dropout"] = as_dropout(dropout)
     return changed(variant, **arguments)
+
+
+def listed_now(variant: Variant) -> Variant:
+    """The variant with the map of what the lists that it was composed of hold now."""
+    lists = lists_kept(variant.blocks)
+    return variant if lists is None else at_call(variant, lists)
 
 
 def changed(variant: Variant, **fields: Any) -> Variant:

@@ -51,7 +51,7 @@ from fa4flex.runtime.checks import (
 from fa4flex.runtime.compute import on_gpu
 from fa4flex.runtime.output import Rows, applied
 from fa4flex.torch_internals import any_autocast
-from fa4flex.variant import Variant, resolved
+from fa4flex.variant import Variant, listed_now, resolved
 
 Gradients = Literal["summed", "own"]
 
@@ -155,7 +155,7 @@ class ContextParallel:
     def _calling(self, q: Tensor) -> launch.Calling:
         """The variant with what it captured, as it is now: all ranks gather what is spread over them, and
         have the seed of the first."""
-        variant = self.variant.core
+        variant = listed_now(self.variant).core
         if variant.dropout is not None and isinstance(q, Tensor):
             dropout = drawn(variant.dropout, q.device)
             for links in (*([] if self.across is None else [self.across]), self.links):

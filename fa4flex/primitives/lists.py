@@ -46,9 +46,9 @@ class Lists:
 
     An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
     there once. Hopper kernels gather what the lists of a call say, in time and memory that go with their
-    entries; `explain(lists=lists)` tells which calls. `compile(blocks=lists)` keeps the map of what they list
-    at that time: lists whose ids change in place are given to each call. Raises InputError for shapes and
-    numbers that do not fit.
+    entries; `explain(lists=lists)` tells which calls. Each call of `compile(blocks=lists)` reads them
+    anew; `map()` and `mask()` are of what they list at that time. Raises InputError for shapes and numbers
+    that do not fit.
     """
 
     ids: Tensor
@@ -169,11 +169,16 @@ class Lists:
 @dataclass(frozen=True, eq=False, repr=False)
 class ListedMap(BlockMap):
     """A BlockMap whose heads may be those of keys, and beside whose blocks every query sees a tail, a window
-    and sinks: see Lists."""
+    and sinks: see Lists.
+
+    lists: those that a variant with this map was composed of, and reads at each call; None: it is their map
+    of some moment
+    """
 
     tail: int = 0
     window: int = 0
     sinks: int = 0
+    lists: ClassVar[Lists | None] = None
 
     @property
     def beside(self) -> bool:
@@ -209,6 +214,18 @@ class ListedMap(BlockMap):
         more = "".join(f", {name}={value}" for name, value in numbers.items() if value)
         size = f"{self.block_size}, {self.q_len}, {self.kv_len}"
         return f"ListedMap({show(self.classes)}, {size}{more})"
+
+
+def kept_map(lists: Lists) -> BlockMap:
+    """The map that a variant composed of lists keeps, which knows them. Raises as `brought`."""
+    made = lists.brought()
+    object.__setattr__(made, "lists", lists)
+    return made
+
+
+def lists_kept(blocks: BlockMap | None) -> Lists | None:
+    """Lists that a variant with such a map reads at each call; None for another map or none."""
+    return blocks.lists if isinstance(blocks, ListedMap) else None
 
 
 def listed_map(

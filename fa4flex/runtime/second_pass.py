@@ -25,7 +25,7 @@ from fa4flex.runtime.packing import as_tensor, sequence_lengths
 from fa4flex.runtime.programs import Published, read
 from fa4flex.runtime.sharding import is_dtensor
 from fa4flex.torch_internals import below_autograd
-from fa4flex.variant import Variant, changed
+from fa4flex.variant import Variant, changed, listed_now
 
 _FORWARD, _BACKWARD = OPERATORS["second_pass"], OPERATORS["second_pass_backward"]
 
@@ -82,7 +82,7 @@ class SecondCall(NamedTuple):
 def checked(variant: Variant, tensors: Tensors, varlen: Varlen | None) -> Variant:
     """The variant as second passes know it. Sinks, dropout and an output function have no part in them: these
     are inside lse, or come after. Raises InputError or UnsupportedError."""
-    bare = changed(variant.core, sinks=None, dropout=None)
+    bare = changed(listed_now(variant).core, sinks=None, dropout=None)
     if bare.normalizer is not None and bare.weights == SOFTMAX:  # a constant of the sum is inside lse, too
         bare = changed(bare, normalizer=None)
     _refuse_others(bare)
