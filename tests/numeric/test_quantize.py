@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -202,18 +203,26 @@ def test_errors_are_those_of_the_format(qk: Any, seed: int) -> None:
 
 
 def test_rotation_and_tiles_are_worth_it(seed: int) -> None:
-    """Outliers: half as large an error, and worst rows a third, of int8 behind e4m3 with a scale per head."""
-    q, k, v = (torch.randn(1, 3, n, 128) for n in (128, 4096, 4096))
-    for x in (q, k, v):
-        x += torch.randn_like(x) * 10 * (torch.rand_like(x) < 0.001)
-    q, k, v = (x.bfloat16() for x in (q, k, v))
-    exact = reference.attention(q, k, v)[0]
-    plain = [(x.float() / (s := x.abs().amax((2, 3), True).float() / 448)).to(torch.float8_e4m3fn).float() * s
-             for x in (q, k, v)]  # fmt: skip
-    by_head = reference.attention(*plain)[0] - exact
-    ours = fa4flex.attention(quantize(q, k, v)).double() - exact
-    assert ours.square().mean().sqrt() < by_head.square().mean().sqrt() / 1.8
-    assert ours.square().mean(-1).max().sqrt() < by_head.square().mean(-1).max().sqrt() / 2.5
+    """Outliers: half as large an error, and worst rows a third, of int8 behind e4m3 with a scale per head.
+
+    The worst row of one draw is luck, in one of 20 less than 2.5 times as good: the middle of seven counts.
+    """
+    gains = []
+    for _ in range(7):
+        q, k, v = (torch.randn(1, 3, n, 128) for n in (128, 4096, 4096))
+        for x in (q, k, v):
+            x += torch.randn_like(x) * 10 * (torch.rand_like(x) < 0.001)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        exact = reference.attention(q, k, v)[0]
+        scales = [x.abs().amax((2, 3), True).float() / 448 for x in (q, k, v)]
+        plain = [(x / s).to(torch.float8_e4m3fn).float() * s for x, s in zip((q, k, v), scales, strict=True)]
+        by_head = (reference.attention(*plain)[0] - exact).square().mean(-1)
+        ours = (fa4flex.attention(quantize(q, k, v)).double() - exact).square().mean(-1)
+        gains.append(
+            [(by_head.mean() / ours.mean()).sqrt().item(), (by_head.max() / ours.max()).sqrt().item()]
+        )
+    of_all, of_worst_rows = (median(gain) for gain in zip(*gains, strict=True))
+    assert of_all > 1.8 and of_worst_rows > 2.5, gains
 
 
 def test_offset_removes_the_bias_of_rounding(seed: int) -> None:
