@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from algebra_draws import Draw
@@ -46,23 +46,43 @@ CHIPS = ("sm_90a", "sm_100a")
 def outcome_of(draw: Draw, device: str = "cpu", dtype: str = "float64") -> Outcome:
     """Run a draw and compare."""
     given = Given.of(draw.made(device="cpu" if device in CHIPS else device, dtype=dtype))
+    right = Outcome("right", "+".join(draw.conflicts))
+    return judged(
+        lambda: Ours.of(given), lambda ours: compare(draw, given, ours, dtype), device, draw.conflicts, right
+    )
+
+
+Results = TypeVar("Results")
+
+
+def judged(
+    call: Callable[[], Results],
+    check: Callable[[Results], None],
+    device: str,
+    conflicts: Sequence[str],
+    right: Outcome,
+) -> Outcome:
+    """Outcome of a call on a device, or on a simulated one by its name.
+
+    check: raises Wrong for results that are not right; conflicts: what the call may be refused for
+    """
     try:
         with ptxsim.device(device, sms=2) if device in CHIPS else contextlib.nullcontext() as gpu:
-            ours = Ours.of(given)
+            found = call()
         if gpu is not None and gpu.findings:
             return Outcome("finding", gpu.report())
     except (UnsupportedError, InputError) as error:
         words = " ".join(str(error).split())
-        if draw.conflicts and len(words) > 40:
-            return Outcome("refused", f"{'+'.join(draw.conflicts)}: {words[:160]}")
+        if conflicts and len(words) > 40:
+            return Outcome("refused", f"{'+'.join(conflicts)}: {words[:160]}")
         return Outcome("refused without a reason to expect it", f"{type(error).__name__}: {words[:600]}")
     except Exception as error:  # any other is a fault, whatever it is
         return Outcome("raw error", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
     try:
-        compare(draw, given, ours, dtype)
+        check(found)
     except Wrong as wrong:
         return Outcome("wrong", str(wrong))
-    return Outcome("right", "+".join(draw.conflicts))
+    return right
 
 
 @dataclass

@@ -6,20 +6,17 @@ of its head may be either, as docs/execution.md says.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from algebra_check import CHIPS, Dense, Given, Made, One, Ours, Outcome, exactly, in_pytorch, within
+from algebra_check import CHIPS, Dense, Given, Made, One, Ours, Outcome, exactly, in_pytorch, judged, within
 from codes_draws import CodesDraw
 from sequences.oracle import Wrong, judge, units
 from torch import Tensor
 
 import fa4flex
-import ptxsim
 from fa4flex import Quantized, reference
-from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.fwd_8bit_sm90.plan import LOST
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -230,26 +227,16 @@ def judge_seen(what: str, found: Tensor, exact: Tensor, plain: Any, unit: float)
 
 def outcome_of(draw: CodesDraw, device: str = "cpu", dtype: str = "float32") -> Outcome:
     """Run a draw and compare."""
-    try:
-        given = CodesGiven.made(draw, device="cpu" if device in CHIPS else device, dtype=dtype)
-        with ptxsim.device(device, sms=2) if device in CHIPS else contextlib.nullcontext() as gpu:
-            ours = Ours.of(given)
-        if gpu is not None and gpu.findings:
-            return Outcome("finding", gpu.report())
-    except (UnsupportedError, InputError) as error:
-        words = " ".join(str(error).split())
-        if draw.conflicts and len(words) > 40:
-            return Outcome("refused", f"{'+'.join(draw.conflicts)}: {words[:160]}")
-        return Outcome("refused without a reason to expect it", f"{type(error).__name__}: {words[:600]}")
-    except Exception as error:  # any other is a fault, whatever it is
-        return Outcome("raw error", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
-    if draw.conflicts and any("paging" in x for x in draw.conflicts):
-        return Outcome("wrong", "codes beside pages were taken")
-    try:
+
+    def call() -> Ours:
+        return Ours.of(CodesGiven.made(draw, device="cpu" if device in CHIPS else device, dtype=dtype))
+
+    def check(ours: Ours) -> None:
+        if any("paging" in x for x in draw.conflicts):
+            raise Wrong("codes beside pages were taken")
         _compare(draw, ours, device, dtype)
-    except Wrong as wrong:
-        return Outcome("wrong", str(wrong))
-    return Outcome("right", draw.kind)
+
+    return judged(call, check, device, draw.conflicts, Outcome("right", draw.kind))
 
 
 def _compare(draw: CodesDraw, ours: Ours, device: str, dtype: str) -> None:

@@ -22,10 +22,14 @@ FEW = Sizes(batch=2, heads=4, kv_heads=2, q_len=3, kv_len=200, dim=64, dim_v=64)
 
 
 def near(found: Tensor, plain: Tensor, true: Tensor) -> None:
-    """Worst element and worst row: at most twice those of the same maths in PyTorch."""
+    """Worst element and worst row: at most twice those of the same maths in PyTorch.
+
+    Gradients of a few numbers may be off by one unit in the last place more, where the truth is rounded, too:
+    PyTorch's are often the very same numbers.
+    """
     mine, theirs = ((x.double() - true.double()).abs() for x in (found, plain))
     assert not found.isnan().any()
-    floor = 1e-6 * true.abs().max().double()
+    floor = true.abs().max().double() * (torch.finfo(true.dtype).eps if true.numel() <= 64 else 1e-6)
     assert mine.max() <= 2 * theirs.max() + floor, f"{mine.max()} where PyTorch has {theirs.max()}"
     rows = [x.square().sum(-1).sqrt().max() for x in (mine, theirs)]
     assert rows[0] <= 2 * rows[1] + floor, f"a row is off by {rows[0]} where PyTorch's are by {rows[1]}"
