@@ -97,16 +97,23 @@ def test_dense(arch: str, case: str, seed: int) -> None:
 
 @pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize("statistic", ["max_logit", "entropy"])
-def test_one_alone(arch: str, statistic: str, seed: int) -> None:
-    """Without a log-sum-exp beside it."""
+@pytest.mark.parametrize("q_len", [130, 2])
+@pytest.mark.parametrize(
+    "names",
+    [*((name,) for name in (*EVERY, "max_scores")), ("lse", "max_scores"), ("max_scores", "entropy")],
+    ids="+".join,
+)
+def test_some_alone(arch: str, q_len: int, names: tuple[str, ...], seed: int) -> None:
+    """A kernel is compiled for those that are asked for, with nothing beside them. Those for few queries have
+    no largest scores."""
     torch.manual_seed(seed)
-    q, k, v = (drawn(1, 2, 130, 64) for _ in range(3))
-    with torch.no_grad(), simulated(arch, "fwd_"):
-        _, aux = fa4flex.attention(q, k, v, return_aux=(statistic,))
+    q, k, v = (drawn(1, 2, n, 64) for n in (q_len, 130, 130))
+    kind = "fwd_" if q_len > 64 or "max_scores" in names else "decode_"
+    with torch.no_grad(), simulated(arch, kind):
+        _, aux = fa4flex.attention(q, k, v, return_aux=names)
     exact: dict[str, Tensor] = {}
-    reference.attention(q, k, v, statistics=exact)
-    compare(aux, exact, q, (statistic,))
+    _, lse = reference.attention(q, k, v, statistics=exact)
+    compare(aux, exact, lse, names)
 
 
 @pytest.mark.slow

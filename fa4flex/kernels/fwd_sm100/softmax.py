@@ -384,8 +384,8 @@ class Softmax:
             if const_expr(arguments.lse is not None):
                 put_statistic(arguments.lse, work, q, finished.lse)
             if const_expr(arguments.max_scores is not None):
-                largest = softmax.state.largest[0] * softmax.factor
-                put_statistic(arguments.max_scores, work, q, largest * LN_2)
+                of_row = softmax.state.largest[0] * softmax.factor
+                put_statistic(arguments.max_scores, work, q, of_row * LN_2)
             if const_expr(arguments.entropy is not None):
                 (entropy,) = softmax.entropies(sink_of(arguments, work.h))
                 put_statistic(arguments.entropy, work, q, entropy)
