@@ -38,8 +38,8 @@ CASES: dict[tuple[str, Width, tuple[str, ...]], int] = {
     ("softcap", (128, 128), EVERY): 8,
     ("t5_bias", (64, 64), EVERY): 0,
     ("t5_bias", (128, 128), EVERY): 0,
-    ("natten", (64, 64), EVERY): 0,
-    ("natten", (128, 128), EVERY): 24,
+    ("natten", (64, 64), EVERY): 16,
+    ("natten", (128, 128), EVERY): 48,
 }
 """Bytes that kernels may spill, stores and loads together: a register that is put away once for each tile of
 queries; and beside masks from tables some more."""

@@ -21,6 +21,18 @@ def used_length(arguments: Arguments, b: Int32) -> Int32:
     return possible(Int64(arguments.used_keys[b]), capacity(arguments))
 
 
+def lengths_of(arguments: Arguments, b: Int32) -> tuple[Int32, Int32]:
+    """Queries and keys of sequence b of a batch that is not packed."""
+    q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+    if arguments.loader is not None:
+        kv_len = used_length(arguments, b)
+    if arguments.seqused_q is not None:
+        q_len = Int32(arguments.seqused_q[b])
+    if arguments.seqused_k is not None:
+        kv_len = Int32(arguments.seqused_k[b])
+    return q_len, kv_len
+
+
 def possible(given: Int64, most: Int64) -> Int32:
     """A given number of keys, or the nearest to it from none to the most."""
     return Int32(cutlass.min(cutlass.max(given, Int64(0)), most))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, const_expr, cute, select_
+from cutlass import Boolean, Int32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.key_lengths import used_length
+from fa4flex.kernels.common.key_lengths import lengths_of
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_outside, row_spans, seen_by
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
@@ -81,21 +81,14 @@ def part_of(number: Int32, arguments: Arguments) -> Part:
 def tile_of(
     part: Part, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Any]
 ) -> Tile:
-    """The tile of a part. `config` has tile_n, share and paged."""
+    """The tile of a part. `config` has tile_n and share."""
     heads, of_keys = Int32(arguments.q.shape[2]), Int32(kv_heads(arguments))
     b, kv_head, split, splits = part
-    q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
-    if const_expr(config.paged):
-        kv_len = used_length(arguments, b)
-    if const_expr(arguments.seqused_q is not None):
-        q_len = Int32(arguments.seqused_q[b])
-    if const_expr(arguments.seqused_k is not None):
-        kv_len = Int32(arguments.seqused_k[b])
-    zero = Int32(0)
+    lengths, zero = lengths_of(arguments, b), Int32(0)
     whole = KeyTiles(None, None, zero, zero)
     # One number instead of two: it is kept to the end, beside all else.
     number = select_(splits == 1, Int32(-1), split)
-    tile = Tile(b, kv_head, heads // of_keys, heads, number, q_len, kv_len, whole, zero, zero)
+    tile = Tile(b, kv_head, heads // of_keys, heads, number, *lengths, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, split, splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)

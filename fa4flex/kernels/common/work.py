@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
-from fa4flex.kernels.common.key_lengths import capacity, used_length
+from fa4flex.kernels.common.key_lengths import capacity, lengths_of, used_length
 from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
 from fa4flex.kernels.plan.l2 import L2_BYTES, MIDDLE_BYTES, MIDDLE_KEYS, SHORT_BYTES, SHORT_KEYS
 
@@ -158,13 +158,7 @@ def dense_work(number: Int32, grid: Grid, arguments: Arguments, longest_first: c
 
 
 def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
-    q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
-    if const_expr(arguments.loader is not None):
-        kv_len = used_length(arguments, b)
-    if const_expr(arguments.seqused_q is not None):
-        q_len = Int32(arguments.seqused_q[b])
-    if const_expr(arguments.seqused_k is not None):
-        kv_len = Int32(arguments.seqused_k[b])
+    q_len, kv_len = lengths_of(arguments, b)
     return Work(tile, h, b, Int32(0), Int32(0), q_len, kv_len, valid)
 
 

@@ -281,10 +281,9 @@ class Consumer:
         pipes.k.consumer_release(k_state)
         self.modify(begun, tile, True)
         grid = begun.grid
-        tile.softmax.start(tile.softmax.maxima(grid))
+        tile.softmax.start(self.highest(tile, grid))
         tile.softmax.exponentiate(grid)
-        self.drop(begun, tile)
-        self.narrow(begun, products)
+        self.hand(tile, begun, k_state)
         v_state = k_state.clone()
         k_state.advance()
         self.clear_past_end(tile, key_tile, v_state)
@@ -406,6 +405,16 @@ class Consumer:
     def multiply_queries(self, products: Products, begun: Begun, k: cute.Tensor) -> None:
         """Issue the product of queries and keys, after what scores start from."""
         multiply(products.scores, begun.scores, products.q, k, self.starts, self.config.depth)
+
+    def highest(self, tile: Tile, grid: cute.Tensor) -> list[Float32]:
+        """Largest scores of rows among the keys of a tile."""
+        return tile.softmax.maxima(grid)
+
+    def hand(self, tile: Tile, begun: Begun, k_state: pipeline.PipelineState) -> None:
+        """Probabilities of the key tile at `k_state`, without those that dropout drops, are handed to the
+        product with values."""
+        self.drop(begun, tile)
+        self.narrow(begun, tile.products)
 
     def narrow(self, begun: Begun, products: Products) -> None:
         """Probabilities become an operand of the product with values."""

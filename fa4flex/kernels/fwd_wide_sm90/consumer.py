@@ -90,24 +90,6 @@ class Consumer(forward.Consumer):
         return Tile(**vars(tile), shared=shared, lane=mine.lane)
 
     @cute.jit
-    def first(self, tile: cutlass.Constexpr[Any], key_tile: Int32, k_state: pipeline.PipelineState) -> States:
-        """Scores and softmax of the first key tile; its values follow in the next step."""
-        pipes, products = tile.pipes, tile.products
-        begun = self.begin(tile, key_tile, True)
-        pipes.k.consumer_wait(k_state)
-        self.multiply_queries(products, begun, products.k[None, None, None, k_state.index])
-        warpgroup.wait_group(0)
-        pipes.k.consumer_release(k_state)
-        self.modify(begun, tile, True)
-        tile.softmax.start(self.highest(tile, begun.grid))
-        tile.softmax.exponentiate(begun.grid)
-        self.hand(tile, begun, k_state)
-        v_state = k_state.clone()
-        k_state.advance()
-        self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
-
-    @cute.jit
     def step(
         self,
         tile: cutlass.Constexpr[Any],

@@ -87,7 +87,7 @@ class Forward(SplitForward):
             initialise(self.barriers, storage)
         part = part_of(cute.arch.block_idx()[0], arguments, self.config)
         part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))
-        tile = tile_of(part, arguments, self.config)
+        tile = tile_of(part, arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         if const_expr(self.config.splits):

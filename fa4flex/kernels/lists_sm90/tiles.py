@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
 from fa4flex.kernels.common.even_batches import splits_of
-from fa4flex.kernels.common.key_lengths import used_length
+from fa4flex.kernels.common.key_lengths import lengths_of
 from fa4flex.kernels.common.keys import NEVER
 from fa4flex.kernels.common.packed_rows import Row, run_of
 from fa4flex.kernels.common.work import Work, packed_tile
@@ -128,7 +128,7 @@ class ListTile(NamedTuple):
 
 
 @cute.jit
-def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[Config]) -> ListTile:
+def tile_of(part: Part, arguments: Arguments) -> ListTile:
     """The tile of a part, of which no key is known; without queries where the sequence has none there."""
     groups, zero = groups_of(arguments), Int32(0)
     heads = Int32(arguments.q.shape[-2])
@@ -136,7 +136,7 @@ def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[Config])
         work = packed_tile(arguments, zero, zero, part.b, Boolean(True))
         q_len, kv_len, q_offset, kv_offset = work.q_len, work.kv_len, work.q_offset, work.kv_offset
     else:
-        q_len, kv_len, q_offset, kv_offset = _dense_lengths(arguments, part.b, config)
+        (q_len, kv_len), (q_offset, kv_offset) = lengths_of(arguments, part.b), (zero, zero)
     first_head = part.group * groups.size
     first_q = part.row * Int32(arguments.queries) + part.place * groups.tokens
     left = cutlass.min(Int32(arguments.queries) - part.place * groups.tokens, q_len - first_q)
@@ -157,17 +157,6 @@ def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[Config])
         zero,
         zero,
     )
-
-
-def _dense_lengths(arguments: Arguments, b: Int32, config: Config) -> tuple[Int32, ...]:
-    q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
-    if config.paged:
-        kv_len = used_length(arguments, b)
-    if arguments.seqused_q is not None:
-        q_len = Int32(arguments.seqused_q[b])
-    if arguments.seqused_k is not None:
-        kv_len = Int32(arguments.seqused_k[b])
-    return q_len, kv_len, Int32(0), Int32(0)
 
 
 class Near(NamedTuple):

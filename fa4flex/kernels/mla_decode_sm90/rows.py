@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, const_expr, cute, select_
+from cutlass import Boolean, Int32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.key_lengths import used_length
+from fa4flex.kernels.common.key_lengths import lengths_of
 from fa4flex.kernels.common.keys import KeyTiles
 from fa4flex.kernels.common.packed_rows import Part, Row, keys_of, run_of
 from fa4flex.kernels.common.work import Work
@@ -83,17 +83,10 @@ def tile_of(
     b, number, split, splits = part
     _, length, heads, _ = arguments.q.shape
     group = heads_of_tile(length, heads)
-    q_len, kv_len = Int32(length), Int32(arguments.k.shape[1])
-    if const_expr(config.paged):
-        kv_len = used_length(arguments, b)
-    if const_expr(arguments.seqused_q is not None):
-        q_len = Int32(arguments.seqused_q[b])
-    if const_expr(arguments.seqused_k is not None):
-        kv_len = Int32(arguments.seqused_k[b])
-    zero = Int32(0)
+    lengths, zero = lengths_of(arguments, b), Int32(0)
     whole = KeyTiles(None, None, zero, zero)
     of_split = select_(splits == 1, Int32(-1), split)
-    tile = HeadsTile(b, number * group, group, Int32(heads), of_split, q_len, kv_len, whole, zero, zero)
+    tile = HeadsTile(b, number * group, group, Int32(heads), of_split, *lengths, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)  # type: ignore[arg-type]  # it has what a Tile has
     first, last = run_of(keys.count, split, splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)
