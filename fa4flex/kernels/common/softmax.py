@@ -154,11 +154,25 @@ class OnlineSoftmax:
         return cute.arch.vote_any_sync(functools.reduce(operator.or_, above))
 
     def raise_maxima(self, highest: list[Float32]) -> None:
-        """Take a tile's maxima into the running ones, and rescale the totals."""
+        """Take a tile's maxima into the running ones of rows whose ceilings they pass; rescale the totals.
+
+        Other rows of the warp keep theirs: what a row's weights are rounded against, and so its bits, do not
+        depend on the rows beside it, which may be those of another sequence.
+        """
+        state, taken = self.state, []
+        for r, x in enumerate(highest):
+            of_row = self.reduce(x, cute.arch.fmax)
+            if self.threshold > 0:
+                of_row = select_(of_row > state.ceiling[r], of_row, state.largest[r])
+            taken.append(of_row)
+        self.take_maxima(taken)
+
+    def take_maxima(self, highest: list[Float32]) -> None:
+        """Take maxima of whole rows into the running ones, whether they pass a ceiling or not."""
         state = self.state
         for r, x in enumerate(highest):
             before, shift = state.largest[r], state.shift[r]
-            self._use(cute.arch.fmax(self.reduce(x, cute.arch.fmax), before), r)
+            self._use(cute.arch.fmax(x, before), r)
             scale = cute.math.exp2(self.shift_of(before) - state.shift[r], fastmath=True)
             state.scale[r] = scale
             if state.moment is not None:
@@ -252,6 +266,12 @@ def take_maxima(rows: cutlass.Constexpr[Rows], scores: cutlass.Constexpr[Sequenc
     if raised:
         raise_maxima(rows, highest)
     return raised
+
+
+def take_all(rows: Rows, highest: Sequence[list[Float32]]) -> None:
+    """Take maxima into the running ones of all rows, whether they pass a ceiling or not."""
+    for one, mine in zip(rows, highest, strict=True):
+        one.take_maxima([one.reduce(x, cute.arch.fmax) for x in mine])
 
 
 def rescale(out: cute.Tensor, rows: Rows) -> None:

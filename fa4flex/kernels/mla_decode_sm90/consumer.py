@@ -29,7 +29,7 @@ from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, first_full
 from fa4flex.kernels.common.products import tiled_products
 from fa4flex.kernels.common.same_rows import add_totals, row_number, tell
-from fa4flex.kernels.common.softmax import maxima, passed, raise_maxima, rescale
+from fa4flex.kernels.common.softmax import maxima, passed, rescale, take_all
 from fa4flex.kernels.common.transfer import release
 from fa4flex.kernels.decode_sm90 import consumer as base
 from fa4flex.kernels.decode_sm90.consumer import Mine, row_of
@@ -214,7 +214,7 @@ class Consumer(base.Consumer):
         highest = [whole.shared.maxima[1, row_number(whole.lane, r)] for r in range(len(rows))]
         raised = above([mine.softmax for mine in rows], highest)
         if raised:
-            raise_maxima([mine.softmax for mine in rows], [[x] for x in highest])
+            take_all([mine.softmax for mine in rows], [[x] for x in highest])
             self.scale(whole, words)
         self.put(whole, words)
         arrive(FIRST)
@@ -244,7 +244,7 @@ class Consumer(base.Consumer):
         sync(MAXIMA)
         before = [whole.shared.maxima[0, row_number(whole.lane, r)] for r in range(len(rows))]
         if passed(softmaxes, found) | above(softmaxes, before):
-            raise_maxima(softmaxes, [[cute.arch.fmax(x, y)] for (x,), y in zip(found, before)])
+            take_all(softmaxes, [[cute.arch.fmax(x, y)] for (x,), y in zip(found, before)])
             rescale(products.out, softmaxes)
         self.tell_maxima(whole)
         self.probabilities(rows, grids)
