@@ -96,3 +96,13 @@ def test_parts_are_those_of_the_least_prediction(seed: int) -> None:
         error = H200.backward.error
         assert seconds[taken] * (1 - error) <= least
         assert all(seconds[n] * (1 - error) > least for n in seconds if n < taken)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3])
+def test_pairs_of_fewer_multiprocessors_than_they_take(multiprocessors: int) -> None:
+    """Another stream may have all but one: Schedule(sm_margin=...)."""
+    groups = of_heads("8:2")
+    few = replace(groups.time.target, multiprocessors=multiprocessors)
+    for ctas in (1, 2):
+        alone = replace(groups, time=replace(groups.time, target=few, ctas=ctas))
+        assert alone.parts(2, 300, 300) in alone.divisors

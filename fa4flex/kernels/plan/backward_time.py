@@ -47,7 +47,7 @@ class BackwardTime(KernelTime):
         """All that is the same for all calls."""
         constants = constants_of(self.target)
         d, dv = self.widths
-        workers = self.target.multiprocessors // self.ctas
+        workers = max(self.target.multiprocessors // self.ctas, 1)
         return Kernel(
             constants,
             step_of(self.units, constants.backward.exposed, constants.adding),
