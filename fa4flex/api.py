@@ -127,7 +127,7 @@ class Attention:
             statistics = LSE if return_lse else ()
         else:
             statistics = statistics_of(return_aux, return_lse)
-        if blocks is None:
+        if blocks is None and self.variant.blocks is not None:
             blocks = lists_kept(self.variant.blocks)
         if isinstance(blocks, Lists):
             from fa4flex import listed_calls  # other calls do not wait for it

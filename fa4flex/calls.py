@@ -37,7 +37,8 @@ def run(
     scales: KVScales | None = None,
 ) -> Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
-    variant = listed_now(variant)
+    if variant.blocks is not None:
+        variant = listed_now(variant)
     if variant.dropout is not None and isinstance(qkv[0], Tensor):
         variant = variant.seeded(qkv[0].device)
     if type(qkv[0]) is not Tensor and is_jagged(qkv[0]):

@@ -18,7 +18,7 @@ from fa4flex import Paging, Schedule, Varlen
 from fa4flex.kernels.fwd_sm90 import packing
 from fa4flex.variants import alibi, causal, sliding_window
 
-HEADS, KV_HEADS, PAGE = 8, 2, 16
+HEADS, KV_HEADS, PAGE, MOST_PADDED = 8, 2, 16, 150
 FIXED = Schedule(split=64)
 
 
@@ -44,15 +44,18 @@ def packed(attn: Any, batch: list[Sequence]) -> list[Tensor]:
 
 
 def padded(attn: Any, batch: list[Sequence]) -> list[Tensor]:
+    """As many queries in every batch, which say whether a kernel for few or for many computes it."""
     used = [torch.tensor([len(one[i]) for one in batch], dtype=torch.int32) for i in (0, 1)]
 
-    def rows(tensors: tuple[Tensor, ...]) -> Tensor:
-        room = tensors[0].new_full((len(batch), max(map(len, tensors)) + 5, *tensors[0].shape[1:]), torch.nan)
+    def rows(tensors: tuple[Tensor, ...], longest: int) -> Tensor:
+        room = tensors[0].new_full((len(batch), longest, *tensors[0].shape[1:]), torch.nan)
         for row, x in zip(room, tensors, strict=True):
             row[: len(x)] = x
         return room.transpose(1, 2)
 
-    qkv = [rows(x) for x in zip(*batch, strict=True)]
+    q, k, v = zip(*batch, strict=True)
+    longest = max(map(len, k)) + 5
+    qkv = rows(q, MOST_PADDED), rows(k, longest), rows(v, longest)
     out = attn(*qkv, varlen=Varlen(seqused_q=used[0], seqused_k=used[1]))
     return [x[:, : len(one.q)].transpose(0, 1) for x, one in zip(out, batch, strict=True)]
 
@@ -89,7 +92,7 @@ def chunks_of_pages(attn: Any, batch: list[Sequence]) -> list[Tensor]:
 
 KINDS: dict[str, tuple[Callable[..., list[Tensor]], tuple[int, int]]] = {
     "packed": (packed, (2, 200)),
-    "padded": (padded, (2, 150)),
+    "padded": (padded, (2, MOST_PADDED)),
     "decoding pages": (decoding_pages, (2, 2)),
     "chunks of pages": (chunks_of_pages, (2, 100)),
 }
