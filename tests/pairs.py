@@ -61,7 +61,8 @@ def _apart() -> Iterator[None]:
         found = key(self, call, *bits)
         return None if found is None else ((this, *found[0]), found[1])
 
-    none_known = property(lambda self: (), lambda self, known: None)
+    # Programs that are first called in here are called later, too: they keep nothing, rather than no list.
+    none_known = property(lambda self: (), lambda self, known: vars(self).update(kept=()))
     with (
         patch.object(engine.Engine, "key", of_this),
         patch.object(Shortlist, "kept", none_known, create=True),
