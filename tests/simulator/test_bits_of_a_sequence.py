@@ -44,7 +44,7 @@ def packed(attn: Any, batch: list[Sequence]) -> list[Tensor]:
 
 
 def padded(attn: Any, batch: list[Sequence]) -> list[Tensor]:
-    """As many queries in every batch, which say whether a kernel for few or for many computes it."""
+    """Every batch has room for as many queries, which say whether a kernel is for few or for many."""
     used = [torch.tensor([len(one[i]) for one in batch], dtype=torch.int32) for i in (0, 1)]
 
     def rows(tensors: tuple[Tensor, ...], longest: int) -> Tensor:
