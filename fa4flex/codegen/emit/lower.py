@@ -242,6 +242,10 @@ class Lowering:
             self._here = above
         return self._terms[x]
 
+    def define(self, x: Expr, terms: Terms) -> None:
+        """Let a float that was not lowered yet be this sum."""
+        self._terms[x] = terms
+
     def _factor(self, x: Expr) -> Factor | None:
         """A float that changes with the work tile at most, as a coefficient."""
         if rate(x) != "uniform":
