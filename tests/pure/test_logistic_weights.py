@@ -61,6 +61,19 @@ def test_all_spellings_are_one_function(name: str) -> None:
     assert f"Pointwise(score, logistic={way})" in text
 
 
+def test_a_weight_that_reads_an_element_of_each_pair_is_as_it_was() -> None:
+    table = torch.zeros(7)
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.sigmoid(score + BIAS[h]) * table[(q_idx + 2 * kv_idx) % 7]
+
+    def near(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.sigmoid(score + BIAS[h]) * table[(q_idx - kv_idx).abs() % 7]
+
+    assert "at.logistic(" not in module(fa4flex.Normalizer.elementwise(mod))
+    assert "at.logistic(" in module(fa4flex.Normalizer.elementwise(near))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_weights_are_as_they_were(name: str) -> None:
     assert "at.logistic(" not in module(normalizer(OTHERS[name]))

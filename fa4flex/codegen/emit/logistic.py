@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from fa4flex.codegen.emit.lower import Lowering
-from fa4flex.codegen.emit.nodes import LOG2_E, ONE, axes, device
+from fa4flex.codegen.emit.nodes import LOG2_E, ONE, axes, device, keeps
 from fa4flex.codegen.emit.terms import UNIT, Factor, scaled, single, total
 from fa4flex.codegen.expr import Expr, apply, const, rebuild, rewritten, walk
 
@@ -28,6 +28,8 @@ def by_groups(weight: Expr, lowering: Lowering, dtype: str) -> Expr | None:
     found = [x for x in walk(weight) if x.op == "sigmoid" and "score" in x.free]
     folds = [x for x in walk(weight) if x.op == "reduce"]
     if len(found) != 1 or axes(found[0]) or any(found[0] in walk(x) for x in folds):
+        return None
+    if keeps(lowering.anew().value(weight)):  # what pairs keep takes the registers that a group needs
         return None
     terms = lowering.terms(found[0].args[0])
     if len(terms) > 1:

@@ -75,9 +75,13 @@ class Lowering:
 
     def unscaled(self) -> Lowering:
         """The same of expressions of an output."""
-        other = Lowering(self._in_range, self._wide, self._origins, None)
+        other = self.anew(None)
         other.came = self.came
         return other
+
+    def anew(self, unit: Expr | None = SCALE) -> Lowering:
+        """One that has lowered nothing yet."""
+        return Lowering(self._in_range, self._wide, self._origins, unit)
 
     def value(self, x: Expr) -> Expr:
         """Lowered expression of x."""

@@ -13,8 +13,8 @@ The first is for what lies far below 0, as with a bias of -log n. The second is 
 within 2^-11 of its value: above h = -2.25, where the function is 0.011, this and a weight rounded to bfloat16
 are at most twice as far off as the weight of a score that was rounded to bfloat16, of SiLU as well.
 
-Elsewhere, as of NaN, the value is 1 / (1 + 2^-y), to a few units in the last place. Of SMALL, two such have one
-reciprocal, of a product, where all products of the group are numbers whose reciprocals are: three special
+Elsewhere, as of NaN, the value is 1 / (1 + 2^-y), to a few units in the last place. Of SMALL, two such have
+one reciprocal, of a product, where all products of the group are numbers whose reciprocals are: three special
 functions for two scores.
 """
 
@@ -106,7 +106,7 @@ def _weigh_group(
     if cute.arch.vote_all_sync(way.fits(arguments)):
         _store(hook, [way.quick(*x) for x in arguments], scores, places)
     else:
-        if const_expr(way.paired):  # noqa: SIM102  one is decided when compiled, one when run
+        if const_expr(way.paired):
             _weigh_pairs(hook, [way.divisor(*x) for x in arguments], scores, places)
         else:
             _store(hook, [way.exact(*x) for x in arguments], scores, places)
