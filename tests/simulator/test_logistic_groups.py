@@ -31,12 +31,17 @@ def even(score: Any, *_: Any) -> Any:
     return torch.nn.functional.silu(score)
 
 
-def at_scores(function: Any, x: Tensor, seen: int, **more: Any) -> Call:
-    """Weights of the keys 64 * seen and on, whose scores are x in every row, as outputs."""
+def rows(second: float) -> Tensor:
+    """What scores are multiplied by: 1 in the first of a thread's two rows, `second` in the other."""
+    return torch.where(torch.arange(KEYS) % 16 < 8, 1.0, second)
+
+
+def at_scores(function: Any, x: Tensor, seen: int, second: float = 1.0, **more: Any) -> Call:
+    """Weights of the keys 64 * seen and on, whose scores are x in rows that are not second, as outputs."""
     dtype = more.pop("dtype", torch.bfloat16)
     q, k = torch.zeros(1, 1, KEYS, WIDTH, dtype=dtype), torch.zeros(1, 1, KEYS, WIDTH, dtype=dtype)
     v = torch.zeros(1, 1, KEYS, WIDTH, dtype=dtype)
-    q[..., 0], k[..., 0] = 1.0, x.to(dtype)
+    q[..., 0], k[..., 0] = rows(second).to(dtype), x.to(dtype)
     v[0, 0, seen * WIDTH : (seen + 1) * WIDTH] = torch.eye(WIDTH, dtype=dtype)
     attn = fa4flex.compile(
         normalizer=Normalizer.elementwise(function), precision=Precision(output=torch.float32), **more
@@ -56,10 +61,18 @@ def drawn(low: float, high: float) -> Tensor:
     return x[torch.randperm(len(x))].bfloat16().float()
 
 
-def near(out: Tensor, function: Any, x: Tensor, seen: int, error: float, dtype: Any = torch.bfloat16) -> None:
+def near(
+    out: Tensor,
+    function: Any,
+    x: Tensor,
+    seen: int,
+    error: float,
+    dtype: Any = torch.bfloat16,
+    second: float = 1.0,
+) -> None:
     """Every row has the weights, rounded to `dtype`; reciprocals that are subnormal are 0, also of large
     scores."""
-    x = x[seen * WIDTH : (seen + 1) * WIDTH].double()
+    x = rows(second).double()[:, None] * x[seen * WIDTH : (seen + 1) * WIDTH].double()
     true = function(x)
     assert out.isfinite().all()
     least = torch.finfo(dtype).smallest_normal * x.abs().clamp(1.0, 200.0)
@@ -78,9 +91,21 @@ LOW, MIXED, WIDE = (-21.0, 5.0), (-20.0, 40.0), (-200.0, 40.0)
 def test_each_group_of_small_values_goes_its_way(ranges: Any, cost: float, dtype: Any, seed: int) -> None:
     x = torch.cat([drawn(*ends) for ends in ranges])
     for seen in range(2):
-        out, special = at_scores(small, x, seen, dtype=dtype)
-        near(out, small, x, seen, 2**-11, dtype)
+        out, special = at_scores(small, x, seen, 0.75, dtype=dtype)
+        near(out, small, x, seen, 2**-11, dtype, 0.75)
         assert special == cost * SCORES / 2
+
+
+def test_no_reciprocal_of_a_product_is_subnormal(seed: int) -> None:
+    """One score of a group is so low that its own is, but for a factor of 2 or 4; that of the other row, with
+    which it would share one, is so high that it weighs 1."""
+    x = torch.cat([drawn(20.0, 40.0), drawn(20.0, 40.0)])
+    low = int(torch.randint(KEYS, ()))
+    x[low] = -79.0 if low % 2 else -78.5
+    for seen in range(2):
+        out, special = at_scores(small, x, seen, -0.5)
+        near(out, small, x, seen, 2**-11, second=-0.5)
+        assert special == 3.5 * SCORES / 2
 
 
 @pytest.mark.parametrize(
