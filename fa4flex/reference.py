@@ -155,30 +155,30 @@ def kept_pairs(dropout: Any, shape: tuple[int, int, int, int], first: int = 0) -
     def chain(start: int) -> Any:
         state = np.full((1, 1, 1, 1), start, dtype=np.uint32)
         for word in (np.uint32(seed % 2**32), np.uint32(seed // 2**32), entry, h):
-            state = state ^ word
-            state = (state ^ (state // np.uint32(2**16))) * np.uint32(0x85EBCA6B)
-            state = (state ^ (state // np.uint32(2**13))) * np.uint32(0xC2B2AE35)
-            state = state ^ (state // np.uint32(2**16))
+            state = mixed(state ^ word)
         return state
 
-    row = (chain(0x243F6A88) + q * np.uint32(0x9E3779B1)) | np.uint32(0x80000001)
-    pair = k // np.uint32(16) * np.uint32(8) + k % np.uint32(8)
-    group = chain(0x85A308D3) + pair * np.uint32(0x85EBCA77)
+    def mixed(x: Any) -> Any:
+        x = (x ^ (x // np.uint32(2**16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x // np.uint32(2**13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x // np.uint32(2**16))
 
-    def halves(x: Any, y: Any) -> tuple[Any, Any]:
-        product = x.astype(np.uint64) * y.astype(np.uint64)
-        return (product % np.uint64(2**32)).astype(np.uint32), (product // np.uint64(2**32)).astype(np.uint32)
+    def number(start: Any, i: Any, step: int) -> Any:
+        return (start | np.uint32(1)) + (i // np.uint32(16) * np.uint32(8) + i % np.uint32(8)) * np.uint32(step)
 
-    low, high = halves(row, group)
-    low, high = halves(low ^ np.uint32(0x53C5CA59), high ^ np.uint32(0x74743C1B))
-    bits = low ^ high
-    drawn = np.where(k // np.uint32(8) % np.uint32(2) == 1, bits // np.uint32(2**16), bits % np.uint32(2**16))
-    return torch.from_numpy(drawn >= math.floor(dropout.p * 2**16 + 0.5))
+    rows, keys, salt = chain(0x243F6A88), chain(0x85A308D3), np.uint32(0x13198A2E)
+    x = number(rows, q, 0x9E3779B2) * number(keys, k, 0x85EBCA76)
+    added = mixed(keys ^ salt).astype(np.uint64) + mixed(rows ^ keys).astype(np.uint64) * np.uint64(2**32)
+    bits = x.astype(np.uint64) * (x ^ mixed(rows ^ salt)).astype(np.uint64) + added
+    # Byte 2, 3, 4 or 5 of eight.
+    place = 2 + q // np.uint32(8) % np.uint32(2) * np.uint32(2) + k // np.uint32(8) % np.uint32(2)
+    drawn = (bits >> (np.uint64(8) * place.astype(np.uint64))).astype(np.uint8).astype(np.int8)
+    return torch.from_numpy(drawn < 128 - math.floor(dropout.p * 2**8 + 0.5))
 
 
 def _factors(dropout: Any, shape: tuple[int, int, int, int], first: int) -> Tensor:
     """Factors of normalised weights."""
-    rate = math.floor(dropout.p * 2**16 + 0.5) / 2**16
+    rate = math.floor(dropout.p * 2**8 + 0.5) / 2**8
     kept = kept_pairs(dropout, shape, first)
     return kept.double() / (1 - rate) if rate < 1 else torch.zeros(shape, dtype=torch.float64)
 
