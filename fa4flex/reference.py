@@ -166,10 +166,11 @@ def kept_pairs(dropout: Any, shape: tuple[int, int, int, int], first: int = 0) -
     def number(start: Any, i: Any, step: int) -> Any:
         return (start | np.uint32(1)) + (i // np.uint32(16) * np.uint32(8) + i % np.uint32(8)) * np.uint32(step)
 
-    rows, keys, salt = chain(0x243F6A88), chain(0x85A308D3), np.uint32(0x13198A2E)
-    x = number(rows, q, 0x9E3779B2) * number(keys, k, 0x85EBCA76)
-    added = mixed(keys ^ salt).astype(np.uint64) + mixed(rows ^ keys).astype(np.uint64) * np.uint64(2**32)
-    bits = x.astype(np.uint64) * (x ^ mixed(rows ^ salt)).astype(np.uint64) + added
+    rows, keys = chain(0x243F6A88), chain(0x85A308D3)
+    x = number(rows, q, 0x9E3779B2) * number(keys, k, 0x85EBCA76) + mixed(rows ^ keys)
+    octets = np.ascontiguousarray(x.astype("<u4")).view(np.uint8).reshape(*x.shape, 4)
+    y = np.ascontiguousarray(octets[..., [2, 0, 3, 1]]).view("<u4")[..., 0]
+    bits = x.astype(np.uint64) * y.astype(np.uint64)
     # Byte 2, 3, 4 or 5 of eight.
     place = 2 + q // np.uint32(8) % np.uint32(2) * np.uint32(2) + k // np.uint32(8) % np.uint32(2)
     drawn = (bits >> (np.uint64(8) * place.astype(np.uint64))).astype(np.uint8).astype(np.int8)

@@ -11,8 +11,8 @@ i % 8, all numbers of 32 bits but the last:
 
     chain(c)   = mix(mix(mix(mix(c ^ low half of seed) ^ high half of seed) ^ b) ^ h)
     rows, keys = chain(ROW_START), chain(KEY_START)
-    x          = ((rows | 1) + pair(q) * ROW_STEP) * ((keys | 1) + pair(kv) * KEY_STEP)
-    bits       = x * (x ^ mix(rows ^ SALT)) + mix(keys ^ SALT) + 2^32 mix(rows ^ keys)         64 bits
+    x          = ((rows | 1) + pair(q) * ROW_STEP) * ((keys | 1) + pair(kv) * KEY_STEP) + mix(rows ^ keys)
+    bits       = x * y, of 64 bits, where bytes 3, 2, 1, 0 of y are those of x that are 1, 3, 0, 2
     byte       = bits >> (16 + 16 * (q // 8 % 2) + 8 * (kv // 8 % 2)), its lowest 8 bits as a signed number
     keep       = byte < 128 - threshold
 

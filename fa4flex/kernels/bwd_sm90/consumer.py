@@ -312,12 +312,11 @@ class Consumer:
         self.await_step(mine.pipes, states)
         log_sums = self.log_sums(self.my_rows(shared.lse2[None, q_stage], w), lane)
         deltas = self.my_rows(shared.delta[None, do_stage], w)
-        if collector.slab.dropout is None:
-            self.begin_dprob(dprob, deltas, lane)
-        else:
+        self.begin_dprob(dprob, deltas, lane)
+        if collector.slab.dropout is not None:
             log_sums = log_sums._replace(deltas=deltas)
         depth, depth_v = config.depths
-        begun = collector.slab.dropout is None and not self.hooks.elementwise
+        begun = not self.hooks.elementwise
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
         dout = operands.dout[None, None, None, do_stage]
         multiply(mmas.dprob, dprob, operands.v, dout, begun, depth_v)
@@ -410,11 +409,13 @@ class Consumer:
                 lse2 = self.statistics(log_sums.rows, lane, first + together, together)
             part = slab.part(first, together)
             slopes = self.exponentials(grid, part, here, factor, q_first, masked)
-            if slab.dropout is not None:
-                deltas = self.statistics(log_sums.deltas, lane, first, together)
-                slab.dropout.apply(grid, ds, deltas, Columns(first, q_first, part.queries))
             part.pull(grid, ds, q_first)
             self.narrow_columns(products.p, p, first, together)
+            if slab.dropout is not None:
+                columns_here = Columns(first, q_first, part.queries)
+                slab.dropout.apply(p, columns_here)
+                deltas = self.statistics(log_sums.deltas, lane, first, together)
+                slab.dropout.gradients(grid, ds, p, deltas, columns_here)
             if self.hooks.elementwise:
                 slopes = self.show_pairs(grid, ds, slab.part(first, together), slopes, q_first, masked)
             elif slab.dropout is None and not self.config.rounds_first:
