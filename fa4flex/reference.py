@@ -174,12 +174,17 @@ def kept_pairs(dropout: Any, shape: tuple[int, int, int, int], first: int = 0) -
     # Byte 2, 3, 4 or 5 of eight.
     place = 2 + q // np.uint32(8) % np.uint32(2) * np.uint32(2) + k // np.uint32(8) % np.uint32(2)
     drawn = (bits >> (np.uint64(8) * place.astype(np.uint64))).astype(np.uint8).astype(np.int8)
-    return torch.from_numpy(drawn < 128 - math.floor(dropout.p * 2**8 + 0.5))
+    return torch.from_numpy(drawn < 128 - _in_256(dropout.p))
+
+
+def _in_256(p: float) -> int:
+    """Probability of dropping a pair in units of 1 / 256: 0 and 256 for 0 and 1 alone."""
+    return int(p) * 256 if p in (0, 1) else min(max(math.floor(p * 256 + 0.5), 1), 255)
 
 
 def _factors(dropout: Any, shape: tuple[int, int, int, int], first: int) -> Tensor:
     """Factors of normalised weights."""
-    rate = math.floor(dropout.p * 2**8 + 0.5) / 2**8
+    rate = _in_256(dropout.p) / 256
     kept = kept_pairs(dropout, shape, first)
     return kept.double() / (1 - rate) if rate < 1 else torch.zeros(shape, dtype=torch.float64)
 

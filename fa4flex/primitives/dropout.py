@@ -39,8 +39,10 @@ ONE = 1 << 8
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dropout:
-    """Dropout of attention weights with probability `p`, to the nearest 1 / 256, as FlashAttention-2 has it.
-    Below 1 / 512 nothing is dropped: `rate` says what is honoured.
+    """Dropout of attention weights with probability `p`, to the nearest of 1 / 256, 2 / 256, ... 255 / 256.
+
+    FlashAttention-2 has 8 bits as well. `rate` says what is honoured; weights are divided by one less exactly
+    that, so that their expectation is that without dropout.
 
     p      in [0, 1]; 0 drops nothing, 1 everything
     seed   an int: the same pairs at each call. A tensor int64 of one element, on the device of q: its value
@@ -76,8 +78,8 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Number of 65536 values of 16 bits that drop a pair."""
-        return math.floor(self.p * ONE + 0.5)
+        """Number of the 256 values of a byte that drop a pair."""
+        return int(self.p * ONE) if self.p in (0, 1) else min(max(math.floor(self.p * ONE + 0.5), 1), ONE - 1)
 
     @property
     def rate(self) -> float:

@@ -51,6 +51,8 @@ from fa4flex.kernels.common.transposed import Slab, Slopes, apply_slopes
 PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
+DROPPED = (8,)
+"""The same with dropout: the columns of 16 queries, of which two by two share hashes."""
 SLOPED = 2
 """Columns turned into probabilities together where scores have slopes, for the same reason."""
 
@@ -77,7 +79,8 @@ class Consumer:
         self.hooks = hooks
         self.scheduler = scheduler
         columns = config.queries // 4
-        self.together = SLOPED if hooks.slope is not None else next(n for n in PARTS if columns % n == 0)
+        parts = PARTS if hooks.dropout is None else DROPPED
+        self.together = SLOPED if hooks.slope is not None else next(n for n in parts if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)

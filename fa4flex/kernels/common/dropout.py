@@ -189,10 +189,11 @@ class ColumnDropout:
     With Z the factor that dropout gives each weight, dV = (P Z)' dO, and dS = P (Z dP - delta), as delta, the
     sum of dO O, is that of P Z dP. Before, log-sum-exps and deltas of rows were changed (`changed`) so that P
     has the factor of what is kept, and delta is without it. So dS is P (dP - delta) or P (- delta).
+    group: the keys' number; start: the product of it and of query 0.
     """
 
-    stream: Stream
     group: Uint32
+    start: Uint32
     bounds: Uint32
 
     @staticmethod
@@ -201,12 +202,13 @@ class ColumnDropout:
         if dropped is None:
             return None
         stream = Stream.of(dropped, at)
-        return ColumnDropout(stream, stream.group(first_key), stream.bounds)
+        group = stream.group(first_key)
+        return ColumnDropout(group, stream.product(stream.rows, group), stream.bounds)
 
     def apply(self, weights: cute.Tensor, columns: Columns) -> None:
         """weights of 16 bits, an operand of a product, of these columns: those that are dropped become 0."""
         pairs, offsets = cute.recast_tensor(weights, Int32), columns.queries
-        x = self.stream.product(self.stream.row(columns.q_first), self.group)
+        x = self.start + _pair(columns.q_first) * Uint32(ROW_STEP) * self.group
         hashes: dict[int, Uint64] = {}
         for c in range(0, len(offsets), 2):
             two = [number(q) for q in offsets[c : c + 2]]
