@@ -164,7 +164,8 @@ def kept_pairs(dropout: Any, shape: tuple[int, int, int, int], first: int = 0) -
         return x ^ (x // np.uint32(2**16))
 
     def number(start: Any, i: Any, step: int) -> Any:
-        return (start | np.uint32(1)) + (i // np.uint32(16) * np.uint32(8) + i % np.uint32(8)) * np.uint32(step)
+        pair = i // np.uint32(16) * np.uint32(8) + i % np.uint32(8)
+        return (start | np.uint32(1)) + pair * np.uint32(step)
 
     rows, keys = chain(0x243F6A88), chain(0x85A308D3)
     x = number(rows, q, 0x9E3779B2) * number(keys, k, 0x85EBCA76) + mixed(rows ^ keys)

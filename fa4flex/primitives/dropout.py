@@ -6,19 +6,21 @@ The factor comes after normalising, whatever the normaliser: log-sum-exp, maxima
 the weights before it (Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a
 function of a seed and of the pair's logical indices alone: all backends drop the same pairs, in both passes.
 
-`keep` compares 8 bits with a threshold. With mix(x) = the finaliser of MurmurHash3 and pair(i) = (i // 16) * 8 +
-i % 8, all numbers of 32 bits but the last:
+`keep` compares 8 bits with a threshold. With mix(x) = the finaliser of MurmurHash3 and pair(i) = i // 16 * 8
++ i % 8, all numbers of 32 bits but `bits`:
 
     chain(c)   = mix(mix(mix(mix(c ^ low half of seed) ^ high half of seed) ^ b) ^ h)
     rows, keys = chain(ROW_START), chain(KEY_START)
-    x          = ((rows | 1) + pair(q) * ROW_STEP) * ((keys | 1) + pair(kv) * KEY_STEP) + mix(rows ^ keys)
+    row        = (rows | 1) + pair(q) * ROW_STEP
+    group      = (keys | 1) + pair(kv) * KEY_STEP
+    x          = row * group + mix(rows ^ keys)
     bits       = x * y, of 64 bits, where bytes 3, 2, 1, 0 of y are those of x that are 1, 3, 0, 2
     byte       = bits >> (16 + 16 * (q // 8 % 2) + 8 * (kv // 8 % 2)), its lowest 8 bits as a signed number
     keep       = byte < 128 - threshold
 
-So queries q and q ^ 8 with keys kv and kv ^ 8 share one hash, of which each pair has a byte of the middle: in the
-accumulators of Hopper's products a thread holds all four, in a forward pass as in a backward pass, whose scores
-are transposed.
+So queries q and q ^ 8 with keys kv and kv ^ 8 share one hash, of which each pair has a byte of the middle: in
+the accumulators of Hopper's products a thread holds all four, in a forward pass as in a backward pass, whose
+scores are transposed.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_masks_have_no_direction(seed: int) -> None:
     assert abs(largest / (2 * math.sqrt(1024)) - 1) < 0.05
 
 
-@pytest.mark.parametrize(("p", "rate"), [(0.1, 26), (1e-5, 1), (0.002, 1), (0.9999, 255), (0.5, 128), (1, 256)])
+@pytest.mark.parametrize(("p", "rate"), [(0.1, 26), (1e-5, 1), (0.5, 128), (0.9999, 255), (1, 256)])
 def test_rates_are_counted_in_256(p: float, rate: int) -> None:
     """What is asked for is never all or nothing, unless it is."""
     assert Dropout(p).rate == rate / 256 and fa4flex.compile(dropout=p).variant.dropout is not None

@@ -2,9 +2,9 @@
 
 A hash is of a row, a number of queries q and q ^ 8, and a group, one of keys kv and kv ^ 8. A thread's
 accumulators hold all four pairs, as rows and columns of a forward pass and as columns and rows of transposed
-scores. Per hash that are a product, a permutation of bytes and a wide product. Weights are dropped when they are
-rounded, two in a register: a permutation of bytes takes the bytes of both, as signed numbers of 16 bits, and
-one minimum makes of both weights themselves or 0.
+scores. Per hash that are a product, a permutation of bytes and a wide product. Weights are dropped once they
+are rounded, two in a register: a permutation takes the bytes of both, as signed numbers of 16 bits, and one
+minimum makes of both weights themselves or 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BLOCK = 2 * HALF
 MIDDLE = 16
 """First bit of a hash that is a pair's."""
 KEPT = 0x7F80
-"""Added to a byte and the threshold, it gives a negative number of 16 bits for pairs that are dropped, and for
-others one above all weights."""
+"""Added to a byte and the threshold, it gives a negative number of 16 bits for pairs that are dropped, and
+for others one above all weights."""
 
 
 class Word(NamedTuple):
@@ -216,7 +216,9 @@ class ColumnDropout:
                 if n not in hashes:
                     hashes[n] = _hash(self.group, x, n * ROW_STEP)
             later = offsets[c] % BLOCK >= HALF
-            words = [Word(_high(hashes[n]), 0) if later else Word(Uint32(hashes[n]), MIDDLE // 8) for n in two]
+            words = [
+                Word(_high(hashes[n]), 0) if later else Word(Uint32(hashes[n]), MIDDLE // 8) for n in two
+            ]
             for r in range(2):
                 at = columns.first + c + r
                 pairs[at] = kept(pairs[at], words, r, self.bounds)
@@ -349,10 +351,7 @@ def _kept(
     loc: Any = None,
     ip: Any = None,
 ) -> Int32:
-    text = (
-        f"{{ .reg .b32 x; prmt.b32 x, $2, $3, {which:#x}; add.s16x2 x, x, $4;"
-        " min.s16x2.relu $0, x, $1; }"
-    )
+    text = f"{{ .reg .b32 x; prmt.b32 x, $2, $3, {which:#x}; add.s16x2 x, x, $4; min.s16x2.relu $0, x, $1; }}"
     return Int32(_asm(T.i32(), (pair, first, second, bounds), text, "=r,r,r,r,r", {"loc": loc, "ip": ip}))
 
 
