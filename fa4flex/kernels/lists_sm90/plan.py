@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -11,7 +11,6 @@ from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
 from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, PLACES, ROWS, WORDS, Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
-from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.few_rows import (
     asks_for_order,
@@ -58,7 +57,7 @@ class ListsPlan(DecodePlan):
     def splitting(self) -> Splitting | None:  # type: ignore[override]  # packed queries are not split
         if not self.config().splits:
             return None
-        return TiledSplitting(**vars(super().splitting))
+        return replace(super().splitting, tile_rows=ROWS)
 
     @cached_property
     def topology(self) -> Topology:
