@@ -46,9 +46,14 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     config = kernel.config
-    before: Launch = Preprocess(problem.head_dim_v, config), PreprocessArguments
-    if config.clears:
-        before = Preprocess(problem.head_dim_v, config, kernel.first_heads), SectionArguments
+    first_heads = kernel.first_heads if config.clears else None
+    dropped = kernel.hooks.dropout
+    threshold = None if dropped is None else dropped.threshold
+    plain = first_heads is None and threshold is None
+    before: Launch = (
+        Preprocess(problem.head_dim_v, config, first_heads, threshold),
+        PreprocessArguments if plain else SectionArguments,
+    )
     sums: list[Launch] = [(SumParts(problem.shares), SumPartsArguments)] if problem.adds_up else []
     after: list[Launch] = [] if config.stores_dq else [(Postprocess(config), PostprocessArguments)]
     return [before, (kernel, BackwardArguments), *sums, *after]
