@@ -36,6 +36,7 @@ from fa4flex.kernels.common.backward import (
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.dropout import ColumnDropout, Columns
 from fa4flex.kernels.common.fragment import (
+    alike_in_warp,
     as_operand,
     computed_once,
     multiply,
@@ -52,7 +53,8 @@ PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
-"""Columns turned into probabilities together where scores have slopes, for the same reason."""
+"""Columns turned into probabilities together where scores have slopes, for the same reason. Elementwise weights
+have no log-sum-exps, and the mask's intervals, anew for each part, would take registers."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Consumer:
         self.hooks = hooks
         self.scheduler = scheduler
         columns = config.queries // 4
-        self.together = SLOPED if hooks.slope is not None else next(n for n in PARTS if columns % n == 0)
+        few = hooks.slope is not None and not hooks.elementwise
+        self.together = SLOPED if few else next(n for n in PARTS if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
@@ -243,6 +246,8 @@ class Consumer:
         """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
         two from 2 (l % 4) on."""
         at = self.scheduler.place(work, h, heads, arguments)
+        if self.hooks.elementwise:
+            at = at.but(uniform=tuple(map(alike_in_warp, at.uniform)))
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
         first_key = self.first_key(work, mine.number, mine.lane)
         dropout = ColumnDropout.of(self.hooks.dropout, at, first_key)
