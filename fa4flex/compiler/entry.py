@@ -44,10 +44,10 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
-    config = kernel.config
-    before: Launch = Preprocess(problem.head_dim_v, config), PreprocessArguments
+    config, summed = kernel.config, not kernel.hooks.elementwise
+    before: Launch = Preprocess(problem.head_dim_v, config, summed=summed), PreprocessArguments
     if config.clears:
-        before = Preprocess(problem.head_dim_v, config, kernel.first_heads), SectionArguments
+        before = Preprocess(problem.head_dim_v, config, kernel.first_heads, summed), SectionArguments
     sums: list[Launch] = [(SumParts(problem.shares), SumPartsArguments)] if problem.adds_up else []
     after: list[Launch] = [] if config.stores_dq else [(Postprocess(config), PostprocessArguments)]
     return [before, (kernel, BackwardArguments), *sums, *after]

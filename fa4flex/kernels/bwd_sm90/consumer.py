@@ -54,7 +54,7 @@ PARTS = (16, 12, 10, 8)
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
 """Columns turned into probabilities together where scores have slopes, for the same reason. Elementwise weights
-have no log-sum-exps, and the mask's intervals, anew for each part, would take registers."""
+have no log-sum-exps, and the mask's intervals, anew for each part, would take registers: but of wide heads."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Consumer:
         self.hooks = hooks
         self.scheduler = scheduler
         columns = config.queries // 4
-        few = hooks.slope is not None and not hooks.elementwise
+        few = hooks.slope is not None and not (hooks.elementwise and config.split == "keys")
         self.together = SLOPED if few else next(n for n in PARTS if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
