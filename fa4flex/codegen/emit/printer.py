@@ -27,7 +27,8 @@ ROUNDED = {"float16": "to_float16", "bfloat16": "to_bfloat16"}
 DEVICE_WORDS = {
     "reciprocal": "inverse", "exact_ratio": "quotient", "floor_quotient": "quotient", "remainder": "rest",
     "natural_div": "quotient", "divided": "quotient", "divisor": "by",
-    "wrapped": "index", "confined": "index", "search": "position", "difference": "distance", "saturated": "part",
+    "wrapped": "index", "confined": "index", "search": "position", "difference": "distance",
+    "saturated": "part",
 }  # fmt: skip
 """Words that values are named after, unless something better is known; rows of ops.py say the others."""
 
