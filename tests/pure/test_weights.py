@@ -1,4 +1,4 @@
-"""Elementwise weights and their slopes as backward kernels compute them: the same values in fewer operations."""
+"""Elementwise weights and their slopes as backward kernels compute them: the same values, fewer operations."""
 
 from __future__ import annotations
 

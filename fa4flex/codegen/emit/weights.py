@@ -117,9 +117,8 @@ def _cut(condition: Expr, x: Expr) -> Expr:
         return whole
     value, limit = condition.args
     for tie, rest in (x.args, x.args[::-1]):
-        alike = (
-            tie.op == "where" and tie.args[0] is apply("eq", value, limit) and tie.args[1:] == (_HALF, _ONE)
-        )
+        tied = (apply("eq", value, limit), _HALF, _ONE)
+        alike = tie.op == "where" and tie.args == tied
         if alike and limit.op == "const" and _LEAST <= limit.value <= _MOST and _bounded(rest):
             below = apply("sub", limit, _without_floor(value))
             return apply("mul", rest, device("saturated", below, _STEEP, _HALF))

@@ -53,8 +53,9 @@ PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
-"""Columns turned into probabilities together where scores have slopes, for the same reason. Elementwise weights
-have no log-sum-exps, and the mask's intervals, anew for each part, would take registers: but of wide heads."""
+"""Columns turned into probabilities together where scores have slopes, for the same reason. Where warpgroups
+have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which each
+part computes anew, would take more."""
 
 
 @dataclass(frozen=True)

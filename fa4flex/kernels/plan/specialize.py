@@ -19,8 +19,8 @@ MANY_READS = 4
 kernels run and when they are compiled: those have little code then, rather than long tiles."""
 
 FEW, SHORT = 32, 3
-"""Operations of a weight and its derivative, and fp32 slots of one, up to which both are brief: a gelu by tanh
-has 23 and spills no registers, one by erf does."""
+"""Operations of a weight and its derivative, and fp32 slots of one, up to which both are brief: a gelu by
+tanh, of 22, spills no registers; one by erf does."""
 
 USUAL = 128
 """Queries and keys of usual tiles, which edges of larger blocks do not cut, nor those of multiples."""
