@@ -45,13 +45,12 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
-    config = kernel.config
+    config, hooks = kernel.config, kernel.hooks
     first_heads = kernel.first_heads if config.clears else None
-    dropped = kernel.hooks.dropout
-    threshold = None if dropped is None else dropped.threshold
+    threshold = None if hooks.dropout is None else hooks.dropout.threshold
     plain = first_heads is None and threshold is None
     before: Launch = (
-        Preprocess(problem.head_dim_v, config, first_heads, threshold),
+        Preprocess(problem.head_dim_v, config, first_heads, threshold, summed=not hooks.elementwise),
         PreprocessArguments if plain else SectionArguments,
     )
     sums: list[Launch] = [(SumParts(problem.shares), SumPartsArguments)] if problem.adds_up else []

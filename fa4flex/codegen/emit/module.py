@@ -19,6 +19,7 @@ from fa4flex.codegen.emit.scale import in_units
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors
+from fa4flex.codegen.emit.weights import shortened
 from fa4flex.codegen.emit.writer import Function, Span, cut, folds_in
 from fa4flex.codegen.expr import Expr, apply, const, sym, walk
 from fa4flex.codegen.ops import OPS
@@ -185,24 +186,27 @@ class Module:
         self._factor = units.factor
         scores = {"start": units.start, "score": units.y}
         self._roots = {name: x for name, x in scores.items() if x is not None}
-        self._fill_rest(facts)
+        self._fill_rest(facts, facts.gradient.by_score)
 
     def _fill_weight(self, facts: Facts) -> None:
         """The same where the modified score is the weight. What a 16-bit weight cannot hold stays finite."""
-        weight = None
-        if self._pass is FORWARD and self._plan.by_groups:
-            weight = by_groups(facts.score, self._lowering, self._plan.problem.dtype)
+        score, slope, weight = facts.score, facts.gradient.by_score, None
+        if self._pass is BACKWARD:
+            score, slope = shortened(score, slope)
+        elif self._pass is FORWARD and self._plan.by_groups:
+            weight = by_groups(score, self._lowering, self._plan.problem.dtype)
         if weight is None:
-            weight = self._lowering.value(facts.score)
+            weight = self._lowering.value_within(score, facts.score)
         if self._plan.problem.dtype == "float16":
             weight = apply("minimum", apply("maximum", weight, const(-_LARGEST_HALF)), const(_LARGEST_HALF))
         self._roots = {"score": weight}
-        self._fill_rest(facts)
+        self._fill_rest(facts, slope)
 
-    def _fill_rest(self, facts: Facts) -> None:
+    def _fill_rest(self, facts: Facts, slope: Expr) -> None:
+        """The other hooks. slope: the derivative of the modified score."""
         problem, which = self._plan.problem, self._pass
-        if which.slope and facts.gradient.by_score is not const(1.0):
-            self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
+        if which.slope and slope is not const(1.0):
+            self._roots["slope"] = self._lowering.value_within(slope, facts.score)
         if facts.kept is not None:
             seed, threshold, *_ = facts.kept.args
             self._dropout = seed.value, threshold.value

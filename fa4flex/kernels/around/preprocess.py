@@ -50,7 +50,8 @@ class Preprocess:
     """`width` is D: `lanes` threads next to each other take a row together. `config` is the main kernel's:
     tile_m, head_dim, and dq_order, in which the sums of a tile lie. first_heads: how many heads of queries
     the first section has, where that kernel clears the sums of all others. threshold: the slot of dropout's
-    among captured numbers."""
+    among captured numbers. summed: whether weights of a row have a sum; else nothing depends on delta, and dO
+    and O are not read."""
 
     def __init__(
         self,
@@ -58,11 +59,13 @@ class Preprocess:
         config: Any,
         first_heads: Callable[[SectionArguments], Int32] | None = None,
         threshold: int | None = None,
+        summed: bool = True,
     ) -> None:
         self.width = width
         self.config = config
         self.first_heads = first_heads
         self.threshold = threshold
+        self.summed = summed
         self.lanes = 1
         while self.lanes * WIDE < width:
             self.lanes *= 2
@@ -99,10 +102,11 @@ class Preprocess:
         if const_expr(arguments.seqused_q is not None):
             q_len = cutlass.min(length, Int32(arguments.seqused_q[b]))
         total = Float32(0.0)
-        if q < q_len and lane * WIDE < self.width:
-            out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
-            total = self.dot(out, dout, lane)
-        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        if const_expr(self.summed):
+            if q < q_len and lane * WIDE < self.width:
+                out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
+                total = self.dot(out, dout, lane)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
         cleared = row < arguments.delta.shape[-1]
         if const_expr(first_heads is not None):
             cleared = cleared & (b * arguments.delta.shape[1] + h < first_heads)

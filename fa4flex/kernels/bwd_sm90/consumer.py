@@ -36,6 +36,7 @@ from fa4flex.kernels.common.backward import (
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.dropout import ColumnDropout, Columns
 from fa4flex.kernels.common.fragment import (
+    alike_in_warp,
     as_operand,
     computed_once,
     multiply,
@@ -54,7 +55,9 @@ are needed: the first of which a tile has a whole number. Registers for more the
 DROPPED = (8,)
 """The same with dropout: the columns of 16 queries, of which two by two share hashes."""
 SLOPED = 2
-"""Columns turned into probabilities together where scores have slopes, for the same reason."""
+"""Columns turned into probabilities together where scores have slopes, for the same reason. Where warpgroups
+have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which each
+part computes anew, would take more."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class Consumer:
         self.scheduler = scheduler
         columns = config.queries // 4
         parts = PARTS if hooks.dropout is None else DROPPED
-        self.together = SLOPED if hooks.slope is not None else next(n for n in parts if columns % n == 0)
+        few = hooks.slope is not None and not (hooks.elementwise and config.split == "keys")
+        self.together = SLOPED if few else next(n for n in parts if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
@@ -246,6 +250,8 @@ class Consumer:
         """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
         two from 2 (l % 4) on."""
         at = self.scheduler.place(work, h, heads, arguments)
+        if self.hooks.elementwise:
+            at = at.but(uniform=tuple(map(alike_in_warp, at.uniform)))
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
         first_key = self.first_key(work, mine.number, mine.lane)
         dropout = ColumnDropout.of(self.hooks.dropout, at, first_key)
