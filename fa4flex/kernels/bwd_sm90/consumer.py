@@ -56,8 +56,8 @@ DROPPED = (8,)
 """The same with dropout: the columns of 16 queries, of which two by two share hashes."""
 SLOPED = 2
 """Columns turned into probabilities together where scores have slopes, for the same reason. Where warpgroups
-have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which each
-part computes anew, would take more."""
+have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which
+each part computes anew, would take more."""
 
 
 @dataclass(frozen=True)
