@@ -12,6 +12,13 @@ from fa4flex.primitives.lists import Lists
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 
 
+def shared_by_many(lists: Lists, heads: int, kv_heads: int) -> bool:
+    """True if more rows share a list than one product has: queries, of heads that share keys and a list."""
+    groups = max(kv_heads, lists.ids.shape[1], 1)
+    queries = lists.queries if lists.q_len is None else min(lists.queries, lists.q_len)
+    return heads // groups * queries > ROWS
+
+
 class _Listed(NamedTuple):
     k: Tensor
     v: Tensor
@@ -19,6 +26,7 @@ class _Listed(NamedTuple):
     counts: Tensor | None
     beside: bool
     packed: bool
+    many: bool
     unit: int
     queries: int
     tail: int
@@ -34,19 +42,20 @@ class Listed(_Listed, KeySource):
 
     beside      queries see keys beside their lists
     packed      queries are packed
+    many        more rows share a list than one product has
     first_keys  keys that all queries see
     end         keys that the lists are of
     """
 
     __slots__ = ()
     numbers = "unit", "queries", "tail", "window", "first_keys", "end"
-    values = "beside", "packed", *numbers
+    values = "beside", "packed", "many", *numbers
 
     @classmethod
     def of(cls, lists: Lists, kv: Contiguous | Paged, packed: bool) -> Listed:
         pages = (kv.page_table, kv.paged_keys) if isinstance(kv, Paged) else (None, None)
         numbers = lists.unit, lists.queries, lists.tail, lists.window, lists.sinks, lists.kv_len
-        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, *numbers, *pages)
+        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, False, *numbers, *pages)
 
     @property
     def seqused_k(self) -> Tensor | None:
@@ -63,7 +72,7 @@ class Listed(_Listed, KeySource):
 
     def keys(self, rows: int) -> Keys:
         kept = CONTIGUOUS if self.page_table is None else in_pages(self.k.shape[rows])
-        return of_lists(kept, self.counts is not None, self.beside)
+        return of_lists(kept, self.counts is not None, self.beside, self.many)
 
     def longest(self, rows: int) -> int:
         columns = 1 if self.page_table is None else self.page_table.shape[1]
@@ -75,5 +84,6 @@ class Listed(_Listed, KeySource):
         listed = -(-self.ids.shape[3] * self.unit // tile_n) * tile_n
         if not self.beside:
             return listed
-        near = max(self.window, self.tail * self.unit) + min(self.queries, ROWS) - 1
+        queries = min(self.queries, 2 * ROWS if self.many else ROWS)
+        near = max(self.window, self.tail * self.unit) + queries - 1
         return listed + min(self.first_keys + near, keys)

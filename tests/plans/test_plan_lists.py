@@ -3,10 +3,12 @@ events."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from broken_graphs import is_red, with_role
 from checked_plans import plan_forward, sizes_of
 
@@ -24,9 +26,12 @@ from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.listed_keys import shared_by_many
 
 FACTS = fa4flex.compile().program.facts
 LISTED = Problem(128, 128, keys=of_lists(CONTIGUOUS, counted=True, beside=True))
+BY_MANY = replace(LISTED, keys=of_lists(CONTIGUOUS, counted=True, beside=True, many=True))
+"""More than 64 rows share a list."""
 
 
 def planned(problem: Problem, schedule: Schedule = Schedule()) -> ListsPlan:
@@ -66,12 +71,52 @@ def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("width, value", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256), (40, 96)])
 def test_resources(width: int, value: int) -> None:
     """Keys and values leave room for the table that repeated entries are found by."""
-    for lengths in ("dense", "packed"):
-        plan = planned(replace(LISTED, head_dim=width, head_dim_v=value, lengths=lengths))
+    for problem, lengths in itertools.product((LISTED, BY_MANY), ("dense", "packed")):
+        plan = planned(replace(problem, head_dim=width, head_dim_v=value, lengths=lengths))
         plan.check()
         assert plan.memory["k"].size + plan.memory["v"].size >= 4 * PLACES
         assert plan.need.total <= plan.registers.consumer
         assert (plan.splitting is None) == (lengths == "packed") == (not plan.config().splits)
+
+
+def test_rows_that_share_a_list_share_what_is_gathered() -> None:
+    """Two consumers where more rows share a list than one has; other splits, as there are fewer tiles."""
+    one, two = planned(LISTED), planned(BY_MANY)
+    assert (one.consumers, one.rows, one.config().threads) == (1, 64, 256)
+    assert (two.consumers, two.rows, two.config().threads) == (2, 128, 384)
+    assert two.blocks == 1 and two.kv_stages == 4
+    assert two.memory["q"].size == 2 * one.memory["q"].size
+    assert "2 consumers" in two.explain() and "128 heads" in two.explain()
+    of_one, of_two = one.splitting, two.splitting
+    assert of_one is not None and of_two is not None
+    # 16 sequences of 128 heads: 32 tiles of 64 rows, or 16 of 128.
+    assert 16 * of_two.splits(16, 16, 2048, 16 * 128).most >= 132 - 16
+    assert of_two.splits(16, 16, 2048, 16 * 128).most > of_one.splits(16, 16, 2048, 16 * 128).most
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, of_lists, queries, q_len, many",
+    [
+        (64, 1, 1, 1, 5, False),
+        (65, 1, 1, 1, 5, True),
+        (128, 1, 1, 1, 5, True),
+        (128, 1, 2, 1, 5, False),
+        (128, 2, 1, 1, 5, False),
+        (64, 4, 4, 4, 100, False),
+        (64, 4, 4, 5, 100, True),
+        (64, 4, 4, 5, 3, False),
+    ],
+)
+def test_which_lists_many_rows_share(
+    heads: int, kv_heads: int, of_lists: int, queries: int, q_len: int, many: bool
+) -> None:
+    ids = torch.zeros(1, of_lists, -(-q_len // queries), 3, dtype=torch.int32)
+    lists = fa4flex.Lists(ids, kv_len=100, q_len=q_len, queries=queries)
+    assert shared_by_many(lists, heads, kv_heads) == many
+    plan = fa4flex.compile().source(
+        "plan", arch="sm_90a", q_len=q_len, kv_len=100, heads=heads, kv_heads=kv_heads, lists=lists
+    )
+    assert ("2 consumers" in plan) == many
 
 
 def test_it_is_explained() -> None:
@@ -94,13 +139,13 @@ def test_facts_are_asked_of_pairs() -> None:
 # --- the pipeline -------------------------------------------------------------------------------------
 
 
-def sound(stages: int = 2) -> Topology:
-    return lists_topology(128, 128, 64, stages)
+def sound(stages: int = 2, consumers: int = 1) -> Topology:
+    return lists_topology(128, 128, 64, stages, consumers)
 
 
 def test_it_runs_in_any_order(seed: int) -> None:
-    for stages in (2, 3):
-        for pipeline in (sound(stages), sound(stages).least):
+    for stages, consumers in itertools.product((2, 3), (1, 2)):
+        for pipeline in (sound(stages, consumers), sound(stages, consumers).least):
             check_counts(pipeline)
             for tiles in (1, 2, 5):
                 for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
@@ -111,10 +156,11 @@ RUNS = ([1], [2], [3], [4])
 """Key tiles of each tile of queries, of runs in which something is left out."""
 
 
-def test_each_synchronisation_is_needed(seed: int) -> None:
+@pytest.mark.parametrize("consumers", (1, 2))
+def test_each_synchronisation_is_needed(consumers: int, seed: int) -> None:
     """Without one of its waits or releases, the pipeline fails its checks or some run."""
     needed = "acquire", "wait", "release", "finish", "sync", "fill"
-    pipeline, tried = sound(), 0
+    pipeline, tried = sound(consumers=consumers), 0
     for role in pipeline.roles:
         for part in ("opening", "first"):
             for i, event in enumerate(getattr(role, part)):
@@ -124,4 +170,4 @@ def test_each_synchronisation_is_needed(seed: int) -> None:
                     parts = {part: left} if part != "first" else {"first": left, "body": left}
                     assert is_red(with_role(pipeline, replace(role, **parts)), seed, RUNS), (role.name, event)
                     tried += 1
-    assert tried >= 14
+    assert tried >= 6 + 8 * consumers

@@ -1,4 +1,5 @@
-"""The consumer warpgroup: that of few query rows, over keys each of which has an index of its own."""
+"""A consumer warpgroup: that of few query rows, over keys each of which has an index of its own. Threads are
+counted over all of them, and a tile's rows go from one to the next."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.fragment import multiply
 from fa4flex.kernels.common.packed_queries import copy_rows
-from fa4flex.kernels.common.products import ROWS, Products
+from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.decode_sm90 import consumer as base
 from fa4flex.kernels.decode_sm90.consumer import Mine, row_of
@@ -21,7 +22,7 @@ from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.epilogue import Epilogue
 from fa4flex.kernels.lists_sm90.fragment import Found, ListFragment, keys_of
 from fa4flex.kernels.lists_sm90.resources import Shared
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk, near
+from fa4flex.kernels.lists_sm90.tiles import ListTile, Slice, Walk, near
 
 
 class Consumer(base.Consumer):
@@ -33,13 +34,26 @@ class Consumer(base.Consumer):
 
     @cute.jit
     def bring_queries(
-        self, arguments: Arguments, tile: ListTile, shared: cutlass.Constexpr[Shared], lane: Int32
+        self, arguments: Arguments, tile: ListTile, shared: cutlass.Constexpr[Shared], thread: Int32
     ) -> None:
-        """All rows of the tile to shared memory. Threads meet after it, as they do when entries are known."""
+        """The warpgroup's rows to shared memory. Threads meet after it, as they do when entries are known."""
+        group, lane = self.place(thread)
         queries = arguments.q
         if const_expr(cute.rank(arguments.q) == 4):
             queries = arguments.q[tile.b, None, None, None]
-        copy_rows(queries, tile.q_offset, tile, shared.q[None, None, 0], lane)
+        mine = Slice(tile, group * ROWS)
+        copy_rows(queries, tile.q_offset, mine, shared.q[None, None, group], lane)  # type: ignore[arg-type]
+
+    def place(self, thread: Int32) -> tuple[Int32, Int32]:
+        """Number of the warpgroup, and of the thread in it."""
+        if self.config.consumers == 1:
+            return Int32(0), thread
+        return cute.arch.make_warp_uniform(thread // 128), thread % 128
+
+    def products(self, mma: tuple[Any, Any], shared: Shared, thread: Int32) -> Products:  # type: ignore[override]
+        group, lane = self.place(thread)
+        tiles = shared.q[None, None, group], shared.k, shared.v
+        return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
 
     @cute.jit
     def visit(

@@ -16,7 +16,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import any_of, sync
 from fa4flex.kernels.lists_sm90.resources import Shared
 from fa4flex.kernels.lists_sm90.roles import ENTRIES
-from fa4flex.kernels.lists_sm90.tiles import Part, groups_of
+from fa4flex.kernels.lists_sm90.tiles import Part, group_count
 
 THREADS = 128
 """Threads that look at entries."""
@@ -56,7 +56,7 @@ def entries_of(part: Part, arguments: Arguments) -> Entries:
     batch, heads, _, most = arguments.ids.shape
     unit, end = Int32(arguments.unit), Int32(arguments.end)
     # Groups are as many as heads of lists, or several of them share one.
-    groups = groups_of(arguments).count
+    groups = group_count(arguments)
     at = select_(Int32(batch) == 1, Int32(0), part.b), part.group // (groups // Int32(heads)), part.row
     count = Int32(most)
     if arguments.counts is not None:

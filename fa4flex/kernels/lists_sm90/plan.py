@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
+from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, PLACES, ROWS, WORDS, Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
@@ -20,6 +21,7 @@ from fa4flex.kernels.plan.few_rows import (
     room_of,
     share_of,
 )
+from fa4flex.kernels.plan.keys import ListedKeys
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, ForwardPlan, Pipeline
@@ -31,14 +33,23 @@ from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import WARPGROUP, Topology
 from fa4flex.primitives.heads import ALIKE
 
+TWO = Split(40, 232)
+"""Registers of a producer that finds keys, and of each of two consumers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListsPlan(DecodePlan):
-    """The plan of `lists_sm90`."""
+    """The plan of `lists_sm90`. consumers: warpgroups that share the keys of a tile, with ROWS rows each."""
+
+    consumers: int = 1
 
     module: ClassVar[str] = "fa4flex.kernels.lists_sm90"
-    rows: ClassVar[int] = ROWS
     purpose: ClassVar[str] = "listed keys"
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]  # other kernels' is the same for all plans
+        """Rows of a tile."""
+        return ROWS * self.consumers
 
     @property
     def skip(self) -> float:
@@ -47,7 +58,7 @@ class ListsPlan(DecodePlan):
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+        return _memory(self.problem, self.target, (self.tile_n, self.kv_stages, self.consumers))
 
     @property
     def tile_copies(self) -> TileCopies:
@@ -58,12 +69,12 @@ class ListsPlan(DecodePlan):
     def splitting(self) -> Splitting | None:  # type: ignore[override]  # packed queries are not split
         if not self.config().splits:
             return None
-        return TiledSplitting(**vars(super().splitting))
+        return TiledSplitting(**vars(super().splitting), tile_m=self.rows)
 
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
-        return lists_topology(*self.widths, self.tile_n, self.kv_stages)
+        return lists_topology(*self.widths, self.tile_n, self.kv_stages, self.consumers)
 
     def config(self) -> Config:  # type: ignore[override]
         """Configuration of the hand-written kernel."""
@@ -82,7 +93,11 @@ class ListsPlan(DecodePlan):
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
+            consumers=self.consumers,
         )
+
+    def check_registers(self) -> None:
+        self.registers.check(self.consumers, self.target, self.blocks)
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words. Bounds follow from what is listed, which no size tells."""
@@ -90,22 +105,34 @@ class ListsPlan(DecodePlan):
 
     def explain_rows(self) -> list[str]:
         return [
-            "  rows: queries that share a list, of up to 64 heads that share keys",
+            f"  rows: queries that share a list, of up to {self.rows} heads that share keys",
             f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once; {WARPGROUP} warps"
             " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
         ]
 
+    def explain_threads(self) -> list[str]:
+        if self.consumers == 1:
+            return super().explain_threads()
+        r = self.registers
+        return [
+            f"warpgroups: 1 producer, {self.consumers} consumers of {r.producer} and {r.consumer} registers,"
+            f" which share keys and have {ROWS} rows each",
+            f"  a consumer needs about {self.need.explain()}",
+        ]
 
-def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+
+def _memory(problem: Problem, target: Target, sizes: tuple[int, int, int]) -> Memory:
+    """The shared-memory map for so many keys of a tile, stages and consumers."""
+    tile_n, kv_stages, consumers = sizes
     d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
-    sizes = {
+    regions = {
         "ids": NUMBER * tile_n * kv_stages,
         "bits": NUMBER * WORDS,
-        "q": tile_bytes(ROWS, d, size),
+        "q": tile_bytes(ROWS * consumers, d, size),
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
-    return lay_out(sizes, {}, 6 * kv_stages, target)
+    return lay_out(regions, {}, 6 * kv_stages, target)
 
 
 def plan_lists(request: ForwardRequest) -> ForwardPlan:
@@ -117,12 +144,14 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
             "leave them out",
         )
     problem, target = request.problem, request.target
+    consumers = 2 if isinstance(problem.keys, ListedKeys) and problem.keys.many else 1
     tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
 
     def fits(blocks: int, stages: int) -> bool:
-        memory = _memory(problem, tile_n, stages, target)
+        memory = _memory(problem, target, (tile_n, stages, consumers))
         table = memory["k"].size + memory["v"].size >= NUMBER * PLACES
-        return table and memory.total <= room_of(blocks, target)
+        # Two blocks of two consumers would have half as many registers for each.
+        return table and blocks * consumers <= 2 and memory.total <= room_of(blocks, target)
 
     blocks, stages = blocks_and_stages(STAGES, fits)
     return ListsPlan(
@@ -131,10 +160,11 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
         tile_n=tile_n,
         kv_stages=stages,
         blocks=blocks,
-        registers=SPLITS[blocks],
+        registers=SPLITS[blocks] if consumers == 1 else TWO,
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         share=share_of(request, tile_n),
+        consumers=consumers,
     )
 
 

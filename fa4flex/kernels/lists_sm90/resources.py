@@ -13,9 +13,9 @@ from fa4flex.kernels.lists_sm90.config import PLACES, WORDS, Config
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory: q (64, head_dim, 1), k (tile_n, head_dim, stage), v (head_dim_v, tile_n, stage); keys of
-    a tile, ids (tile_n, stage), -1 for none; bits of the entries that count, bits (WORDS); and, before there
-    are keys, the table of entries over k and v, places (PLACES)."""
+    """Shared memory: q (64, head_dim, consumer), k (tile_n, head_dim, stage), v (head_dim_v, tile_n, stage);
+    keys of a tile, ids (tile_n, stage), -1 for none; bits of the entries that count, bits (WORDS); and,
+    before there are keys, the table of entries over k and v, places (PLACES)."""
 
     q: cute.Tensor
     k: cute.Tensor

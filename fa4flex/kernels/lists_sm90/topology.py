@@ -2,8 +2,9 @@
 
 Four warps look at the entries of a list: which of them list a unit of keys that is there, and whether any is
 listed twice. Then they gather tiles of keys and values row by row, and tell of each tile which keys it has.
-One warpgroup multiplies, takes the softmax and writes to global memory. A block has one tile: some queries
-that share a list, of heads that share keys, and a part of these keys.
+A warpgroup multiplies, takes the softmax and writes to global memory; or two do, of 64 rows each, where so
+many share a list: what is gathered then serves both. A block has one tile: some queries that share a list, of
+heads that share keys, and a part of these keys.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.topology import WARPGROUP, Action, Event, Product, Role, Topology
 
 
-def lists_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int) -> Topology:
+def lists_topology(
+    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, consumers: int = 1
+) -> Topology:
     """The pipeline with these tiles."""
-    table, copies = barrier_table(kv_stages), TileCopies(1, WARPGROUP)
+    table, copies = barrier_table(kv_stages, consumers), TileCopies(1, WARPGROUP)
     k, v = (
         copies.ring(table, name, tile_n, (2 * width, block_bytes(width)))
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
     return Topology(
-        (_consumer(), _producer()),  # what a block did is told by the first, in which nothing is left out
+        # what a block did is told by the first, in which nothing is left out
+        (*(_consumer(i) for i in range(consumers)), _producer()),
         (k, v, table.ring("ids", NUMBER * tile_n)),
         table.named_barriers(),
         "none",
@@ -39,23 +43,24 @@ def _producer() -> Role:
     return Role("producer", WARPGROUP, (looked, again, again, Event("sync", "listed")), tile, tile)
 
 
-def _consumer() -> Role:
+def _consumer(i: int) -> Role:
+    queries, scores, out = f"q {i}", f"S of {i}", f"O of {i}"
     tile = (
         *(Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")),
         *(Event("wait", "k"), Event("issue", "S"), Event("finish", "S"), Event("release", "k")),
-        Event("softmax", "S of 0"),
+        Event("softmax", scores),
         *(Event("wait", "v"), Event("issue", "O"), Event("finish", "O"), Event("release", "v")),
     )
     return Role(
-        "consumer",
+        f"consumer {i}",
         WARPGROUP,
-        opening=(Event("write", "q", per="block"), Event("sync", "listed")),
+        opening=(Event("write", queries, per="block"), Event("sync", "listed")),
         first=tile,
         body=tile,
-        last=(Event("read", "O of 0"),),
+        last=(Event("read", out),),
         products=(
-            Product("S", (Event("read", "q", per="block"), Event("read", "k")), Event("write", "S of 0")),
-            Product("O", (Event("read", "v"),), Event("update", "O of 0"), fresh=True),
+            Product("S", (Event("read", queries, per="block"), Event("read", "k")), Event("write", scores)),
+            Product("O", (Event("read", "v"),), Event("update", out), fresh=True),
         ),
-        warp=WARPGROUP,
+        warp=WARPGROUP * (1 + i),
     )

@@ -35,10 +35,12 @@ MOST_BOXES = 8
 
 @dataclass(frozen=True)
 class TiledSplitting(Splitting):
-    """Splitting of launches with a block for each tile of ROWS rows."""
+    """Splitting of launches with a block for each tile of `tile_m` rows."""
+
+    tile_m: int = ROWS
 
     def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
-        tiles = -(-rows // max(pairs, 1) // ROWS)
+        tiles = -(-rows // max(pairs, 1) // self.tile_m)
         return super().splits(batch, pairs * max(tiles, 1), kv_len, rows)
 
 

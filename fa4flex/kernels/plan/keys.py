@@ -113,7 +113,10 @@ class LatentKeys(Keys):
 
 @dataclass(frozen=True)
 class ListedKeys(Keys):
-    """Keys of which lists say which ones queries attend to."""
+    """Keys of which lists say which ones queries attend to. many: more rows, pairs of a query and a head that
+    share keys, share a list than one product has. Either is right, and what is not true is slower."""
+
+    many: bool = False
 
     listed: ClassVar[bool] = True
 
@@ -152,11 +155,11 @@ _OF_LISTS = (
 )
 
 
-def of_lists(kept: Keys, counted: bool, beside: bool) -> ListedKeys:
-    """Keys of another source that lists select from. counted: lists have counts."""
+def of_lists(kept: Keys, counted: bool, beside: bool, many: bool = False) -> ListedKeys:
+    """Keys of another source that lists select from. counted: lists have counts; many: see ListedKeys."""
     rows = *kept.rows, *_OF_LISTS, KeyRow("counts", Given("counts", _ROW_OF_LISTS), counted)
     kind = KeysBesideLists if beside else ListedKeys
-    return kind(kept.loader, kept.together, rows)
+    return kind(kept.loader, kept.together, rows, many=many)
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------
