@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from decoding import split_in
-from listed import Size, attend, check, compare, drawn_lists, drawn_size, tensors
+from listed import TIMINGS, Size, attend, check, compare, drawn_lists, drawn_size, tensors
 
 import fa4flex
 from fa4flex import Lists
+from fa4flex.runtime import listed_keys
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(140, 900) / 2
@@ -48,6 +49,49 @@ def test_variant(name: str, beside: bool, monkeypatch: pytest.MonkeyPatch, seed:
         split_in(monkeypatch, rng.choice((1, 2, 3)))
         size = drawn_size(rng)
         check(attn, tensors(size), blocks=drawn_lists(rng, size, beside))
+
+
+SHARED = {
+    "128:1": (128, 1, 1, 3),
+    "65:1": (65, 1, 1, 1),
+    "130:1": (130, 1, 1, 1),
+    "16:1, rows of 5": (16, 1, 5, 7),
+    "40:2, rows of 4": (40, 2, 4, 6),
+    "2:1, rows of 100": (2, 1, 100, 130),
+}
+"""Heads of queries and of keys, queries that share a list, and all queries."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("timing", TIMINGS, ids=lambda timing: timing[0])
+def test_two_consumers(
+    name: str, timing: tuple[str, int], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """More rows share a list than one product has: two warpgroups read what is gathered once."""
+    heads, kv_heads, queries, q_len = SHARED[name]
+    rng, splits = random.Random(seed), seed % 3 + 1
+    split_in(monkeypatch, splits)
+    size = Size(heads, kv_heads, rng.choice((1, kv_heads)), q_len, rng.choice((1, 63, 150, 300)))
+    lists = drawn_lists(rng, size, seed % 2 == 0, queries=queries, counted=rng.random() < 0.5)
+    found = check(fa4flex.compile(*MODS[rng.choice(tuple(MODS))]), tensors(size), blocks=lists, timing=timing)
+    assert {x.shape.block for x in found.results if "lists_sm90" in x.kernel} == {(384, 1, 1)}
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_list_gather_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are copied row by row, besides queries, are half of those of tiles of 64 rows each."""
+    size, copied = Size(128, 1, 1, 1, 640), []
+    ids = torch.randperm(640)[:300].sort().values.int().view(1, 1, 1, -1)
+    qkv, lists = tensors(size), Lists(ids, kv_len=640, q_len=1)
+    for rows in (64, 1000):
+        monkeypatch.setattr(listed_keys, "ROWS", rows)
+        found = check(fa4flex.compile(), qkv, blocks=lists)
+        (result,) = (x for x in found.results if "lists_sm90" in x.kernel)
+        lines = {x.line for x in result.program.kernel.body if x.opcode.startswith("cp.async.cg")}
+        copied.append(sum(size for line, size in result.shared.items() if line in lines))
+    of_queries = 2 * 128 * 64
+    assert 2 * (copied[0] - of_queries) == copied[1] - of_queries > 0
 
 
 WIDTHS = {"128": (128, 128), "96 and 40": (96, 40), "256": (256, 256), "40": (40, 40)}
