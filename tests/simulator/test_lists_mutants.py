@@ -17,7 +17,6 @@ from fa4flex import Lists
 from fa4flex.kernels.plan import splitting
 from fa4flex.variants import causal
 
-
 KINDS = "ascending", "in no order", "two consumers"
 """Lists of a call; the last ones ascend, and a hundred heads share them."""
 
