@@ -1,13 +1,15 @@
 """Entries of a list that count: those of units that are there, each once.
 
-A warpgroup looks at all of them, and leaves a bit for each. Most lists ascend, as the library's own do, and
-then no unit stands there twice. Of others, each entry is put into a table by its unit, open to the next
-place where two units meet; of entries of one unit, the first stays.
+A warpgroup looks at all of them, and leaves a bit for each. Nothing else can begin before, so that a warp
+asks for many at once. Most lists ascend, as the library's own do, and then no unit stands there twice. Of
+others, each entry is put into a table by its unit, open to the next place where two units meet; of entries of
+one unit, the first stays.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute, select_
@@ -20,6 +22,9 @@ from fa4flex.kernels.lists_sm90.tiles import Part, group_count
 
 THREADS = 128
 """Threads that look at entries."""
+
+TOGETHER = 8
+"""Words of the bits, and so entries of a lane, that a warp looks at together."""
 
 NOTHING = -1
 """Unit of an entry that lists none, and entry of a place that none has taken."""
@@ -39,6 +44,16 @@ class Entries:
     def unit(self, i: Int32) -> Int32:
         """Unit of an entry, or NOTHING."""
         return _unit(self, i)
+
+    def given(self, i: Int32) -> Any:
+        """What stands at entry i, of a list that has some; at the nearest one where there is no such entry.
+        Nothing waits for it before it is used."""
+        return self.ids[cutlass.max(cutlass.min(i, self.count - 1), Int32(0))]
+
+    def checked(self, i: Int32, given: Any) -> Int32:
+        """Unit of entry i, at which this was given, or NOTHING."""
+        there = (i >= 0) & (i < self.count) & (given >= 0) & (given < self.units)
+        return Int32(select_(there, Int32(given), Int32(NOTHING)))
 
 
 @cute.jit
@@ -69,14 +84,32 @@ def entries_of(part: Part, arguments: Arguments) -> Entries:
 def look(entries: cutlass.Constexpr[Entries], shared: cutlass.Constexpr[Shared], thread: Int32) -> None:
     """A warpgroup's: leave the bits of the entries that count. Threads meet after this to read them."""
     repeated = Boolean(False)
-    for base in cutlass.range(thread // 32 * 32, entries.count, THREADS, unroll=1):
-        i = base + thread % 32
-        unit, before = entries.unit(i), entries.unit(i - 1)
-        ascends = (i == 0) | ((before >= 0) & (before < unit))
-        repeated = repeated | ((unit >= 0) & ~ascends)
-        _keep(shared, base, unit >= 0)
+    lane, each = thread % 32, 32 * TOGETHER
+    # The first bits are read even of a list without entries.
+    for base in cutlass.range(thread // 32 * each, cutlass.max(entries.count, Int32(1)), 4 * each, unroll=1):
+        word, again = _words(entries, base, lane)
+        repeated = repeated | again
+        if lane < TOGETHER:
+            shared.bits[base // 32 + lane] = word
     if any_of(ENTRIES, repeated):
         _look_again(entries, shared, thread)
+
+
+def _words(entries: Entries, base: Int32, lane: Int32) -> tuple[Int32, Boolean]:
+    """A warp's: the bits of entries from `base` on, word w in lane w of TOGETHER; and whether one of a lane's
+    is not above the one before. All are asked for before any is looked at."""
+    places = [base - 1, *(base + 32 * w + lane for w in range(TOGETHER))]
+    given = [entries.given(i) for i in places]
+    left, *units = [entries.checked(i, x) for i, x in zip(places, given)]
+    word, repeated = Int32(0), Boolean(False)
+    for w, unit in enumerate(units):
+        # A lane's left neighbour, which for the first lane is the last one of the word before.
+        before = select_(lane == 0, left, cute.arch.shuffle_sync(unit, (lane + 31) % 32))
+        left = cute.arch.shuffle_sync(unit, 31)
+        ascends = (places[w + 1] == 0) | ((before >= 0) & (before < unit))
+        repeated = repeated | ((unit >= 0) & ~ascends)
+        word = select_(lane == w, Int32(cute.arch.vote_ballot_sync(unit >= 0)), word)
+    return word, repeated
 
 
 @cute.jit
