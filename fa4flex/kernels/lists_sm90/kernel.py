@@ -25,7 +25,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.consumer import Consumer
+from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
 from fa4flex.kernels.lists_sm90.entries import Entries, entries_of, last_of, look
 from fa4flex.kernels.lists_sm90.producer import Producer
 from fa4flex.kernels.lists_sm90.resources import Shared, members_of, shared_of
@@ -49,7 +49,7 @@ class Forward(SplitForward):
         self.barriers = barrier_table(config.kv_stages, config.consumers)
         self.listed = listed(config.consumers)
         self.producer = Producer(config)
-        self.consumer = Consumer(config, hooks)
+        self.consumer = (Consumer if config.consumers == 1 else SharingConsumer)(config, hooks)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:

@@ -9,6 +9,9 @@ heads that share keys, and a part of these keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fa4flex.kernels.fwd_sm90.topology import values
 from fa4flex.kernels.lists_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import NUMBER, block_bytes
 from fa4flex.kernels.plan.paging import TileCopies
@@ -26,7 +29,7 @@ def lists_topology(
     )
     return Topology(
         # what a block did is told by the first, in which nothing is left out
-        (*(_consumer(i) for i in range(consumers)), _producer()),
+        (*((_consumer if consumers == 1 else _sharing_consumer)(i) for i in range(consumers)), _producer()),
         (k, v, table.ring("ids", NUMBER * tile_n)),
         table.named_barriers(),
         "none",
@@ -45,12 +48,8 @@ def _producer() -> Role:
 
 def _consumer(i: int) -> Role:
     queries, scores, out = f"q {i}", f"S of {i}", f"O of {i}"
-    tile = (
-        *(Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")),
-        *(Event("wait", "k"), Event("issue", "S"), Event("finish", "S"), Event("release", "k")),
-        Event("softmax", scores),
-        *(Event("wait", "v"), Event("issue", "O"), Event("finish", "O"), Event("release", "v")),
-    )
+    start, end = values(clears=False)
+    tile = (*_START, Event("finish", "S"), Event("release", "k"), Event("softmax", scores), *start, *end)
     return Role(
         f"consumer {i}",
         WARPGROUP,
@@ -63,4 +62,24 @@ def _consumer(i: int) -> Role:
             Product("O", (Event("read", "v"),), Event("update", out), fresh=True),
         ),
         warp=WARPGROUP * (1 + i),
+    )
+
+
+_START = (
+    *(Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")),
+    *(Event("wait", "k"), Event("issue", "S")),
+)
+"""Start of the scores of a tile."""
+
+
+def _sharing_consumer(i: int) -> Role:
+    """One of several: scores of a tile go before the values of the one before."""
+    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
+    (start, end), (start_before, end_before) = values(clears=False), values(clears=False, tile=-1)
+    plain = _consumer(i)
+    return replace(
+        plain,
+        first=(*_START, *softmax),
+        body=(*_START, *start_before, *softmax, *end_before),
+        last=(*start, *end, *plain.last),
     )
