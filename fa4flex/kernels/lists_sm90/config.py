@@ -17,6 +17,9 @@ MOST_ENTRIES = 4096
 PLACES = 2 * MOST_ENTRIES
 """Places of the table by which repeated entries are found, at most half of which are taken."""
 
+TABLE = 2 * PLACES
+"""Numbers of the table: a place has a unit, and the first entry that lists it."""
+
 WORDS = MOST_ENTRIES // 32
 """Words of the bits of entries."""
 

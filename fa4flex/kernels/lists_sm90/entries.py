@@ -16,6 +16,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import any_of, sync
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, WORDS
 from fa4flex.kernels.lists_sm90.resources import Shared
 from fa4flex.kernels.lists_sm90.roles import ENTRIES
 from fa4flex.kernels.lists_sm90.tiles import Part, group_count
@@ -26,8 +27,11 @@ THREADS = 128
 TOGETHER = 8
 """Words of the bits, and so entries of a lane, that a warp looks at together."""
 
+AHEAD = 4
+"""Entries that a thread has asked for while it looks up one."""
+
 NOTHING = -1
-"""Unit of an entry that lists none, and entry of a place that none has taken."""
+"""Unit of an entry that lists none, and of a place that none has taken."""
 
 SPREAD = 0x9E3779B1
 """Knuth's multiplier: units that follow each other are far apart in the table."""
@@ -41,10 +45,6 @@ class Entries:
     count: Int32
     units: Int32
 
-    def unit(self, i: Int32) -> Int32:
-        """Unit of an entry, or NOTHING."""
-        return _unit(self, i)
-
     def given(self, i: Int32) -> Any:
         """What stands at entry i, of a list that has some; at the nearest one where there is no such entry.
         Nothing waits for it before it is used."""
@@ -54,16 +54,6 @@ class Entries:
         """Unit of entry i, at which this was given, or NOTHING."""
         there = (i >= 0) & (i < self.count) & (given >= 0) & (given < self.units)
         return Int32(select_(there, Int32(given), Int32(NOTHING)))
-
-
-@cute.jit
-def _unit(entries: cutlass.Constexpr[Entries], i: Int32) -> Int32:
-    found = Int32(NOTHING)
-    if i >= 0 and i < entries.count:
-        given = entries.ids[i]
-        if given >= 0 and given < entries.units:
-            found = Int32(given)
-    return found
 
 
 def entries_of(part: Part, arguments: Arguments) -> Entries:
@@ -113,67 +103,44 @@ def _words(entries: Entries, base: Int32, lane: Int32) -> tuple[Int32, Boolean]:
 
 
 @cute.jit
-def _keep(shared: cutlass.Constexpr[Shared], base: Int32, counts: Boolean) -> None:
-    """A warp's: the bits of its entries."""
-    bits = cute.arch.vote_ballot_sync(counts)
-    with cute.arch.elect_one():
-        shared.bits[base // 32] = Int32(bits)
-
-
-@cute.jit
 def _look_again(
     entries: cutlass.Constexpr[Entries], shared: cutlass.Constexpr[Shared], thread: Int32
 ) -> None:
+    """Leave the bits of the first entry of each unit alone. So many entries are on their way while one is put
+    into the table."""
     size = Int32(64)
     while size < 2 * entries.count:
         size = size * 2
     for place in cutlass.range(thread, size, THREADS, unroll=1):
-        shared.places[place] = Int32(NOTHING)
+        shared.places[place, 0], shared.places[place, 1] = Int32(NOTHING), Int32(MOST_ENTRIES)
+    for word in cutlass.range(thread, WORDS, THREADS, unroll=1):
+        shared.bits[word] = Int32(0)
+    given = tuple([entries.given(thread + n * THREADS) for n in range(AHEAD)])
     sync(ENTRIES)
     for i in cutlass.range(thread, entries.count, THREADS, unroll=1):
-        unit = entries.unit(i)
+        unit = entries.checked(i, given[0])
+        given = (*given[1:], entries.given(i + AHEAD * THREADS))
         if unit >= 0:
-            _put(entries, shared.places, size - 1, unit, i)
+            _put(shared.places, size - 1, unit, i)
     sync(ENTRIES)
-    for base in cutlass.range(thread // 32 * 32, entries.count, THREADS, unroll=1):
-        i = base + thread % 32
-        unit = entries.unit(i)
-        counts = Boolean(False)
-        if unit >= 0:
-            counts = _first(entries, shared.places, size - 1, unit) == i
-        _keep(shared, base, counts)
-
-
-def _place_of(unit: Int32, mask: Int32) -> Int32:
-    return Int32((Uint32(unit) * Uint32(SPREAD)) >> 16) & mask
+    for place in cutlass.range(thread, size, THREADS, unroll=1):
+        first = shared.places[place, 1]
+        if first < MOST_ENTRIES:
+            cute.arch.atomic_or(shared.bits.iterator + first // 32, Int32(1) << (first % 32))
 
 
 @cute.jit
-def _put(
-    entries: cutlass.Constexpr[Entries], places: cute.Tensor, mask: Int32, unit: Int32, i: Int32
-) -> None:
-    place, going = _place_of(unit, mask), Boolean(True)
+def _put(places: cute.Tensor, mask: Int32, unit: Int32, i: Int32) -> None:
+    """Put an entry where its unit stands in the table, or where there is none yet."""
+    place, going = Int32((Uint32(unit) * Uint32(SPREAD)) >> 16) & mask, Boolean(True)
     while going:
-        old = cute.arch.atomic_cas(places.iterator + place, cmp=Int32(NOTHING), val=i)
-        if old == NOTHING:
-            going = Boolean(False)
-        elif entries.unit(old) == unit:
-            cute.arch.atomic_min(places.iterator + place, i)
+        units = places[None, 0].iterator + place
+        old = cute.arch.atomic_cas(units, cmp=Int32(NOTHING), val=unit)
+        if (old == NOTHING) | (old == unit):
+            cute.arch.atomic_min(places[None, 1].iterator + place, i)
             going = Boolean(False)
         else:
             place = (place + 1) & mask
-
-
-@cute.jit
-def _first(entries: cutlass.Constexpr[Entries], places: cute.Tensor, mask: Int32, unit: Int32) -> Int32:
-    """The first entry of a unit, which is in the table."""
-    place, found = _place_of(unit, mask), Int32(NOTHING)
-    while found < 0:
-        other = places[place]
-        if entries.unit(other) == unit:
-            found = other
-        place = (place + 1) & mask
-    return found
 
 
 @cute.jit

@@ -10,7 +10,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
 from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, PLACES, ROWS, WORDS, Config
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, WORDS, Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
 from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
 from fa4flex.kernels.plan.bound import Size
@@ -69,7 +69,9 @@ class ListsPlan(DecodePlan):
     def splitting(self) -> Splitting | None:  # type: ignore[override]  # packed queries are not split
         if not self.config().splits:
             return None
-        return TiledSplitting(**vars(super().splitting), tile_m=self.rows)
+        # A block that is alone on a multiprocessor waits for what it has asked for, and not for the chip.
+        room = {"multiprocessors": self.target.multiprocessors * self.blocks, "blocks": 1}
+        return TiledSplitting(**{**vars(super().splitting), **room}, tile_m=self.rows)
 
     @cached_property
     def topology(self) -> Topology:
@@ -132,6 +134,7 @@ def _memory(problem: Problem, target: Target, sizes: tuple[int, int, int]) -> Me
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
+    regions["behind"] = max(NUMBER * TABLE - regions["k"] - regions["v"], 0)
     return lay_out(regions, {}, 6 * kv_stages, target)
 
 
@@ -149,9 +152,8 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
 
     def fits(blocks: int, stages: int) -> bool:
         memory = _memory(problem, target, (tile_n, stages, consumers))
-        table = memory["k"].size + memory["v"].size >= NUMBER * PLACES
         # Two blocks of two consumers would have half as many registers for each.
-        return table and blocks * consumers <= 2 and memory.total <= room_of(blocks, target)
+        return blocks * consumers <= 2 and memory.total <= room_of(blocks, target)
 
     blocks, stages = blocks_and_stages(STAGES, fits)
     return ListsPlan(

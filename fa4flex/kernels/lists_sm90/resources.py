@@ -8,14 +8,14 @@ from typing import Any
 from cutlass import AddressSpace, Int32, cute
 
 from fa4flex.kernels.common.transfer import tile_room
-from fa4flex.kernels.lists_sm90.config import PLACES, WORDS, Config
+from fa4flex.kernels.lists_sm90.config import PLACES, TABLE, WORDS, Config
 
 
 @dataclass(frozen=True)
 class Shared:
     """Shared memory: q (64, head_dim, consumer), k (tile_n, head_dim, stage), v (head_dim_v, tile_n, stage);
     keys of a tile, ids (tile_n, stage), -1 for none; bits of the entries that count, bits (WORDS); and,
-    before there are keys, the table of entries over k and v, places (PLACES)."""
+    before there are keys, the table of entries over k and v and what lies behind, places (PLACES, 2)."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -34,6 +34,7 @@ def members_of(layouts: tuple[Any, ...], kind: Any, config: Config) -> dict[str,
         "queries": tile_room(kind, q),
         "keys": tile_room(kind, k),
         "values": tile_room(kind, v),
+        "behind": cute.struct.MemRange[Int32, max(TABLE - (k + v) * kind.width // 32, 0)],
     }
 
 
@@ -47,5 +48,5 @@ def shared_of(storage: Any, layouts: tuple[Any, ...], config: Config) -> Shared:
         storage.values.get_tensor(v.outer, swizzle=v.inner),
         storage.ids.get_tensor(cute.make_layout((config.tile_n, config.kv_stages))),
         storage.bits.get_tensor(cute.make_layout(WORDS)),
-        cute.make_tensor(table, cute.make_layout(PLACES)),
+        cute.make_tensor(table, cute.make_layout((PLACES, 2))),
     )
