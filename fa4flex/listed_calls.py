@@ -22,7 +22,7 @@ from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
-from fa4flex.runtime.listed_keys import Listed, shared_by_many
+from fa4flex.runtime.listed_keys import Listed, tiling_of
 from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant, changed, query_heads
@@ -103,8 +103,9 @@ def _attend(
     of_lists, heads = lists.ids.shape[1], call.kv_heads
     if call.empty or not heads or (of_lists % heads and heads % of_lists):
         return None
-    if shared_by_many(lists, query_heads(variant, q), heads):
-        call = call._replace(kv=listed._replace(many=True))
+    tiling = tiling_of(lists, query_heads(variant, q), heads)
+    if tiling != (False, 1):
+        call = call._replace(kv=listed._replace(many=tiling.many, united=tiling.united))
     if torch.is_grad_enabled() and call.wants_gradients:
         return None
     return _launched(now, call, (brought, lists), varlen, paging)

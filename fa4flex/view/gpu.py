@@ -339,7 +339,7 @@ def _listed(lists: Any, rows: int, others: dict[str, Any], heads: tuple[int, int
     """Keys of Lists, or for True of some that have counts and no keys beside them."""
     from fa4flex.kernels.lists_sm90.config import ROWS
     from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
-    from fa4flex.runtime.listed_keys import shared_by_many
+    from fa4flex.runtime.listed_keys import tiling_of
 
     _alone("listed keys", others)
     pages = replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
@@ -347,7 +347,7 @@ def _listed(lists: Any, rows: int, others: dict[str, Any], heads: tuple[int, int
         return of_lists(pages, counted=True, beside=False, many=heads[0] // max(heads[1], 1) > ROWS)
     if not isinstance(lists, Lists):
         raise InputError(f"lists={lists!r}", "a fa4flex.Lists, or True", "pass the lists of the call")
-    return of_lists(pages, lists.counts is not None, lists.beside, shared_by_many(lists, *heads))
+    return of_lists(pages, lists.counts is not None, lists.beside, *tiling_of(lists, *heads))
 
 
 def _codes(lengths: str, qk: Any = "int8", pv: Any = "float8_e4m3", promote: Any = True) -> Keys:

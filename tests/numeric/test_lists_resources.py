@@ -36,14 +36,13 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("consumers", (1, 2))
+@pytest.mark.parametrize("consumers, united", [(1, 1), (2, 1), (1, 4)])
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_spills(name: str, consumers: int) -> None:
+def test_nothing_spills(name: str, consumers: int, united: int) -> None:
     pieces, width, told = CASES[name]
     program = fa4flex.compile(**pieces).program
-    keys = of_lists(
-        told.get("kept", CONTIGUOUS), counted=True, beside=told.get("beside", False), many=consumers == 2
-    )
+    kept, beside = told.get("kept", CONTIGUOUS), told.get("beside", False)
+    keys = of_lists(kept, counted=True, beside=beside, many=consumers == 2, united=united)
     lengths: Any = "used" if "kept" in told else "dense"
     inputs = Inputs(Shape(1, 128, 64, 600), 1, width, width, keys=keys, lengths=lengths)
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)

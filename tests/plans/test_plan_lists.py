@@ -26,7 +26,7 @@ from fa4flex.kernels.plan.target import SM90A, SM100A
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.listed_keys import shared_by_many
+from fa4flex.runtime.listed_keys import tiling_of
 
 FACTS = fa4flex.compile().program.facts
 LISTED = Problem(128, 128, keys=of_lists(CONTIGUOUS, counted=True, beside=True))
@@ -115,11 +115,42 @@ def test_which_lists_many_rows_share(
 ) -> None:
     ids = torch.zeros(1, of_lists, -(-q_len // queries), 3, dtype=torch.int32)
     lists = fa4flex.Lists(ids, kv_len=100, q_len=q_len, queries=queries)
-    assert shared_by_many(lists, heads, kv_heads) == many
+    assert tiling_of(lists, heads, kv_heads).many == many
     plan = fa4flex.compile().source(
         "plan", arch="sm_90a", q_len=q_len, kv_len=100, heads=heads, kv_heads=kv_heads, lists=lists
     )
     assert ("2 consumers" in plan) == many
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, entries, queries, q_len, united",
+    [
+        (64, 4, 16, 1, 100, 4),
+        (16, 1, 64, 1, 100, 4),
+        (16, 1, 65, 1, 100, 2),
+        (16, 1, 129, 1, 100, 1),
+        (4, 1, 16, 1, 100, 16),
+        (4, 1, 16, 1, 3, 2),
+        (1, 1, 2, 1, 100, 32),
+        (4, 1, 16, 8, 100, 2),
+        (24, 1, 16, 1, 100, 2),
+        (40, 1, 16, 1, 100, 1),
+        (128, 1, 16, 1, 100, 1),
+    ],
+)
+def test_how_many_lists_are_united(
+    heads: int, kv_heads: int, entries: int, queries: int, q_len: int, united: int
+) -> None:
+    """As many rows as a tile has, powers of 2, and entries as can be compared with each other."""
+    ids = torch.zeros(1, kv_heads, -(-q_len // queries), entries, dtype=torch.int32)
+    lists = fa4flex.Lists(ids, kv_len=100, q_len=q_len, queries=queries)
+    assert tiling_of(lists, heads, kv_heads).united == united
+    problem = replace(LISTED, keys=of_lists(CONTIGUOUS, counted=True, beside=True, united=united))
+    plan = planned(problem)
+    plan.check()
+    assert plan.config().united == united and plan.config().told == 1 + (united > 1)
+    assert plan.blocks == 2 and plan.kv_stages == 2
+    assert (f"queries of {united} lists" in plan.explain()) == (united > 1)
 
 
 def test_it_is_explained() -> None:
@@ -142,13 +173,13 @@ def test_facts_are_asked_of_pairs() -> None:
 # --- the pipeline -------------------------------------------------------------------------------------
 
 
-def sound(stages: int = 2, consumers: int = 1) -> Topology:
-    return lists_topology(128, 128, 64, stages, consumers)
+def sound(stages: int = 2, consumers: int = 1, united: int = 1) -> Topology:
+    return lists_topology(128, 128, 64, stages, consumers, united)
 
 
 def test_it_runs_in_any_order(seed: int) -> None:
-    for stages, consumers in itertools.product((2, 3), (1, 2)):
-        for pipeline in (sound(stages, consumers), sound(stages, consumers).least):
+    for stages, (consumers, united) in itertools.product((2, 3), ((1, 1), (2, 1), (1, 4))):
+        for pipeline in (sound(stages, consumers, united), sound(stages, consumers, united).least):
             check_counts(pipeline)
             for tiles in (1, 2, 5):
                 for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):

@@ -48,7 +48,7 @@ def drawn_lists(rng: random.Random, size: Size, beside: bool = False, **options:
     unit = options.get("unit") or rng.choice((1, 1, 4, 16, 64, 3))
     queries = options.get("queries") or rng.choice((1, 1, 2))
     units, rows = -(-size.kv_len // unit), -(-size.q_len // queries)
-    capacity = rng.choice((1, 7, 40, min(250 // unit + 1, 160)))
+    capacity = options.get("capacity") or rng.choice((1, 7, 40, min(250 // unit + 1, 160)))
     low, high = rng.choice(((-1, units), (-3, units + 3), (0, max(units // 8, 1))))
     shape = size.lists, size.list_heads, rows, capacity
     ids = torch.randint(low, high, shape, dtype=options.get("dtype", torch.int32))

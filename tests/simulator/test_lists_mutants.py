@@ -17,18 +17,22 @@ from fa4flex import Lists
 from fa4flex.kernels.plan import splitting
 from fa4flex.variants import causal
 
-KINDS = "ascending", "in no order", "two consumers"
-"""Lists of a call; the last ones ascend, and a hundred heads share them."""
+KINDS = "ascending", "in no order", "two consumers", "united"
+"""Lists of a call; the third ones ascend, and a hundred heads share them; the last ones are of three
+tokens."""
 
 
 def call_of(kind: str) -> Callable[[], bool]:
     """Five tiles of keys of one block, whose maxima rise; or lists in no order, of which many ids repeat."""
     made = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 100 if kind == "two consumers" else 40, 1, 64, generator=made).bfloat16()
+    heads, tokens = {"two consumers": (100, 1), "united": (16, 3)}.get(kind, (40, 1))
+    q = torch.randn(1, heads, tokens, 64, generator=made).bfloat16()
     grown = torch.linspace(0.5, 2.5, 700).view(1, 1, -1, 1)
     k, v = ((torch.randn(1, 1, 700, 64, generator=made) * grown).bfloat16() for _ in range(2))
     ids = torch.randint(-1, 175, (1, 1, 1, 300), generator=made, dtype=torch.int32)
-    if kind != "in no order":
+    if kind == "united":
+        ids = torch.randint(-1, 175, (1, 1, 3, 60), generator=made, dtype=torch.int32)
+    elif kind != "in no order":
         ids = torch.arange(1, 126, dtype=torch.int32).view(1, 1, 1, -1)
     attn, lists = fa4flex.compile(mask=causal), Lists(ids, kv_len=700, unit=4, window=100)
     with torch.no_grad():

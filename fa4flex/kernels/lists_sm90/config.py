@@ -23,6 +23,15 @@ TABLE = 2 * PLACES
 WORDS = MOST_ENTRIES // 32
 """Words of the bits of entries."""
 
+MOST_UNITED = 256
+"""Entries of the rows of the lists that a tile has, at most, where these are several."""
+
+MOST_LISTS = 32
+"""Rows of the lists of a tile, at most: each has a bit of a number."""
+
+UNITED = 4 * MOST_UNITED
+"""Numbers of shared memory by which they are united."""
+
 
 @dataclass(frozen=True)
 class Config(Gathering):
@@ -39,6 +48,7 @@ class Config(Gathering):
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
     consumers                warpgroups of ROWS rows each that share the keys of a tile
+    united                   rows of the lists whose queries a tile has
     """
 
     head_dim: int
@@ -56,6 +66,7 @@ class Config(Gathering):
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
     consumers: int = field(default=1, metadata={"default": 1})
+    united: int = field(default=1, metadata={"default": 1})
 
     dynamic: ClassVar[bool] = False
     gather_warps: ClassVar[int] = 4  # type: ignore[misc]  # of other kernels it is a choice
@@ -71,6 +82,11 @@ class Config(Gathering):
     def rows(self) -> int:
         """Rows of a tile."""
         return ROWS * self.consumers
+
+    @property
+    def told(self) -> int:
+        """Numbers that consumers are told of a key of a tile: which it is, and the rows that list it."""
+        return 1 + (self.united > 1)
 
     @property
     def splits(self) -> bool:

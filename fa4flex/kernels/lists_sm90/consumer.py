@@ -127,7 +127,10 @@ class Consumer(base.Consumer):
     def row(self, arguments: Arguments, tile: Any, number: Int32, lane: Int32) -> Mine:
         mine = super().row(arguments, tile, number, lane)
         seen = near(mine.row.q, tile, arguments) if self.config.beside else None
-        return replace(mine, fragment=ListFragment.of(mine.fragment, seen, self.hooks))
+        own = None
+        if self.config.united > 1:
+            own = Int32(1) << ((mine.row.q - tile.first_q) // Int32(arguments.queries))
+        return replace(mine, fragment=ListFragment.of(mine.fragment, seen, own, self.hooks))
 
     def found(
         self, mine: Mine, shared: Shared, pipes: Pipes, state: pipeline.PipelineState, beside: Any
@@ -135,9 +138,12 @@ class Consumer(base.Consumer):
         """Keys of this thread's columns of a tile."""
         cute.arch.mbarrier_wait(pipes.ids_full + state.index, state.phase)
         fragment = mine.fragment
-        keys = keys_of(shared.ids[None, state.index], fragment.first_column, fragment.columns)
+        told = [
+            keys_of(shared.ids[None, n, state.index], fragment.first_column, fragment.columns)
+            for n in range(self.config.told)
+        ]
         arrive_once(pipes.ids_empty + state.index)
-        return Found(keys, beside if self.config.beside else None)
+        return Found(told[0], beside if self.config.beside else None, *told[1:])
 
     def scores_of(
         self,

@@ -16,10 +16,11 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import any_of, sync
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, WORDS
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, WORDS, Config
 from fa4flex.kernels.lists_sm90.resources import Shared
 from fa4flex.kernels.lists_sm90.roles import ENTRIES
 from fa4flex.kernels.lists_sm90.tiles import Part, group_count
+from fa4flex.kernels.lists_sm90.union import NOTHING, United
 
 THREADS = 128
 """Threads that look at entries."""
@@ -29,9 +30,6 @@ TOGETHER = 8
 
 AHEAD = 4
 """Entries that a thread has asked for while it looks up one."""
-
-NOTHING = -1
-"""Unit of an entry that lists none, and of a place that none has taken."""
 
 SPREAD = 0x9E3779B1
 """Knuth's multiplier: units that follow each other are far apart in the table."""
@@ -55,24 +53,41 @@ class Entries:
         there = (i >= 0) & (i < self.count) & (given >= 0) & (given < self.units)
         return Int32(select_(there, Int32(given), Int32(NOTHING)))
 
+    def look(self, shared: Shared, thread: Int32) -> None:
+        """A warpgroup's: leave the bits of the entries that count. Threads meet after this to read them."""
+        _look(self, shared, thread)
 
-def entries_of(part: Part, arguments: Arguments) -> Entries:
-    """The row of the lists that a tile's queries share."""
+    def found(self, shared: Shared) -> Int32:
+        """Number of entries up to the last one that counts, once that is known."""
+        return Int32(_last_of(self, shared.bits))
+
+    def at(self, shared: Shared, i: Int32) -> tuple[Any, Boolean, Int32]:
+        """What stands at an entry, which nothing waits for; whether it counts; and that it does so for all
+        rows of a tile."""
+        return self.ids[i], (shared.bits[i // 32] >> (i % 32)) & 1 != 0, Int32(NOTHING)
+
+
+def entries_of(part: Part, arguments: Arguments, config: Config) -> Entries | United:
+    """The row of the lists that a tile's queries share, or the rows of the lists that they have."""
     batch, heads, _, most = arguments.ids.shape
     unit, end = Int32(arguments.unit), Int32(arguments.end)
     # Groups are as many as heads of lists, or several of them share one.
     groups = group_count(arguments)
-    at = select_(Int32(batch) == 1, Int32(0), part.b), part.group // (groups // Int32(heads)), part.row
-    count = Int32(most)
+    of_head = select_(Int32(batch) == 1, Int32(0), part.b), part.group // (groups // Int32(heads))
+    units = (end + unit - 1) // unit
+    if config.united > 1:
+        counts = None if arguments.counts is None else arguments.counts[(*of_head, None)]
+        ids = arguments.ids[(*of_head, None, None)]
+        return United(ids, counts, part.row * config.united, config.united, units)
+    at, count = (*of_head, part.row), Int32(most)
     if arguments.counts is not None:
         given = Int64(arguments.counts[at])
         count = Int32(cutlass.max(cutlass.min(given, Int64(count)), Int64(0)))
-    return Entries(arguments.ids[(*at, None)], count, (end + unit - 1) // unit)
+    return Entries(arguments.ids[(*at, None)], count, units)
 
 
 @cute.jit
-def look(entries: cutlass.Constexpr[Entries], shared: cutlass.Constexpr[Shared], thread: Int32) -> None:
-    """A warpgroup's: leave the bits of the entries that count. Threads meet after this to read them."""
+def _look(entries: cutlass.Constexpr[Entries], shared: cutlass.Constexpr[Shared], thread: Int32) -> None:
     repeated = Boolean(False)
     lane, each = thread % 32, 32 * TOGETHER
     # The first bits are read even of a list without entries.
@@ -144,7 +159,7 @@ def _put(places: cute.Tensor, mask: Int32, unit: Int32, i: Int32) -> None:
 
 
 @cute.jit
-def last_of(entries: cutlass.Constexpr[Entries], bits: cute.Tensor) -> Int32:
+def _last_of(entries: cutlass.Constexpr[Entries], bits: cute.Tensor) -> Int32:
     """A warp's: number of entries up to the last one that counts."""
     last = Int32(0)
     for word in cutlass.range(cute.arch.lane_idx(), (entries.count + 31) // 32, 32, unroll=1):

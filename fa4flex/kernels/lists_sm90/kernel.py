@@ -26,7 +26,7 @@ from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
-from fa4flex.kernels.lists_sm90.entries import Entries, entries_of, last_of, look
+from fa4flex.kernels.lists_sm90.entries import Entries, United, entries_of
 from fa4flex.kernels.lists_sm90.producer import Producer
 from fa4flex.kernels.lists_sm90.resources import Shared, members_of, shared_of
 from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
@@ -108,14 +108,14 @@ class Forward(SplitForward):
     ) -> None:
         """A part of the keys of a tile, by its roles."""
         shared, pipes = handed
-        entries = entries_of(part, arguments)
+        entries = entries_of(part, arguments, self.config)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if const_expr(self.config.paged):
                 check_length(arguments, tile.b)
-            look(entries, shared, thread)
+            entries.look(shared, thread)
             sync(self.listed)
             tile, walk = self.keys(arguments, part, tile, entries, shared)
             self.producer.run(arguments, tile, walk, entries, shared, pipes)
@@ -127,10 +127,10 @@ class Forward(SplitForward):
             self.consumer.visit(arguments, tile, walk, shared, pipes, mma)
 
     def keys(
-        self, arguments: Arguments, part: Part, tile: ListTile, entries: Entries, shared: Shared
+        self, arguments: Arguments, part: Part, tile: ListTile, entries: Entries | United, shared: Shared
     ) -> tuple[ListTile, Walk]:
         """The tile with its part of the keys, once it is known which entries count."""
-        walk = walk_of(last_of(entries, shared.bits), tile, arguments, self.config)
+        walk = walk_of(entries.found(shared), tile, arguments, self.config)
         return with_run(tile, walk, part, self.config), walk
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:

@@ -10,7 +10,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
 from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, WORDS, Config
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, UNITED, WORDS, Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
 from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
 from fa4flex.kernels.plan.bound import Size
@@ -39,9 +39,14 @@ TWO = Split(40, 232)
 
 @dataclass(frozen=True, kw_only=True)
 class ListsPlan(DecodePlan):
-    """The plan of `lists_sm90`. consumers: warpgroups that share the keys of a tile, with ROWS rows each."""
+    """The plan of `lists_sm90`.
+
+    consumers    warpgroups that share the keys of a tile, with ROWS rows each
+    united       rows of the lists whose queries a tile has
+    """
 
     consumers: int = 1
+    united: int = 1
 
     module: ClassVar[str] = "fa4flex.kernels.lists_sm90"
     purpose: ClassVar[str] = "listed keys"
@@ -58,7 +63,7 @@ class ListsPlan(DecodePlan):
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return _memory(self.problem, self.target, (self.tile_n, self.kv_stages, self.consumers))
+        return _memory(self.problem, self.target, (self.tile_n, self.kv_stages, self.consumers), self.united)
 
     @property
     def tile_copies(self) -> TileCopies:
@@ -76,7 +81,7 @@ class ListsPlan(DecodePlan):
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
-        return lists_topology(*self.widths, self.tile_n, self.kv_stages, self.consumers)
+        return lists_topology(*self.widths, self.tile_n, self.kv_stages, self.consumers, self.united)
 
     def config(self) -> Config:  # type: ignore[override]
         """Configuration of the hand-written kernel."""
@@ -96,6 +101,7 @@ class ListsPlan(DecodePlan):
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             consumers=self.consumers,
+            united=self.united,
         )
 
     def check_registers(self) -> None:
@@ -106,8 +112,10 @@ class ListsPlan(DecodePlan):
         return super().explain()
 
     def explain_rows(self) -> list[str]:
+        shared = "queries that share a list" if self.united == 1 else f"queries of {self.united} lists"
         return [
-            f"  rows: queries that share a list, of up to {self.rows} heads that share keys",
+            f"  rows: {shared}, of up to {self.rows} heads that share keys",
+            *["  lists are united: a unit comes once for all of them"] * (self.united > 1),
             f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once; {WARPGROUP} warps"
             " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
         ]
@@ -123,13 +131,14 @@ class ListsPlan(DecodePlan):
         ]
 
 
-def _memory(problem: Problem, target: Target, sizes: tuple[int, int, int]) -> Memory:
+def _memory(problem: Problem, target: Target, sizes: tuple[int, int, int], united: int) -> Memory:
     """The shared-memory map for so many keys of a tile, stages and consumers."""
     tile_n, kv_stages, consumers = sizes
     d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
     regions = {
-        "ids": NUMBER * tile_n * kv_stages,
+        "ids": NUMBER * tile_n * kv_stages * (1 + (united > 1)),
         "bits": NUMBER * WORDS,
+        "united": NUMBER * UNITED * (united > 1),
         "q": tile_bytes(ROWS * consumers, d, size),
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
@@ -147,11 +156,12 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
             "leave them out",
         )
     problem, target = request.problem, request.target
-    consumers = 2 if isinstance(problem.keys, ListedKeys) and problem.keys.many else 1
+    assert isinstance(problem.keys, ListedKeys)
+    consumers, united = 2 if problem.keys.many else 1, problem.keys.united
     tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
 
     def fits(blocks: int, stages: int) -> bool:
-        memory = _memory(problem, target, (tile_n, stages, consumers))
+        memory = _memory(problem, target, (tile_n, stages, consumers), united)
         # Two blocks of two consumers would have half as many registers for each.
         return blocks * consumers <= 2 and memory.total <= room_of(blocks, target)
 
@@ -167,6 +177,7 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
         work=request.work,
         share=share_of(request, tile_n),
         consumers=consumers,
+        united=united,
     )
 
 

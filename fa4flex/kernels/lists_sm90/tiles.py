@@ -25,7 +25,7 @@ from fa4flex.kernels.lists_sm90.config import Config
 class Groups(NamedTuple):
     """Query heads in groups that share a list and a KV head: `count` of them, of `size` heads each. Tiles
     have up to `heads` of a group, in `pieces` of it, for up to `tokens` queries of a row of the lists, in
-    `parts` of it."""
+    `parts` of it; or of several rows, which then count as one."""
 
     count: Int32
     size: Int32
@@ -40,8 +40,18 @@ def group_count(arguments: Arguments) -> Int32:
     return cutlass.max(Int32(kv_heads(arguments)), Int32(arguments.ids.shape[1]))
 
 
+def queries_of(arguments: Arguments, config: Config) -> Int32:
+    """Queries of the rows of the lists that a tile has."""
+    return Int32(arguments.queries) * config.united
+
+
+def rows_of(arguments: Arguments, config: Config) -> Int32:
+    """Rows of the lists, those of a tile as one."""
+    return (Int32(arguments.ids.shape[2]) + (config.united - 1)) // config.united
+
+
 def groups_of(arguments: Arguments, config: Config) -> Groups:
-    heads, queries, rows = Int32(arguments.q.shape[-2]), Int32(arguments.queries), config.rows
+    heads, queries, rows = Int32(arguments.q.shape[-2]), queries_of(arguments, config), config.rows
     count = group_count(arguments)
     size = heads // count
     pieces = (size + (rows - 1)) // rows
@@ -58,7 +68,7 @@ def sequences_of(arguments: Arguments) -> Int32:
 
 def tiles_of_launch(arguments: Arguments, config: Config) -> Int32:
     """Tiles of all rows of the lists, whether there are queries for them or not."""
-    groups, rows = groups_of(arguments, config), Int32(arguments.ids.shape[2])
+    groups, rows = groups_of(arguments, config), rows_of(arguments, config)
     return sequences_of(arguments) * groups.count * rows * groups.parts * groups.pieces
 
 
@@ -79,7 +89,7 @@ class Part(NamedTuple):
 def part_of(number: Int32, arguments: Arguments, config: Config) -> Part:
     """Part of block `number`: the first splits of all tiles come before any second one. Tiles of a KV head
     follow each other, which find its keys in L2."""
-    groups, rows = groups_of(arguments, config), Int32(arguments.ids.shape[2])
+    groups, rows = groups_of(arguments, config), rows_of(arguments, config)
     split, splits, tile = Int32(0), Int32(1), number
     if config.splits:
         tiles = tiles_of_launch(arguments, config)
@@ -142,8 +152,9 @@ def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[Config])
     else:
         (q_len, kv_len), (q_offset, kv_offset) = lengths_of(arguments, part.b), (zero, zero)
     first_head = part.group * groups.size
-    first_q = part.row * Int32(arguments.queries) + part.place * groups.tokens
-    left = cutlass.min(Int32(arguments.queries) - part.place * groups.tokens, q_len - first_q)
+    queries = queries_of(arguments, config)
+    first_q = part.row * queries + part.place * groups.tokens
+    left = cutlass.min(queries - part.place * groups.tokens, q_len - first_q)
     return ListTile(
         part.b,
         first_head // (heads // Int32(kv_heads(arguments))),

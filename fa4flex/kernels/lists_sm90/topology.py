@@ -19,7 +19,7 @@ from fa4flex.kernels.plan.topology import WARPGROUP, Action, Event, Product, Rol
 
 
 def lists_topology(
-    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, consumers: int = 1
+    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, consumers: int = 1, united: int = 1
 ) -> Topology:
     """The pipeline with these tiles."""
     table, copies = barrier_table(kv_stages, consumers), TileCopies(1, WARPGROUP)
@@ -27,10 +27,11 @@ def lists_topology(
         copies.ring(table, name, tile_n, (2 * width, block_bytes(width)))
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
+    consumer = _consumer if consumers == 1 else _sharing_consumer
     return Topology(
         # what a block did is told by the first, in which nothing is left out
-        (*((_consumer if consumers == 1 else _sharing_consumer)(i) for i in range(consumers)), _producer()),
-        (k, v, table.ring("ids", NUMBER * tile_n)),
+        (*(consumer(i) for i in range(consumers)), _producer(united)),
+        (k, v, table.ring("ids", NUMBER * tile_n * (1 + (united > 1)))),
         table.named_barriers(),
         "none",
         places=(table.places(),),
@@ -38,12 +39,14 @@ def lists_topology(
     )
 
 
-def _producer() -> Role:
-    """Entries of a list that is not ascending are put into a table, and looked up there."""
+def _producer(united: int) -> Role:
+    """Entries of a list that is not ascending are put into a table, and looked up there. Those of several
+    lists are compared twice."""
     looked, again = Event("sync", "entries"), Event("sync", "entries", maybe=True)
+    entries = (looked, again, again) if united == 1 else (looked, looked)
     actions: tuple[Action, ...] = ("acquire", "fill")
     tile = tuple(Event(action, ring) for ring in ("ids", "k", "v") for action in actions)
-    return Role("producer", WARPGROUP, (looked, again, again, Event("sync", "listed")), tile, tile)
+    return Role("producer", WARPGROUP, (*entries, Event("sync", "listed")), tile, tile)
 
 
 def _consumer(i: int) -> Role:
