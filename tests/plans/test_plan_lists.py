@@ -18,7 +18,6 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.lists_sm90.config import TABLE
 from fa4flex.kernels.lists_sm90.plan import LISTS_SM90, ListsPlan
 from fa4flex.kernels.lists_sm90.topology import lists_topology
-from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
 from fa4flex.kernels.plan.problem import Problem
@@ -156,7 +155,8 @@ def test_how_many_lists_are_united(
 def test_it_is_explained() -> None:
     told = planned(LISTED).explain()
     assert "listed keys, and others beside their lists" in told and "each unit once" in told
-    assert isinstance(planned(LISTED).splitting, TiledSplitting)
+    splitting = planned(LISTED).splitting
+    assert splitting is not None and splitting.tile_rows == 64
     for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major")):
         with pytest.raises(fa4flex.UnsupportedError, match="Schedule"):
             planned(LISTED, schedule)

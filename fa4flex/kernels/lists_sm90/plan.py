@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -12,7 +12,6 @@ from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, UNITED, WORDS, Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
-from fa4flex.kernels.mla_decode_sm90.plan import TiledSplitting
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.few_rows import (
     asks_for_order,
@@ -75,8 +74,8 @@ class ListsPlan(DecodePlan):
         if not self.config().splits:
             return None
         # A block that is alone on a multiprocessor waits for what it has asked for, and not for the chip.
-        room = {"multiprocessors": self.target.multiprocessors * self.blocks, "blocks": 1}
-        return TiledSplitting(**{**vars(super().splitting), **room}, tile_m=self.rows)
+        room = self.target.multiprocessors * self.blocks
+        return replace(super().splitting, multiprocessors=room, blocks=1, tile_rows=self.rows)
 
     @cached_property
     def topology(self) -> Topology:
