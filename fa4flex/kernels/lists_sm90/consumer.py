@@ -55,7 +55,7 @@ class Consumer(base.Consumer):
         if const_expr(cute.rank(arguments.q) == 4):
             queries = arguments.q[tile.b, None, None, None]
         mine = Slice(tile, group * ROWS)
-        copy_rows(queries, tile.q_offset, mine, shared.q[None, None, group], lane)  # type: ignore[arg-type]
+        copy_rows(queries, tile.q_offset, mine, shared.q[None, None, group], lane)
 
     def place(self, thread: Int32) -> tuple[Int32, Int32]:
         """Number of the warpgroup, and of the thread in it."""
@@ -235,9 +235,7 @@ class SharingConsumer(Consumer):
         return k_state, v_state
 
     @cute.jit
-    def step(  # type: ignore[override]  # of other keys
-        self, whole: cutlass.Constexpr[Whole], beside: Boolean, states: States
-    ) -> States:
+    def step(self, whole: cutlass.Constexpr[Whole], beside: Boolean, states: States) -> States:
         """Scores of this tile, and values of the one before. Maxima are found under the second product."""
         (k_state, v_state), products, rows, pipes = states, whole.products, whole.rows, whole.pipes
         found = self.found(rows[0], whole.shared, pipes, k_state, beside)
