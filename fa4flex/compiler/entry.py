@@ -26,6 +26,7 @@ from fa4flex.kernels.output_function.kernel import OutputArguments, OutputBackwa
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
 from fa4flex.kernels.sequences.kernel import SequencesArguments
+from fa4flex.kernels.topk.rows import TopkArguments
 
 if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
@@ -64,6 +65,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
+    "topk": lambda kernel, problem: [(kernel, TopkArguments)],
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 
