@@ -64,6 +64,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
+    "quantize": lambda kernel, problem: kernel.launches,
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 
