@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Float16, Float32, Int32, Uint8, const_expr, cute, select_
+from cutlass import Float16, Float32, Int32, Uint8, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.fragment import widened
 from fa4flex.kernels.decode_fp8_sm90 import instructions
+from fa4flex.kernels.common.math import where
 from fa4flex.kernels.plan.arguments import QUANTIZE
 from fa4flex.kernels.quantize.config import LANE, ROWS, TALL, TILE, Config, lanes
 from fa4flex.kernels.quantize.rows import (
@@ -180,7 +181,7 @@ class Codes:
         if lanes(self.config.width) * LANE == self.config.width:
             return found
         within = share.lane * LANE < self.config.width
-        return [select_(within, x, Float32(0.0)) for x in found]
+        return [where(within, x, Float32(0.0)) for x in found]
 
     @cute.jit
     def greatest_of_block(self, x: cutlass.Constexpr[Row]) -> Float32:
@@ -205,7 +206,7 @@ class Codes:
         words = cute.recast_tensor(held, Int32)
         x = quotients(row, by)
         for i in cutlass.range_constexpr(LANE // 4):
-            words[i] = select_(by.finite, word_of(x[4 * i : 4 * i + 4], self.config.qk), Int32(0))
+            words[i] = where(by.finite, word_of(x[4 * i : 4 * i + 4], self.config.qk), Int32(0))
         if share.exists and token < to.shape[0]:
             cute.autovec_copy(
                 held, cute.logical_divide(to[token, None], cute.make_layout(LANE))[None, share.lane]
@@ -239,7 +240,7 @@ class Codes:
         rows = [numbers_of(each, a.v.element_type) for each in words]
         there = Int32(0)
         for i in cutlass.range_constexpr(ROWS):
-            there = there | select_(
+            there = there | where(
                 tokens[i] < length, Int32(0xFF << 8 * i if i < 3 else -(1 << 24)), Int32(0)
             )
         scale, mean = floats_of(a.v_scale[b, h, None], share.lane, width), None
@@ -251,7 +252,7 @@ class Codes:
         for e in cutlass.range_constexpr(LANE):
             by = divisor_of(scale[e])
             x = [row[e] if mean is None else row[e] - mean[e] for row in rows]
-            word = select_(by.finite, word_of(quotients(x, by), "float8_e4m3") & there, Int32(0))
+            word = where(by.finite, word_of(quotients(x, by), "float8_e4m3") & there, Int32(0))
             if share.exists:
                 memory[column + e * (TILE // 4)] = word
 

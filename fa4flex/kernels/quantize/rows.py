@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cutlass import Boolean, Float32, Int32, cute, select_
+from cutlass import Boolean, Float32, Int32, cute
 
 from fa4flex.kernels.common.fragment import pack_four, widened
-from fa4flex.kernels.common.math import absolute
+from fa4flex.kernels.common.math import absolute, where
 from fa4flex.kernels.quantize.config import LANE, LARGEST, lanes
 
 Row = list[Float32]
@@ -27,12 +27,12 @@ def words_of(row: cute.Tensor, lane: Int32, width: int) -> list[Int32]:
     """A thread's share of a row [width] of 16 bits, two elements a word. Threads past its end have zeros."""
     used = width // LANE
     held = cute.make_rmem_tensor((LANE,), row.element_type)
-    at = lane if used == lanes(width) else select_(lane < used, lane, Int32(used - 1))
+    at = lane if used == lanes(width) else where(lane < used, lane, Int32(used - 1))
     cute.autovec_copy(cute.logical_divide(row, cute.make_layout(LANE))[None, at], held)
     words = cute.recast_tensor(held, Int32)
     found = [words[i] for i in range(LANE // 2)]
     if used != lanes(width):
-        found = [select_(lane < used, x, Int32(0)) for x in found]
+        found = [where(lane < used, x, Int32(0)) for x in found]
     return found
 
 
@@ -44,7 +44,7 @@ def floats_of(row: cute.Tensor, lane: Int32, width: int) -> Row:
     """A thread's share of a row [width] of float32; threads past its end have those of the last."""
     used = width // LANE
     held = cute.make_rmem_tensor((LANE,), Float32)
-    at = lane if used == lanes(width) else select_(lane < used, lane, Int32(used - 1))
+    at = lane if used == lanes(width) else where(lane < used, lane, Int32(used - 1))
     cute.autovec_copy(cute.logical_divide(row, cute.make_layout(LANE))[None, at], held)
     return [held[i] for i in range(LANE)]
 
@@ -75,7 +75,7 @@ def rotated(x: Row, factors: Row, lane: Int32, width: int) -> Row:
         bit *= 2
     distance = 1
     while distance * LANE < block_of(width):
-        side = select_((lane & distance) == 0, Float32(1.0), Float32(-1.0))
+        side = where((lane & distance) == 0, Float32(1.0), Float32(-1.0))
         x = [cute.math.fma(a, side, cute.arch.shuffle_sync_bfly(a, offset=distance)) for a in x]
         distance *= 2
     return x
@@ -117,15 +117,15 @@ class Divisor(NamedTuple):
 
 def scale_of(most: Float32, qk: str) -> Float32:
     """Scale by which the greatest absolute value is the format's greatest number; 1 of zeros."""
-    return select_(most == 0.0, Float32(1.0), most / Float32(LARGEST[qk]))
+    return where(most == 0.0, Float32(1.0), most / Float32(LARGEST[qk]))
 
 
 def divisor_of(scale: Float32) -> Divisor:
     small, large = scale < NEAR, scale > FAR
-    factor = select_(small, Float32(AWAY), select_(large, Float32(1 / AWAY), Float32(1.0)))
+    factor = where(small, Float32(AWAY), where(large, Float32(1 / AWAY), Float32(1.0)))
     near = scale * factor
     # A scale of 0 is that of numbers so small that a 127th of them is none: they are its largest codes.
-    reciprocal = select_(near == 0.0, Float32(2.0**126), Float32(1.0) / near)
+    reciprocal = where(near == 0.0, Float32(2.0**126), Float32(1.0) / near)
     return Divisor(near, reciprocal, factor, scale < Float32.inf)
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.common.math import where
 from fa4flex.kernels.plan.arguments import QUANTIZE
 from fa4flex.kernels.quantize.config import LANE, ROWS, Config, lanes
 from fa4flex.kernels.quantize.rows import WARP, Row, greater, numbers_of, scale_of, words_of
@@ -103,7 +104,7 @@ class Sums:
     def keep(self, held: list[cute.Tensor], x: Row, exists: Any) -> None:
         """A row that does not exist is another one, which is counted once."""
         for i, a in enumerate(x):
-            held[SUM][i] = held[SUM][i] + select_(exists, a, Float32(0.0))
+            held[SUM][i] = held[SUM][i] + where(exists, a, Float32(0.0))
             if len(held) > 1:
                 held[MOST][i] = greater(held[MOST][i], a)
                 held[LEAST][i] = greater(held[LEAST][i], -a)
