@@ -73,34 +73,34 @@ class Codes:
 
     @cute.jit
     def __call__(self, arguments: CodeArguments, stream: cuda.CUstream) -> None:
-        blocks = self.tiles(arguments.q) + self.tiles(arguments.k) + self.tiles(arguments.v)
-        self.device(arguments).launch(
-            grid=[blocks, 1, 1],
-            block=[self.config.threads, 1, 1],
+        a, config = arguments, self.config
+        tokens = cutlass.max(Int32(a.q.shape[1]), Int32(a.k.shape[1]))
+        heads = self.heads(a.q) + self.heads(a.k) + self.heads(a.v)
+        self.device(a).launch(
+            grid=[cute.ceil_div(tokens, TILE), heads, a.q.shape[0]],
+            block=[config.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=config.blocks,
+            preferred_smem_carveout=config.carveout,
         )
 
-    def tiles(self, x: cute.Tensor | None) -> Int32:
-        if x is None:
-            return Int32(0)
-        return Int32(x.shape[0] * x.shape[2] * cute.ceil_div(x.shape[1], TILE))
+    def heads(self, x: cute.Tensor | None) -> Int32:
+        return Int32(0) if x is None else Int32(x.shape[2])
 
     @cute.kernel
     def device(self, arguments: CodeArguments) -> None:
-        a, number = arguments, cute.arch.block_idx()[0]
-        of_q = self.tiles(a.q)
-        of_k = of_q + self.tiles(a.k)
-        if number < of_q:
-            self.queries(a, self.tile(a.q, number))
-        elif number < of_k:
-            self.keys(a, self.tile(a.k, number - of_q))
-        elif const_expr(a.v is not None):
-            self.values(a, self.tile(a.v, number - of_k))
-
-    def tile(self, x: cute.Tensor, number: Int32) -> Tile:
-        tiles, heads = cute.ceil_div(x.shape[1], TILE), x.shape[2]
-        return Tile(number // (tiles * heads), number // tiles % heads, number % tiles)
+        """A block of the grid [tiles, heads of q, of k and of v, sequences]."""
+        a = arguments
+        n, h, b = cute.arch.block_idx()
+        of_q, of_k = self.heads(a.q), self.heads(a.k)
+        if h < of_q:
+            if n * TILE < a.q.shape[1]:
+                self.queries(a, Tile(b, h, n))
+        elif n * TILE < a.k.shape[1]:
+            if h < of_q + of_k:
+                self.keys(a, Tile(b, h - of_q, n))
+            elif const_expr(a.v is not None):
+                self.values(a, Tile(b, h - of_q - of_k, n))
 
     def share(self, width: int) -> Share:
         thread, across = cute.arch.thread_idx()[0], lanes(width)

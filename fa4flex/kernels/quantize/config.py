@@ -12,6 +12,9 @@ ROWS, LANE = 4, 16
 
 TALL = TILE // ROWS
 
+SHARED = 50
+"""Percentage of a multiprocessor's memory that is shared, where several blocks have some."""
+
 WIDEST = 256
 """The widest head: a block of 512 threads has a tile of it in registers."""
 
@@ -44,6 +47,16 @@ class Config:
     def threads(self) -> int:
         """Threads of a block."""
         return TALL * max(lanes(self.width), lanes(self.width_v))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a multiprocessor: as many as leave 128 registers to a thread."""
+        return max(1, 512 // self.threads)
+
+    @property
+    def carveout(self) -> int | None:
+        """Percentage of its memory that is shared memory: the rest keeps halves of rows on their way."""
+        return SHARED if self.blocks > 1 else None
 
     @property
     def sums(self) -> bool:
