@@ -16,8 +16,8 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.fragment import widened
-from fa4flex.kernels.decode_fp8_sm90 import instructions
 from fa4flex.kernels.common.math import where
+from fa4flex.kernels.decode_fp8_sm90 import instructions
 from fa4flex.kernels.plan.arguments import QUANTIZE
 from fa4flex.kernels.quantize.config import LANE, ROWS, TALL, TILE, Config, lanes
 from fa4flex.kernels.quantize.rows import (
@@ -80,6 +80,7 @@ class Codes:
             grid=[cute.ceil_div(tokens, TILE), heads, a.q.shape[0]],
             block=[config.threads, 1, 1],
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=config.blocks,
             preferred_smem_carveout=config.carveout,
         )
@@ -90,6 +91,8 @@ class Codes:
     @cute.kernel
     def device(self, arguments: CodeArguments) -> None:
         """A block of the grid [tiles, heads of q, of k and of v, sequences]."""
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         a = arguments
         n, h, b = cute.arch.block_idx()
         of_q, of_k = self.heads(a.q), self.heads(a.k)
@@ -216,7 +219,7 @@ class Codes:
 
     @cute.jit
     def values(self, arguments: cutlass.Constexpr, tile: Tile) -> None:
-        a, width, (b, h, n) = arguments, self.config.width_v, tile
+        a, width = arguments, self.config.width_v
         layout = cute.make_layout(width * TILE // 4)
         memory = SmemAllocator().allocate_tensor(Int32, layout, byte_alignment=16)
         self.fill(a, tile, memory)
@@ -224,9 +227,8 @@ class Codes:
         pieces, threads = width * TILE // 16, self.config.threads
         for start in cutlass.range_constexpr(0, pieces, threads):
             piece = start + cute.arch.thread_idx()[0]
-            if const_expr(start + threads <= pieces):
-                self.empty(a, tile, memory, piece)
-            elif piece < pieces:
+            exists = True if start + threads <= pieces else piece < pieces
+            if exists:
                 self.empty(a, tile, memory, piece)
 
     @cute.jit
@@ -240,9 +242,7 @@ class Codes:
         rows = [numbers_of(each, a.v.element_type) for each in words]
         there = Int32(0)
         for i in cutlass.range_constexpr(ROWS):
-            there = there | where(
-                tokens[i] < length, Int32(0xFF << 8 * i if i < 3 else -(1 << 24)), Int32(0)
-            )
+            there = there | where(tokens[i] < length, Int32(0xFF << 8 * i if i < 3 else -(1 << 24)), Int32(0))
         scale, mean = floats_of(a.v_scale[b, h, None], share.lane, width), None
         if const_expr(a.v_mean is not None):
             mean = floats_of(a.v_mean[b, h, None], share.lane, width)

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.common.arguments import named
-from fa4flex.kernels.common.math import where
+from fa4flex.kernels.common.math import absolute, where
 from fa4flex.kernels.plan.arguments import QUANTIZE
 from fa4flex.kernels.quantize.config import LANE, ROWS, Config, lanes
 from fa4flex.kernels.quantize.rows import WARP, Row, greater, numbers_of, scale_of, words_of
@@ -69,12 +69,13 @@ class Sums:
 
     @cute.kernel
     def device(self, arguments: SumArguments) -> None:
+        cute.arch.griddepcontrol_launch_dependents()
         a, number = arguments, cute.arch.block_idx()[0]
         of_keys = self.blocks(a.k_sums)
-        if const_expr(a.k_sums is not None):
+        if const_expr(a.k_sums is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if number < of_keys:
                 self.add(self.chunk(a.k, a.k_sums, (number, a.chunk)), self.config.width, 1)
-        if const_expr(a.v_sums is not None):
+        if const_expr(a.v_sums is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if number >= of_keys:
                 self.add(self.chunk(a.v, a.v_sums, (number - of_keys, a.chunk)), self.config.width_v, 3)
 
@@ -195,19 +196,22 @@ class Means(Channels):
     @cute.jit
     def __call__(self, arguments: MeanArguments, stream: cuda.CUstream) -> None:
         blocks = self.blocks(arguments.k_sums) + self.blocks(arguments.v_sums)
-        self.device(arguments).launch(grid=[blocks, 1, 1], block=[GROUPS * WARP, 1, 1], stream=stream)
+        threads = GROUPS * WARP
+        self.device(arguments).launch(grid=[blocks, 1, 1], block=[threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def device(self, arguments: MeanArguments) -> None:
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         a, number = arguments, cute.arch.block_idx()[0]
         of_keys, count = self.blocks(a.k_sums), Float32(a.kv_len)
-        if const_expr(a.k_sums is not None):
+        if const_expr(a.k_sums is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if number < of_keys:
                 b, h, channel = self.place(a.k_sums, number)
                 total = self.total(a.k_sums[b, h, None, None, None], channel)
                 if cute.arch.thread_idx()[0] < WARP and channel < self.config.width:
                     a.k_mean[b, h, channel] = total[SUM] / count
-        if const_expr(a.v_sums is not None):
+        if const_expr(a.v_sums is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if number >= of_keys:
                 b, h, channel = self.place(a.v_sums, number - of_keys)
                 total = self.total(a.v_sums[b, h, None, None, None], channel)
@@ -216,12 +220,8 @@ class Means(Channels):
                     if const_expr(a.v_mean is not None):
                         mean = total[SUM] / count
                         a.v_mean[b, h, channel] = mean
-                    most = greater(abs_of(total[MOST] - mean), abs_of(-total[LEAST] - mean))
+                    most = greater(absolute(total[MOST] - mean), absolute(-total[LEAST] - mean))
                     a.v_scale[b, h, channel] = scale_of(most, "float8_e4m3")
-
-
-def abs_of(x: Float32) -> Float32:
-    return cute.math.abs(x)
 
 
 class Offsets(Channels):
@@ -233,10 +233,12 @@ class Offsets(Channels):
     @cute.jit
     def __call__(self, arguments: OffsetArguments, stream: cuda.CUstream) -> None:
         blocks = self.blocks(arguments.code_sums)
-        self.device(arguments).launch(grid=[blocks, 1, 1], block=[GROUPS * WARP, 1, 1], stream=stream)
+        threads = GROUPS * WARP
+        self.device(arguments).launch(grid=[blocks, 1, 1], block=[threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def device(self, arguments: OffsetArguments) -> None:
+        cute.arch.griddepcontrol_wait()
         a = arguments
         b, h, channel = self.place(a.code_sums, cute.arch.block_idx()[0])
         total = self.total(a.code_sums[b, h, None, None, None], channel)
