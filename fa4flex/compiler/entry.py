@@ -70,6 +70,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
     "topk": lambda kernel, problem: [(kernel, TopkArguments)],
+    "quantize": lambda kernel, problem: kernel.launches,
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 
