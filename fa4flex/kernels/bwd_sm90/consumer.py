@@ -54,8 +54,8 @@ PARTS = (16, 12, 10, 8)
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
 """Columns turned into probabilities together where scores have slopes, for the same reason. Where warpgroups
-have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which each
-part computes anew, would take more."""
+have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which
+each part computes anew, would take more."""
 
 
 @dataclass(frozen=True)
