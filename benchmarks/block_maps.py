@@ -104,7 +104,7 @@ def flex(case: Case, classes: Tensor, tensors: list[Tensor]) -> Passes:
 
     full = classes > 0
     counts = full.sum(-1, dtype=torch.int32)
-    indices = full.to(torch.int32).argsort(-1, descending=True, stable=True).to(torch.int32)
+    indices = full.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     none = torch.zeros_like(counts), torch.zeros_like(indices)
     lengths = case.length, case.length
     mask = BlockMask.from_kv_blocks(*none, counts, indices, BLOCK_SIZE=case.edge, seq_lengths=lengths)
@@ -119,7 +119,7 @@ def cudnn(case: Case, classes: Tensor, tensors: list[Tensor]) -> Passes:
     full = classes > 0
     counts = full.sum(-1, dtype=torch.int32)
     most = int(counts.max())
-    indices = full.to(torch.int32).argsort(-1, descending=True, stable=True).to(torch.int32)
+    indices = full.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     lists = {
         "q2k_block_index": indices[..., :most].contiguous(),
         "q2k_block_nums": counts.contiguous(),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import reads_by_blocks
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.plan.few_rows import asks_for_order, few_rows
+from fa4flex.kernels.plan.few_rows import asks_for_order, few_queries
 from fa4flex.kernels.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import WIDEST, Problem
 from fa4flex.kernels.plan.request import ForwardRequest, Request
@@ -67,12 +67,12 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm90", "lists_sm90", "LISTS_SM90", _listed),
     Unloaded("forward", "sm90", "mla_decode_sm90", "MLA_DECODE_SM90", _latent),
     Unloaded("forward", "sm90", "fwd_wide_sm90", "FWD_WIDE_SM90", _wide),
-    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_rows),
-    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_rows),
+    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_queries),
+    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", few_queries),
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
     Unloaded("forward", "sm90", "fwd_8bit_sm90", "FWD_8BIT_SM90", _codes),
-    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_rows),
+    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_queries),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("tangents", "sm90", "jvp_sm90", "JVP_SM90"),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
@@ -139,7 +139,7 @@ def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule,
     """
     if problem.mask_form == "tables" and problem.keys.listed:
         return replace(problem, mask_form="pairs", row_ends=0)
-    if problem.mask_form != "tables" or asks_for_order(schedule) or not few_rows(problem, sizes):
+    if problem.mask_form != "tables" or asks_for_order(schedule) or not few_queries(problem, sizes):
         return problem
     if problem.keys.plain and (problem.row_ends or reads_by_blocks(facts.mask)):
         return problem

@@ -1,4 +1,5 @@
-"""quantize: queries, keys and values to 8 and 4 bits, by PyTorch operations on any device.
+"""quantize: queries, keys and values to 8 and 4 bits, by PyTorch operations on any device, which a GPU has
+kernels for (fa4flex/runtime/cuda/quantize.py): of dense batches of 16 bits, without gradients.
 
     keys     k - mean, rotated, one scale for each tile of 128 keys; the mean's part of q.k is kept as a bias
     queries  rotated, one scale for each token
@@ -16,7 +17,7 @@ had not been. Centring and the bias are differentiated as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from fa4flex.quantization.rotation import Rotation
 from fa4flex.quantization.tokens import Tokens
 from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import check_strided, in_transforms
+from ptxsim.active import simulating
 
 
 def quantize(
@@ -87,6 +89,11 @@ class _Rounding:
     def of(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized:
         """Codes of checked tensors."""
         q, k, v = qkv
+        learn = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+        if not learn and place.varlen is None:
+            made = self._by_kernels(qkv, place)
+            if made is not None:
+                return made
         form, queries, keys = FORMATS[self.qk], place.of_queries(q), place.of_keys(k)
         of_q, of_k, of_v = (place.tokens(x.detach()).float() for x in qkv)
         bias, rotation = None, Rotation(q.shape[-1], self.seed) if self.rotate else None
@@ -104,13 +111,29 @@ class _Rounding:
         if not form.block:
             q_scale = place.rows(q_scale, q)
             k_scale = _by_tile(k_scale, keys, place)
-        turned_by = None if rotation is None else (rotation.width, self.seed)
-        learn = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
         return Quantized(
             place.laid(q_codes, q), place.laid(k_codes, k), values, q_scale, k_scale, v_scale, bias, offset,
-            whole, self.qk, self.pv, turned_by, place.layout, place.varlen, q.dtype,
-            given=qkv if learn else None,
+            whole, *self._told(q, place), given=qkv if learn else None,
         )  # fmt: skip
+
+    def _told(self, q: Tensor, place: Arrangement) -> tuple[Any, ...]:
+        """What codes say of themselves, from `qk` to `dtype`."""
+        turned_by = (q.shape[-1], self.seed) if self.rotate else None
+        return self.qk, self.pv, turned_by, place.layout, place.varlen, q.dtype
+
+    def _by_kernels(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized | None:
+        """Codes of a dense batch by kernels; None where they are not for it."""
+        q, values = qkv[0], self.pv != GIVEN
+        if not (q.is_cuda or simulating()):
+            return None
+        from fa4flex.runtime.cuda import quantize as kernels
+
+        if not kernels.takes(qkv, self.qk, values):
+            return None
+        signs = Rotation(q.shape[-1], self.seed).signs(q.device) if self.rotate else None
+        form = kernels.Form(self.qk, values, self.center_k, self.center_v, signs)
+        made = kernels.quantize(qkv, form, place.layout)
+        return None if made is None else Quantized(*made, None, *self._told(q, place))
 
 
 # --- queries and keys ---------------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ class Rotation:
     def block(self) -> int:
         return self.width & -self.width
 
+    def signs(self, device: torch.device) -> Tensor:
+        """Signs [width] in float32, never to be written to."""
+        return _on(self, device)[0]
+
     def of(self, x: Tensor) -> Tensor:
         """Rotated x, in float32."""
         signs, matrix = _on(self, x.device)

@@ -23,6 +23,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.flex.choice import FLEX_DEVICES, by_flex, no_backend
 from fa4flex.torch_internals import forward_ad, is_wrapped, transform_level
 from fa4flex.variant import Variant
+from ptxsim.active import simulating
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -207,7 +208,7 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
     """Requirements of a variant's own tensors on a call."""
     if q.device.type not in ("cpu", *FLEX_DEVICES):
         raise no_backend(q.device)
-    if q.device.type == "cuda" and not by_flex(variant.backend, q):
+    if (q.device.type == "cuda" or simulating()) and not by_flex(variant.backend, q):
         _check_cuda(q, variant)
     if q.ndim == 3:
         refuse_map(variant, "packed sequences")

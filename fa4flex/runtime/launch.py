@@ -374,11 +374,12 @@ def check_call(
     variant = now.variant
     qkv = kv.stand_in(q, variant.layout == "bhsd")
     check_tensors(*qkv)
+    like_q = qkv[0]
     if varlen is not None and varlen.packed:
-        check_variant(check_packed(*qkv, varlen), q, variant)
+        check_variant(check_packed(*qkv, varlen), like_q, variant)
     else:
         sizes = check_dense(*qkv, variant.layout)
-        check_variant(sizes, q, variant)
+        check_variant(sizes, like_q, variant)
         if varlen is not None and not torch.compiler.is_compiling():
             varlen.check_padded(sizes.batch, sizes.q_len, sizes.kv_len)
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)

@@ -84,10 +84,11 @@ def test_a_launch_serves_all_lengths_of_its_ratio() -> None:
     """From those that are no few rows on; narrow heads are not told apart by their queries."""
     for width in (64, 128):
         given = replace(GIVEN, head_dim=width, head_dim_v=width)
-        for length in (17, 256, 257, 1537, MOST_PACKED // 4):
+        for length in (33, 256, 257, 1537, MOST_PACKED // 4):
             reach = valid(PLAIN, replace(given, extents=Shape(4, 16, length, 9)))
-            assert (reach.least[1], reach.most[1]) == (17, MOST_PACKED // 4)
-    few = valid(PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 9)))
+            assert (reach.least[1], reach.most[1]) == (33, MOST_PACKED // 4)
+    few, sliced = (valid(PLAIN, replace(GIVEN, extents=Shape(4, 16, length, 9))) for length in (16, 20))
+    assert (sliced.least[1], sliced.most[1]) == (17, 32)
     beyond = valid(PLAIN, replace(GIVEN, extents=Shape(4, 16, MOST_PACKED // 4 + 1, 9)))
     assert few.most[1] == 16 and beyond.least[1] == MOST_PACKED // 4 + 1
 

@@ -16,7 +16,7 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.mla_decode_sm90.plan import MLA_DECODE_SM90, LatentPlan, TiledSplitting
+from fa4flex.kernels.mla_decode_sm90.plan import MLA_DECODE_SM90, LatentPlan
 from fa4flex.kernels.mla_decode_sm90.topology import latent_topology
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.inputs import Inputs
@@ -127,10 +127,10 @@ def test_it_is_explained() -> None:
 
 def test_tiles_of_heads_are_blocks() -> None:
     """A sequence of 128 heads has two tiles, whose blocks fill the chip as those of twice the sequences."""
-    tiled, plain = (kind(128, 512, 132, 1) for kind in (TiledSplitting, Splitting))
+    tiled, plain = (Splitting(128, 512, 132, 1, tile_rows=rows) for rows in (64, 0))
     assert tiled.splits(8, 8, 8192, 8 * 128)[:2] == plain.splits(8, 16, 8192, 8 * 128)[:2]
     assert tiled.splits(8, 8, 8192, 8 * 64) == plain.splits(8, 8, 8192, 8 * 64)
-    assert isinstance(planned(ROWS).splitting, TiledSplitting)
+    assert planned(ROWS).splitting.tile_rows == 64
     assert planned(ROWS, Schedule(split=300)).splitting.share == 3
 
 

@@ -75,9 +75,13 @@ class Lowering:
 
     def unscaled(self) -> Lowering:
         """The same of expressions of an output."""
-        other = Lowering(self._in_range, self._wide, self._origins, None)
+        other = self.anew(None)
         other.came = self.came
         return other
+
+    def anew(self, unit: Expr | None = SCALE) -> Lowering:
+        """One that has lowered nothing yet."""
+        return Lowering(self._in_range, self._wide, self._origins, unit)
 
     def value(self, x: Expr) -> Expr:
         """Lowered expression of x."""
@@ -241,6 +245,10 @@ class Lowering:
                 credit(atom, self._here, self.came)
             self._here = above
         return self._terms[x]
+
+    def define(self, x: Expr, terms: Terms) -> None:
+        """Let a float that was not lowered yet be this sum."""
+        self._terms[x] = terms
 
     def _factor(self, x: Expr) -> Factor | None:
         """A float that changes with the work tile at most, as a coefficient."""

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import ASKED, Facts
+from fa4flex.codegen.emit.logistic import by_groups, way_of
 from fa4flex.codegen.emit.lower import Lowering
 from fa4flex.codegen.emit.nodes import RATES, SCALE, Rate, device
 from fa4flex.codegen.emit.operand_gradients import LoweredShare, lowered_shares
@@ -189,10 +190,13 @@ class Module:
 
     def _fill_weight(self, facts: Facts) -> None:
         """The same where the modified score is the weight. What a 16-bit weight cannot hold stays finite."""
-        score, slope = facts.score, facts.gradient.by_score
+        score, slope, weight = facts.score, facts.gradient.by_score, None
         if self._pass is BACKWARD:
             score, slope = shortened(score, slope)
-        weight = self._lowering.value_within(score, facts.score)
+        elif self._pass is FORWARD and self._plan.by_groups:
+            weight = by_groups(score, self._lowering, self._plan.problem.dtype)
+        if weight is None:
+            weight = self._lowering.value_within(score, facts.score)
         if self._plan.problem.dtype == "float16":
             weight = apply("minimum", apply("maximum", weight, const(-_LARGEST_HALF)), const(_LARGEST_HALF))
         self._roots = {"score": weight}
@@ -370,6 +374,8 @@ class Module:
         lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
             lines += call("from fa4flex.kernels.common.math import ", helpers)
+        if self._way:
+            lines.append(f"from fa4flex.kernels.common.logistic import {self._way}")
         for module, names in _dataclasses_of(self._plan.config()):
             lines += call(f"from {module} import ", names)
         lines.append(f"from {self._plan.module}.kernel import {self._pass.kernel}")
@@ -404,12 +410,19 @@ class Module:
         items += [f"shares=({', '.join(shares)},)"] * bool(shares)
         return [*lines, *call("HOOKS = Hooks", items)]
 
+    @property
+    def _way(self) -> str:
+        """How the logistic function of a weight is computed, "" where it has none that depends on groups."""
+        return way_of(self._roots["score"]) if self._weights == "elementwise" and self._roots else ""
+
     def pointwise(self, name: str) -> str:
         arguments = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
         folds = [f"Fold({', '.join(self._printer.folded(x, term))})" for term, x in self._named_terms(name)]
         arguments += [f"folds=({', '.join(folds)},)"] * bool(folds)
         if name.endswith("_weight") and "score" in self._roots[name].free:
             arguments.append("scored=True")
+        if name == "score" and self._way:
+            arguments.append(f"logistic={self._way}")
         if name == "start" and any(x.op in OPS and OPS[x.op].branches for x in walk(self._roots[name])):
             arguments.append("branches=True")
         return f"Pointwise({', '.join([name, *arguments])})"

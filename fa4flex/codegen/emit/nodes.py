@@ -16,6 +16,7 @@ difference   a - b of what changes with the query and what changes with the key,
 stepped      x * coefficient + rest, where x is an index as a float
 near         a load at `args` plus steps: value[1] is how many of which index, by dimension; value[2]: the key
              itself is the last dimension, and no other one takes steps
+logistic     the logistic function of a weight, by the arguments of kernels/common/logistic.py; value: which
 reduce with COLLECT   the values for every i of an axis, as a tuple; element_of is the one for i
 """
 

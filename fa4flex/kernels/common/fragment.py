@@ -102,11 +102,11 @@ def narrow_to_bytes(source: cute.Tensor, target: cute.Tensor) -> None:
     for i in range(cute.size(words)):
         step, half, row = i // 4, i // 2 % 2, i % 2
         first = 8 * step + 4 * half
-        words[i] = _pack_four(*[source[row, first + j] for j in range(4)])
+        words[i] = pack_four(*[source[row, first + j] for j in range(4)])
 
 
 @dsl_user_op
-def _pack_four(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+def pack_four(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     return Int32(
         llvm.inline_asm(
             T.i32(),

@@ -93,7 +93,7 @@ class Forward(SplitForward):
         storage = SmemAllocator().allocate(self.storage(layouts))
         shared = self.shared(storage, layouts)
         pipes = self.pipes(storage, shared)
-        part = part_of(cute.arch.block_idx()[0], arguments)
+        part = part_of(cute.arch.block_idx()[0], arguments, self.config.slice_rows)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         # What merges splits may be launched now: it waits for the end of this kernel.

@@ -14,7 +14,7 @@ from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, N
 from fa4flex.kernels.fwd_sm90.registers import ROWS as THREAD_ROWS
 from fa4flex.kernels.fwd_sm90.tiles import pad
 from fa4flex.kernels.plan.errors import PlanError
-from fa4flex.kernels.plan.few_rows import asks_for_order, blocks_and_stages, room_of, share_of
+from fa4flex.kernels.plan.few_rows import asks_for_order, blocks_and_stages, room_of, share_of, slice_rows
 from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
@@ -35,6 +35,9 @@ MOST_KEYS = 256
 WIDEST = {(False, False): 256, (False, True): 192, (True, False): 64, (True, True): 0}
 """The widest heads for which nothing spills, by whether there are more rows than a warp has, and whether
 scales differ from key to key."""
+
+MOST_SLICES = 4
+"""Tiles of ROWS rows of heads that are too wide for several sets, at most, that each convert all keys."""
 
 MOST_RESCALE = 8.0
 """Largest threshold, in log2 units, at which no probability overflows float16, whatever the queries are: see
@@ -149,7 +152,8 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
             "nothing: the cache is dequantised first instead",
         )
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    tile_n, row_warps = tile_keys(max(widths)), _row_warps(problem, request.sizes)
+    row_warps = _row_warps(problem, request.sizes)
+    rows, tile_n = row_warps * ROWS, tile_keys(max(widths))
 
     def fits(blocks: int, stages: int) -> bool:
         return _memory(problem, row_warps, tile_n, stages, target).total <= room_of(blocks, target)
@@ -166,6 +170,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         share=share_of(request, tile_n),
+        slice_rows=slice_rows(request.sizes, rows),
     )
 
 
@@ -179,16 +184,26 @@ def tile_keys(width: int) -> int:
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     """True if the kernel for 16-bit keys accepts it, up to a width."""
-    widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    by_key = bool({"page", "token"} & {problem.keys.k_scales, problem.keys.v_scales})
     lse_alone = problem.statistics in ((), ("lse",))
     if problem.shares != ALIKE or not lse_alone or not decode.accepts(problem, target, sizes):
         return False
-    return max(widths) <= WIDEST[_row_warps(problem, sizes) > 1, by_key]
+    if _fits(problem, several=True):
+        return True
+    # Each slice converts all keys anew: of many of them, a cache that is dequantised once takes less time.
+    sliced = sizes.q.at_most(ROWS, right="no") and sizes.rows.at_most(MOST_SLICES * ROWS, right="no")
+    return sliced and _fits(problem, several=False)
+
+
+def _fits(problem: Problem, several: bool) -> bool:
+    """True if heads are no wider than a tile of `several` sets of rows, or of one, has registers for."""
+    by_key = bool({"page", "token"} & {problem.keys.k_scales, problem.keys.v_scales})
+    return max(pad(problem.head_dim), pad(problem.head_dim_v)) <= WIDEST[several, by_key]
 
 
 def _row_warps(problem: Problem, sizes: Sizes) -> int:
-    """Fewest sets of ROWS query rows that hold all of them."""
+    """Fewest sets of ROWS query rows that hold all of them; one of wide heads."""
+    if not _fits(problem, several=True):
+        return 1
     *fewer, most = ROW_WARPS
     return next((n for n in fewer if sizes.rows.at_most(n * ROWS, right="no")), most)
 

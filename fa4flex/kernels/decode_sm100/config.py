@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fa4flex.kernels.decode_sm100.roles import WARPS
@@ -53,6 +53,7 @@ class Config(Gathering):
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
+    slice_rows               rows of a tile, at most, that has some heads of a group; 0: tiles have all heads
     """
 
     head_dim: int
@@ -70,6 +71,7 @@ class Config(Gathering):
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+    slice_rows: int = field(default=0, metadata={"default": 0})
 
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True

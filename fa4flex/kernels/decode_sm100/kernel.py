@@ -78,7 +78,7 @@ class Forward(SplitForward):
             prefetch_descriptors(k, v)
         if warp == 0:
             initialise(self.barriers, storage)
-        part = part_of(cute.arch.block_idx()[0], arguments)
+        part = part_of(cute.arch.block_idx()[0], arguments, self.config.slice_rows)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         # What merges splits may be launched now: it waits for the end of this kernel.

@@ -21,12 +21,14 @@ from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
 from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.few_rows import (
+    MOST_ROWS,
     FewRowsPlan,
     asks_for_order,
     blocks_and_stages,
     keys_of,
     room_of,
     share_of,
+    slice_rows,
     takes,
 )
 from fa4flex.kernels.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
@@ -110,6 +112,7 @@ class BlackwellDecodePlan(FewRowsPlan):
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
+            slice_rows=self.slice_rows,
         )
 
     def check_threads(self) -> None:
@@ -203,6 +206,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         share=share_of(request, tile_n),
+        slice_rows=slice_rows(request.sizes, MOST_ROWS),
     )
 
 

@@ -25,6 +25,7 @@ class Config(Gathering):
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
+    slice_rows               rows of a tile, at most, that has some heads of a group; 0: tiles have all heads
     skip                     probability that each row may leave out, by tiles of keys
     """
 
@@ -45,6 +46,7 @@ class Config(Gathering):
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
     skip: float = field(default=0.0, metadata={"default": 0.0})
+    slice_rows: int = field(default=0, metadata={"default": 0})
 
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True

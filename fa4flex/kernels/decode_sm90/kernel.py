@@ -89,7 +89,7 @@ class Forward(SplitForward):
             asked = asked_of(storage, self.config.kv_stages, pipes.asked_full)
             if warp == 0:
                 initialise(self.barriers, storage)
-        part = part_of(cute.arch.block_idx()[0], arguments)
+        part = part_of(cute.arch.block_idx()[0], arguments, self.config.slice_rows)
         # The same in all lanes, which the compiler does not see: it would move numbers of stages, which
         # follow from a block's part, from each lane's registers before every product.
         part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))

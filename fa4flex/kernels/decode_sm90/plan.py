@@ -20,6 +20,7 @@ from fa4flex.kernels.plan.few_rows import (
     keys_of,
     room_of,
     share_of,
+    slice_rows,
     takes,
 )
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
@@ -97,6 +98,7 @@ class DecodePlan(FewRowsPlan):
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             skip=self.skip,
+            slice_rows=self.slice_rows,
         )
 
     def check_threads(self) -> None:
@@ -164,6 +166,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         share=share_of(request, tile_n),
+        slice_rows=slice_rows(request.sizes, MOST_ROWS),
     )
 
 

@@ -51,6 +51,7 @@ class Config:
     splits: ClassVar[bool] = True
     """True if several blocks may share the keys of a tile."""
     starts_ahead: ClassVar[bool] = False
+    slice_rows: ClassVar[int] = ROWS
     blocks: ClassVar[int] = 1
     """Number of blocks of a multiprocessor at a time."""
     threads: ClassVar[int] = 384

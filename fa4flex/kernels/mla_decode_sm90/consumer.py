@@ -26,7 +26,7 @@ from fa4flex.kernels.common.gathered_key_values import swizzled
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
-from fa4flex.kernels.common.packed_rows import Part, first_full
+from fa4flex.kernels.common.packed_rows import Part, Tile, first_full, tile_of
 from fa4flex.kernels.common.products import tiled_products
 from fa4flex.kernels.common.same_rows import add_totals, row_number, tell
 from fa4flex.kernels.common.softmax import maxima, passed, rescale, take_all
@@ -38,7 +38,6 @@ from fa4flex.kernels.mla_decode_sm90.epilogue import Epilogue
 from fa4flex.kernels.mla_decode_sm90.producer import stage
 from fa4flex.kernels.mla_decode_sm90.resources import Shared
 from fa4flex.kernels.mla_decode_sm90.roles import BOTH, CLEARED, FIRST, MAXIMA, SECOND
-from fa4flex.kernels.mla_decode_sm90.rows import HeadsTile, tile_of
 
 Mmas = tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]
 """S = q k', O += p v with p in registers, and with p in shared memory."""
@@ -64,7 +63,7 @@ class Products:
 class Whole:
     """Constants over a warpgroup's tiles of keys."""
 
-    tile: HeadsTile
+    tile: Tile
     products: Products
     rows: tuple[Mine, ...]
     shared: Shared

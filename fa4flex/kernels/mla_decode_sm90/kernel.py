@@ -22,15 +22,13 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import mbarriers, room
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.packed_rows import Part
+from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.transfer import prefetch_descriptors
 from fa4flex.kernels.mla_decode_sm90.config import Config
 from fa4flex.kernels.mla_decode_sm90.consumer import Consumer, Mmas, tiled_mmas
 from fa4flex.kernels.mla_decode_sm90.producer import Producer, transfer_of
 from fa4flex.kernels.mla_decode_sm90.resources import Shared, layouts_of, members_of, shared_of
 from fa4flex.kernels.mla_decode_sm90.roles import barrier_table
-from fa4flex.kernels.mla_decode_sm90.rows import part_of, tiles_of_heads
-from fa4flex.kernels.plan.target import ALL_SHARED
 
 
 class Forward(SplitForward):
@@ -48,17 +46,6 @@ class Forward(SplitForward):
         mma = tiled_mmas(kind, self.config)
         self.launch(self.device(arguments, transfer, mma), arguments, stream)
 
-    def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
-        """A block for each split of a sequence and tile of heads."""
-        pairs = arguments.q.shape[0] * tiles_of_heads(arguments)
-        device.launch(
-            grid=[pairs * arguments.splits, 1, 1],
-            block=[self.config.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.config.blocks,
-            preferred_smem_carveout=ALL_SHARED,
-        )
-
     @cute.kernel
     def device(self, arguments: Arguments, transfer: cpasync.TmaInfo, mma: Mmas) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -71,7 +58,7 @@ class Forward(SplitForward):
         shared = shared_of(storage, layouts)
         at = mbarriers(self.barriers, storage)
         ring = tile_ring(at["k_full"], shared.pieces, self.barriers["k_empty"].arrivals)
-        part = part_of(cute.arch.block_idx()[0], arguments)
+        part = part_of(cute.arch.block_idx()[0], arguments, self.config.slice_rows)
         part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()

@@ -17,7 +17,6 @@ from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import WIDEST_SHARED, Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
-from fa4flex.kernels.plan.splitting import Splits, Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
@@ -31,15 +30,6 @@ STAGES = 1
 
 MOST_BOXES = 8
 """Boxes of a piece, at most, whose copies one warp starts."""
-
-
-@dataclass(frozen=True)
-class TiledSplitting(Splitting):
-    """Splitting of launches with a block for each tile of ROWS rows."""
-
-    def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
-        tiles = -(-rows // max(pairs, 1) // ROWS)
-        return super().splits(batch, pairs * max(tiles, 1), kv_len, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +62,6 @@ class LatentPlan(FewRowsPlan):
     def tile_copies(self) -> TileCopies:
         """Copies that bring a piece of a block."""
         return TileCopies(self.config().box_rows)
-
-    @property
-    def splitting(self) -> Splitting:
-        return TiledSplitting(**vars(super().splitting))
 
     @cached_property
     def topology(self) -> Topology:
@@ -134,6 +120,7 @@ def plan_latent(request: ForwardRequest) -> ForwardPlan:
         )
     tile_n = BLOCKS * BLOCK
     return LatentPlan(
+        slice_rows=ROWS,
         target=request.target,
         problem=request.problem,
         tile_n=tile_n,

@@ -15,11 +15,10 @@ from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.key_loader import Wanted
 from fa4flex.kernels.common.key_lookup import LANES, KeyLookup, Order
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Part
+from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
 from fa4flex.kernels.common.transfer import READ_ONCE, partition, reordered, sequence
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK, BLOCKS, PIECE, Config
 from fa4flex.kernels.mla_decode_sm90.resources import Shared
-from fa4flex.kernels.mla_decode_sm90.rows import HeadsTile, tile_of
 
 
 def transfer_of(arguments: Arguments, layout: Any, config: Config) -> cpasync.TmaInfo:
@@ -74,7 +73,7 @@ class Producer:
                             cache_policy=Int64(READ_ONCE),
                         )
 
-    def phase(self, tile: HeadsTile, i: Int32) -> Int32:
+    def phase(self, tile: Tile, i: Int32) -> Int32:
         """Phase of the empty barriers of tile i, which follow those of full ones."""
         return 1 - (i - tile.first) % 2
 
@@ -82,7 +81,7 @@ class Producer:
     def run_pages(
         self,
         arguments: Arguments,
-        tile: HeadsTile,
+        tile: Tile,
         transfer: cpasync.TmaInfo,
         shared: cutlass.Constexpr[Shared],
         ring: cutlass.Constexpr[Any],

@@ -402,6 +402,99 @@ APPEND = Schema(
 )
 """Arguments of the kernel that appends keys and values to pages."""
 
+_KEY_HEADS, _VALUE_HEADS = ("batch", "key heads"), ("batch", "value heads")
+_OF_SUMS, _OF_MEANS, _OF_CODES, _OF_OFFSETS = "sums", "means", "codes", "offsets"
+
+
+def _centred(one: Pass) -> bool:
+    return bool(one.config.center_k)
+
+
+def _coded_values(one: Pass) -> bool:
+    return bool(one.config.width_v)
+
+
+def _offset(one: Pass) -> bool:
+    return bool(one.config.offset)
+
+
+def _floats(*dims: str | int) -> Array:
+    """float32 in pieces of 16 bytes."""
+    return Array("float32", dims, together=4)
+
+
+def _bytes(*dims: str) -> Array:
+    """Codes in pieces of 16 bytes."""
+    return Array("uint8", dims, together=16)
+
+
+QUANTIZE = Schema(
+    (
+        Argument("q", Rows(("batch", "q_len", "q_heads", "head_dim")), "launch", read_by=(_OF_CODES,)),
+        Argument(
+            "k", Rows(("batch", "kv_len", "key heads", "head_dim")), "launch", read_by=(_OF_SUMS, _OF_CODES)
+        ),
+        Argument(
+            "v",
+            Rows(("batch", "kv_len", "value heads", "head_dim_v")),
+            "launch",
+            _coded_values,
+            (_OF_SUMS, _OF_CODES),
+        ),
+        Argument("signs", _floats("head_dim"), "launch", lambda one: one.config.rotate, (_OF_CODES,)),
+        Argument("q_codes", _bytes("batch", "q_len", "q_heads", "head_dim"), "launch", read_by=(_OF_CODES,)),
+        Argument(
+            "k_codes", _bytes("batch", "kv_len", "key heads", "head_dim"), "launch", read_by=(_OF_CODES,)
+        ),
+        Argument(
+            "v_codes", _bytes(*_VALUE_HEADS, "head_dim_v", "columns"), "launch", _coded_values, (_OF_CODES,)
+        ),
+        Argument("q_scale", PER_ROW, "launch", read_by=(_OF_CODES,)),
+        Argument("k_scale", Array("float32", (*_KEY_HEADS, "key tiles")), "launch", read_by=(_OF_CODES,)),
+        Argument("q_bias", PER_ROW, "launch", _centred, (_OF_CODES,)),
+        Argument("k_mean", _floats(*_KEY_HEADS, "head_dim"), "launch", _centred, (_OF_MEANS, _OF_CODES)),
+        Argument(
+            "v_mean",
+            _floats(*_VALUE_HEADS, "head_dim_v"),
+            "launch",
+            _offset,
+            (_OF_MEANS, _OF_CODES, _OF_OFFSETS),
+        ),
+        Argument(
+            "v_scale",
+            _floats(*_VALUE_HEADS, "head_dim_v"),
+            "launch",
+            _coded_values,
+            (_OF_MEANS, _OF_CODES, _OF_OFFSETS),
+        ),
+        Argument("v_offset", _floats(*_VALUE_HEADS, "head_dim_v"), "launch", _offset, (_OF_OFFSETS,)),
+        Argument(
+            "k_sums",
+            _floats(*_KEY_HEADS, "chunks", 1, "head_dim"),
+            "launch",
+            _centred,
+            (_OF_SUMS, _OF_MEANS),
+        ),
+        Argument(
+            "v_sums",
+            _floats(*_VALUE_HEADS, "chunks", 3, "head_dim_v"),
+            "launch",
+            _coded_values,
+            (_OF_SUMS, _OF_MEANS),
+        ),
+        Argument(
+            "code_sums",
+            _floats(*_VALUE_HEADS, "key tiles", 1, "head_dim_v"),
+            "launch",
+            _offset,
+            (_OF_CODES, _OF_OFFSETS),
+        ),
+        Argument("chunk", Number("int"), "launch", read_by=(_OF_SUMS,)),
+        Argument("kv_len", Number("int"), "launch", read_by=(_OF_MEANS, _OF_OFFSETS)),
+    )
+)
+"""Arguments of the kernels that round q, k and v to codes."""
+
 _OF_MAP = "map batch", "map heads", "map rows"
 BLOCK_LISTS = Schema(
     (
@@ -414,6 +507,16 @@ BLOCK_LISTS = Schema(
     )
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
+
+TOPK = Schema(
+    (
+        Argument("scores", Rows(("score rows", "units")), "launch"),
+        Argument("ids", Array("int32", ("score rows", "entries")), "launch"),
+        Argument("counts", Array("int32", ("score rows",)), "launch"),
+        Argument("forced", Array("int32", ("own rows", 4)), "launch", None),
+    )
+)
+"""Arguments of the kernels that select the k largest scores of rows."""
 
 _OUTPUT_ROWS = Heads("q_len", "q_heads", "head_dim_v")
 _OF_OUTPUT = (
@@ -447,8 +550,10 @@ SCHEMAS: dict[str, Schema] = {
     "mass": MASS,
     "output": OUTPUT,
     "output_backward": OUTPUT_BACKWARD,
+    "quantize": QUANTIZE,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
+    "topk": TOPK,
 }
 
 

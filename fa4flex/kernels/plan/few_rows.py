@@ -25,6 +25,10 @@ from fa4flex.primitives.schedule import Schedule
 MOST_ROWS = 64
 """Rows of a tile, at most: queries times the heads that share a KV head."""
 
+MOST_SLICED = 32
+"""Queries, at most, of which several tiles have some heads each, where all heads are more rows than a tile
+has. Kernels for many rows have tiles of 128 queries of a head."""
+
 NARROW = 64
 """Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""
 
@@ -42,6 +46,7 @@ class FewRowsPlan(Checked):
     rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
     work                 what the hooks cost and keep
     share                tiles of keys per split, where the schedule asks for it
+    slice_rows           rows of a tile, at most, that has some heads of a group; 0: tiles have all heads
     """
 
     target: Target
@@ -52,6 +57,7 @@ class FewRowsPlan(Checked):
     rescale_threshold: float
     work: Work
     share: int | None = None
+    slice_rows: int = 0
 
     rows: ClassVar[int]
     """Rows of a tile."""
@@ -102,7 +108,8 @@ class FewRowsPlan(Checked):
         uneven = self.problem.lengths != "dense"
         width, chip = self.problem.head_dim_v, self.target.multiprocessors
         beside = 1 + self.problem.entropy
-        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share, beside=beside)
+        more = {"beside": beside, "tile_rows": self.slice_rows}
+        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share, **more)
 
     @property
     def tile_copies(self) -> TileCopies:
@@ -151,7 +158,8 @@ class FewRowsPlan(Checked):
         lines = [
             f"forward kernel for {self.purpose}, {self.target.name} ({self.target.chip}):"
             f" {self.problem.explain()}",
-            f"tile: all queries of a group of heads, in {rows} rows, x {keys} keys, q and k"
+            f"tile: all queries of {'some heads' if self.slice_rows else 'a group of heads'}, in {rows} rows,"
+            f" x {keys} keys, q and k"
             f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
             *self.explain_rows(),
             self._explain_splits(),
@@ -225,8 +233,20 @@ def few_rows(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths != "packed" and sizes.rows.at_most(MOST_ROWS, right="no")
 
 
+def few_queries(problem: Problem, sizes: Sizes) -> bool:
+    """True if a tile has all queries of some heads that share a KV head, or of all."""
+    if few_rows(problem, sizes):
+        return True
+    return problem.lengths != "packed" and sizes.q.at_most(MOST_SLICED, right="no")
+
+
+def slice_rows(sizes: Sizes, rows: int) -> int:
+    """Rows of a tile, of `rows` at most, that has some heads of a group; 0 where it has all."""
+    return 0 if sizes.rows.at_most(rows, right="no") else rows
+
+
 def takes(problem: Problem, sizes: Sizes) -> bool:
     """True for few query rows whose key tiles are all or follow from spans. A mask may be asked in all
     tiles."""
     plain = problem.mask_form in ("none", "spans", "pairs") and "max_scores" not in problem.statistics
-    return plain and few_rows(problem, sizes)
+    return plain and few_queries(problem, sizes)

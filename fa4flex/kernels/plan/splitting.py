@@ -47,6 +47,7 @@ class Splitting:
     share            tiles of keys per split, where that is asked for
     seen             keys that a row sees, at most; None: all
     beside           numbers that a split leaves of a row besides columns
+    tile_rows        rows of a tile, of which those of a pair are several; 0: they are one
     """
 
     tile_n: int
@@ -57,10 +58,13 @@ class Splitting:
     share: int | None = None
     seen: int | None = None
     beside: int = 1
+    tile_rows: int = 0
 
     def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
         """Splits of the keys of each of `pairs` (sequence, KV head) of up to kv_len keys, of `batch`
         sequences. rows: of all pairs."""
+        if self.tile_rows:
+            pairs *= max(-(-rows // max(pairs, 1) // self.tile_rows), 1)
         tiles = -(-kv_len // self.tile_n)
         if self.share is not None:
             # Two at least: a single one is not merged, and may differ from a merged one in a last bit.

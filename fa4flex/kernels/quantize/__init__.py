@@ -1,0 +1,1 @@
+"""Queries, keys and values of 16 bits to codes of 8 bits."""
