@@ -95,7 +95,7 @@ def backward_problem(problem: Problem, facts: Facts, deterministic: bool, entrop
         long_scores=long_scores(facts),
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
-        brief=brief(facts),
+        brief=brief(facts) and not problem.dropout,
         row_ends=0,
         skip=0.0,  # it leaves out nothing
     )
