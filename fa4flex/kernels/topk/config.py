@@ -16,13 +16,6 @@ MOST_UNITS = 1 << 20
 MOST_SELECTED = 2048
 """Units that are selected of a long row, at most."""
 
-HELD = 8192
-"""Units whose keys and numbers shared memory has room for. Of rows that have more, those are held that are at
-least as large as a sample says; where these are too many or too few, the row is read again and again."""
-
-SAMPLE = 8192
-"""Units of a sample, spread evenly over the row."""
-
 
 @dataclass(frozen=True)
 class ShortConfig:
@@ -41,11 +34,16 @@ class ShortConfig:
 @dataclass(frozen=True)
 class LongConfig:
     """units     of a row, at most: a multiple of 32
+    held      units whose keys and numbers shared memory has room for: of rows that have more, those that are
+              larger than a sample says
+    sample    units of a sample, at most as many, spread evenly over the row
     together  scores that a thread reads at once
     forced    some units are selected whatever their scores are
     """
 
     units: int
+    held: int
+    sample: int
     together: int = 4
     forced: bool = False
 

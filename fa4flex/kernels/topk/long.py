@@ -1,8 +1,8 @@
 """The k largest scores of long rows: a block has a row, which it reads once where a sample tells enough.
 
-sample:  a key that somewhat more than k units are at least as large as, very likely
+sample:  a key that somewhat more than k units are larger than, very likely
   |
-filter:  units that are, in shared memory
+filter:  units that are, in shared memory, and the number of those that have this key
   |
 digits:  the k-th largest key, and which of the units that have it is the last one
   |
@@ -10,8 +10,10 @@ mark:    a bit of each selected unit
   |
 write:   their numbers, ascending
 
-Where the sample was wrong, as fewer than k units pass, or more than there is room for, digits are counted and
-units marked by reading the row again: results do not depend on it.
+Where fewer than k units are larger, and with those that have the sample's key there are k, it is the k-th
+largest one: of scores that are mostly the same, as those behind a ReLU, the first ones are looked for in
+order. Where the sample was wrong, digits are counted and units marked by reading the row again: results do
+not depend on it.
 """
 
 from __future__ import annotations
@@ -24,17 +26,21 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.sequences.scan import scan
-from fa4flex.kernels.topk.config import HELD, SAMPLE, LongConfig
+from fa4flex.kernels.topk.config import LongConfig
 from fa4flex.kernels.topk.digits import BINS, LANES, THREADS, Counts, Equal, Held, Nth, Whole, nth_largest
-from fa4flex.kernels.topk.rows import LOWEST, NONE, Forced, TopkArguments, forced_of, key_of
+from fa4flex.kernels.topk.rows import NONE, Forced, TopkArguments, forced_of, key_of
 
 LARGEST = 0x7FFFFFFF
 WORD = 32
 
 
+PIECES = 8
+"""Pieces of a row that a thread has asked for before it looks at the first."""
+
+
 class Memory(NamedTuple):
-    """In shared memory, int32: keys and numbers of units [HELD], bits of units [words], what digits and sums
-    over threads take, and the number of units that passed [1]."""
+    """In shared memory, int32: keys and numbers of units [held], bits of units [words], what digits and sums
+    over threads take, and the numbers of units that are larger than a key, and that have it [2]."""
 
     keys: cute.Tensor
     units: cute.Tensor
@@ -97,8 +103,9 @@ class LongRows:
         )
         counts = Counts(lanes, numbers(BINS), numbers(4))
         words = self.config.units // WORD
+        held = self.config.held
         return Memory(
-            numbers(HELD), numbers(HELD), numbers(words), counts, numbers(THREADS // 32), numbers(1)
+            numbers(held), numbers(held), numbers(words), counts, numbers(THREADS // 32), numbers(2)
         )
 
     @cute.jit
@@ -113,83 +120,110 @@ class LongRows:
     @cute.jit
     def select(self, memory: Memory, whole: Whole, room: Int32, thread: Int32) -> None:
         """Mark the units that are selected for their scores."""
-        least = Int32(LOWEST)
-        if whole.size > HELD:
+        least = Int32(NONE)
+        if whole.size > self.config.held:
             least = self.sampled(memory, whole, room, thread)
-        passed = self.filter(memory, whole, least, thread)
-        if passed < room and least != LOWEST:
-            passed = self.filter(memory, whole, Int32(LOWEST), thread)
-        held = Held(memory.keys, memory.units, cutlass.min(passed, Int32(HELD)))
+        larger, equal = self.filter(memory, whole, least, thread)
+        if larger + equal < room and least != NONE:
+            least = Int32(NONE)
+            larger, equal = self.filter(memory, whole, least, thread)
+        held = Held(memory.keys, memory.units, cutlass.min(larger, Int32(self.config.held)))
         key, last = Int32(NONE), whole.size
-        if passed > HELD:
-            if passed > room:
+        if larger > self.config.held:
+            if larger > room:
                 key, last = self.limit(whole, whole.size, room, memory, thread)
             self.mark(whole, Limit(key, last), memory, thread)
         else:
-            if passed > room:
+            if larger > room:
                 key, last = self.limit(held, whole.size, room, memory, thread)
             self.mark(held, Limit(key, last), memory, thread)
+            if larger < room and least != NONE:
+                self.mark_first(whole, least, room - larger, memory, thread)
 
     @cute.jit
     def sampled(self, memory: Memory, whole: Whole, room: Int32, thread: Int32) -> Int32:
-        """A key that `room` units or more are at least as large as, and not many more, in all likelihood. Of
-        m units of a sample that are expected to be among the `room` largest, four times the root of m more
-        are taken."""
+        """A key that `room` units or more are larger than, and not many more, in all likelihood; NONE for
+        all. Of m units of a sample that are expected to be among the `room` largest, four times the root of m
+        more are taken."""
+        size = self.config.sample
         cute.arch.sync_threads()
-        if thread == 0:
-            memory.passed[0] = Int32(0)
-        cute.arch.sync_threads()
-        share = Float32(SAMPLE) / whole.size.to(Float32)
+        share = Float32(size) / whole.size.to(Float32)
         some = Int32(0)
-        for i in cutlass.range(thread, SAMPLE, THREADS, unroll=4):
-            place = cutlass.Int64(i) * whole.size // SAMPLE
+        for i in cutlass.range(thread, size, THREADS, unroll=8):
+            place = cutlass.Int64(i) * whole.size // size
             key = whole.key(Int32(place))
             memory.keys[i] = key
             some = some + Int32(key != NONE)
         _, count = scan(some, "sum", memory.totals, thread)
         expected = room.to(Float32) * share
         rank = (expected + 4.0 * cute.math.sqrt(expected) + 8.0).to(Int32)
-        least = Int32(LOWEST)
+        least = Int32(NONE)
         if count >= rank:
-            sample = Held(memory.keys, memory.units, Int32(SAMPLE))
+            sample = Held(memory.keys, memory.units, Int32(size))
             least = nth_largest(sample, rank, memory.counts, thread).key
         return least
 
     @cute.jit
-    def filter(self, memory: Memory, whole: Whole, least: Int32, thread: Int32) -> Int32:
-        """Number of units whose keys are `least` or larger, which are put into shared memory as far as there
-        is room."""
+    def filter(self, memory: Memory, whole: Whole, least: Int32, thread: Int32) -> tuple[Int32, Int32]:
+        """Numbers of units whose keys are larger than `least`, and that have it, if it is not NONE. The
+        former are put into shared memory as far as there is room."""
         cute.arch.sync_threads()
-        if thread == 0:
-            memory.passed[0] = Int32(0)
+        if thread < 2:
+            memory.passed[thread] = Int32(0)
         cute.arch.sync_threads()
-        each, lane = self.config.together, cute.arch.lane_idx()
+        each = self.config.together
         pieces = cute.logical_divide(whole.scores, cute.make_layout(each))
-        before = cute.arch.lanemask_lt()
-        for base in cutlass.range(0, whole.size, THREADS * each, unroll=2):
-            first = base + thread * each
-            scores = cute.make_rmem_tensor((each,), Float32)
+        equal = Int32(0)
+        for base in cutlass.range(0, whole.size, THREADS * each * PIECES, unroll=1):
+            scores = cute.make_rmem_tensor((each, PIECES), Float32)
             scores.fill(-Float32.inf)
-            if first < whole.size:
-                cute.autovec_copy(pieces[None, first // each], scores)
-            keys = [key_of(scores[j], first + j, whole.forced) for j in range(each)]
-            masks = [cute.arch.vote_ballot_sync(key >= least) for key in keys]
-            total = Int32(0)
-            for mask in masks:
-                total = total + cute.arch.popc(mask)
-            if total > 0:
-                at = Int32(0)
-                if lane == 0:
-                    at = cute.arch.atomic_add(memory.passed.iterator, total, sem="relaxed", scope="cta")
-                at = cute.arch.shuffle_sync(at, 0)
-                for j in range_constexpr(each):
-                    place = at + cute.arch.popc(Int32(masks[j] & before))
-                    if keys[j] >= least and place < HELD:
-                        memory.keys[place] = keys[j]
-                        memory.units[place] = first + j
-                    at = at + cute.arch.popc(masks[j])
-        cute.arch.sync_threads()
-        return memory.passed[0]
+            for i in range_constexpr(PIECES):
+                first = base + (THREADS * i + thread) * each
+                if first < whole.size:
+                    cute.autovec_copy(pieces[None, first // each], scores[None, i])
+            for i in range_constexpr(PIECES):
+                first = base + (THREADS * i + thread) * each
+                keys = [key_of(scores[j, i], first + j, whole.forced) for j in range(each)]
+                for key in keys:
+                    equal = equal + Int32((key == least) & (key != NONE))
+                self.hold(memory, keys, first, least)
+        _, equals = scan(equal, "sum", memory.totals, thread)
+        return memory.passed[0], equals
+
+    @cute.jit
+    def hold(self, memory: Memory, keys: cutlass.Constexpr[list[Int32]], first: Int32, least: Int32) -> None:
+        """A warp's: put units from `first` on, of a thread, whose keys are larger into shared memory."""
+        masks = [cute.arch.vote_ballot_sync(key > least) for key in keys]
+        total = Int32(0)
+        for mask in masks:
+            total = total + cute.arch.popc(mask)
+        if total > 0:
+            at, before = Int32(0), cute.arch.lanemask_lt()
+            if cute.arch.lane_idx() == 0:
+                at = cute.arch.atomic_add(memory.passed.iterator, total, sem="relaxed", scope="cta")
+            at = cute.arch.shuffle_sync(at, 0)
+            for j in range_constexpr(len(keys)):
+                place = at + cute.arch.popc(Int32(masks[j] & before))
+                if keys[j] > least and place < self.config.held:
+                    memory.keys[place] = keys[j]
+                    memory.units[place] = first + j
+                at = at + cute.arch.popc(masks[j])
+
+    @cute.jit
+    def mark_first(self, whole: Whole, key: Int32, count: Int32, memory: Memory, thread: Int32) -> None:
+        """Mark the first `count` units that have a key, of which there are as many: a block's threads are
+        next to each other in the row."""
+        met, first = Int32(0), Int32(0)
+        while met < count and first < whole.size:
+            unit = first + thread
+            mine = Int32(0)
+            if unit < whole.size:
+                mine = Int32(whole.key(unit) == key)
+            upto, some = scan(mine, "sum", memory.totals, thread)
+            if mine > 0 and met + upto <= count:
+                _mark(memory.bits, unit)
+            met = met + some
+            first = first + THREADS
 
     @cute.jit
     def limit(self, among: Held | Whole, units: Int32, room: Int32, memory: Memory, thread: Int32) -> Limit:

@@ -16,8 +16,8 @@ from ptxsim.active import simulating, target
 TOGETHER = 4
 """Scores that threads read at once, where rows begin at multiples of 16 bytes."""
 
-UNITS = 1 << 18, MOST_UNITS
-"""Units of long rows, at most, that kernels have memory for."""
+SIZES = (1 << 16, 6144, 4096), (1 << 18, 6144, 4096), (MOST_UNITS, 8192, 8192)
+"""Units of long rows, at most, that kernels have memory for; units that are held, and of samples."""
 
 
 def takes(scores: Tensor, k: int) -> bool:
@@ -65,7 +65,8 @@ def _config(rows: Tensor, forced: bool) -> ShortConfig | LongConfig:
     if units <= SHORT:
         return ShortConfig(each=max(1 << (-(-units // 32) - 1).bit_length(), 1), forced=forced)
     even = units % TOGETHER == 0 and rows.stride(0) % TOGETHER == 0 and rows.data_ptr() % 16 == 0
-    return LongConfig(next(n for n in UNITS if units <= n), TOGETHER if even else 1, forced)
+    size = next(size for size in SIZES if units <= size[0])
+    return LongConfig(*size, together=TOGETHER if even else 1, forced=forced)
 
 
 def _source(config: ShortConfig | LongConfig) -> Source:
