@@ -197,7 +197,7 @@ def by_no_kernel(how: How, qkv: Any, **options: Any) -> Quantized:
 
 
 def test_what_operations_compute() -> None:
-    """Gradients, float32, ragged batches, block scales, wide heads, values of a multiple of 8, and nothing."""
+    """Gradients, float32, ragged batches, block scales, wide heads, values 8 n wide, and nothing."""
     how = How(batch=2, heads=(1, 1, 1), q_len=20, kv_len=40)
     qkv = normal(how)
     learned = by_no_kernel(how, [qkv[0].requires_grad_(), *qkv[1:]])

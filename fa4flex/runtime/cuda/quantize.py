@@ -27,6 +27,9 @@ from ptxsim.active import simulating, target
 CHUNK, CHUNKS = 256, 128
 """Least number of tokens that a block sums, and most chunks of a sequence that another one sums up."""
 
+MOST = 65535
+"""Largest extents of a grid, but for the first."""
+
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
@@ -54,7 +57,7 @@ class Made(NamedTuple):
     v_offset: Tensor | None
 
 
-def takes(qkv: QKV, qk: str, values: bool) -> bool:
+def takes(qkv: QKV, qk: str, values: bool, layout: str) -> bool:
     """True if kernels round such dense tensors."""
     q, k, v = qkv
     if not (q.is_cuda or simulating()) or torch.compiler.is_compiling() or qk not in LARGEST:
@@ -62,7 +65,8 @@ def takes(qkv: QKV, qk: str, values: bool) -> bool:
     plain = all(type(x) in (Tensor, Parameter) and x.numel() for x in qkv)
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
     fits = q.shape[-1] <= WIDEST and (not values or (v.shape[-1] <= WIDEST and v.shape[-1] % LANE == 0))
-    return plain and alike and fits
+    heads = sum(x.shape[1 if layout == "bhsd" else 2] for x in qkv)
+    return plain and alike and fits and max(heads, q.shape[0]) <= MOST
 
 
 def quantize(qkv: QKV, form: Form, layout: str) -> Made | None:
