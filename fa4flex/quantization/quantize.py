@@ -126,7 +126,7 @@ class _Rounding:
     def _by_kernels(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized | None:
         """Codes of a dense batch by kernels; None where they are not for it."""
         q, values = qkv[0], self.pv != GIVEN
-        if not (q.is_cuda or simulating()):
+        if torch.compiler.is_compiling() or not (q.is_cuda or simulating()):
             return None
         from fa4flex.runtime.cuda import quantize as kernels
 

@@ -14,6 +14,7 @@ import torch
 from paged_pools import guarded
 from quantize_cases import Draw, How, by_operations, check, normal, same, whole_numbers
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fa4flex
 import ptxsim
@@ -197,7 +198,7 @@ def by_no_kernel(how: How, qkv: Any, **options: Any) -> Quantized:
 
 
 def test_what_operations_compute() -> None:
-    """Gradients, float32, ragged batches, block scales, wide heads, values 8 n wide, and nothing."""
+    """Gradients, float32, ragged batches, block scales, wide heads, values 8 n wide, modes, and nothing."""
     how = How(batch=2, heads=(1, 1, 1), q_len=20, kv_len=40)
     qkv = normal(how)
     learned = by_no_kernel(how, [qkv[0].requires_grad_(), *qkv[1:]])
@@ -211,5 +212,7 @@ def test_what_operations_compute() -> None:
     wide = replace(how, d=288)
     by_no_kernel(wide, normal(wide))
     by_no_kernel(how, [qkv[0], *(x[:, :, :0] for x in qkv[1:])])
+    with FlopCounterMode(display=False):  # a mode sees operations
+        by_no_kernel(how, qkv)
     narrow = replace(how, dv=24)
     by_no_kernel(narrow, normal(narrow))

@@ -22,7 +22,8 @@ from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import compact, tma_able
 from fa4flex.runtime.cuda.device.device import target_of
-from ptxsim.active import simulating, target
+from fa4flex.torch_internals import dispatch_modes
+from ptxsim.active import target
 
 CHUNK, CHUNKS = 256, 128
 """Least number of tokens that a block sums, and most chunks of a sequence that another one sums up."""
@@ -60,7 +61,7 @@ class Made(NamedTuple):
 def takes(qkv: QKV, qk: str, values: bool, layout: str) -> bool:
     """True if kernels round such dense tensors."""
     q, k, v = qkv
-    if not (q.is_cuda or simulating()) or torch.compiler.is_compiling() or qk not in LARGEST:
+    if qk not in LARGEST or dispatch_modes():  # others see operations, and no launches
         return False
     plain = all(type(x) in (Tensor, Parameter) and x.numel() for x in qkv)
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
