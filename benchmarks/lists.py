@@ -36,7 +36,7 @@ WRONG = 0.02
 @dataclass(frozen=True)
 class Row:
     """A call: query and KV heads, sequences, queries and keys of each, width; entries of a list, keys of one,
-    and of a window; whether entries are in no order."""
+    and of a window; whether entries are in no order; and queries next to each other that list the same."""
 
     heads: int
     kv_heads: int
@@ -48,6 +48,7 @@ class Row:
     window: int = 0
     width: int = 128
     shuffled: bool = False
+    alike: int = 1
 
     @property
     def listed(self) -> int:
@@ -72,6 +73,7 @@ class Row:
 
 ROWS = {
     "blocks": Row(64, 4, 1, 65536, 65536, 16, 64, 512),
+    "blocks, alike": Row(64, 4, 1, 65536, 65536, 16, 64, 512, alike=4),
     "blocks 16k": Row(64, 4, 1, 16384, 16384, 16, 64, 512),
     "tokens 64:1": Row(64, 1, 1, 4096, 65536, 2048, 1),
     "tokens 128:1": Row(128, 1, 1, 4096, 65536, 2048, 1),
@@ -92,8 +94,9 @@ def drawn(row: Row) -> tuple[list[Tensor], Lists]:
     place = torch.arange(row.q_len, device=DEVICE) + row.kv_len - row.q_len
     units = (place // row.unit + 1).view(1, 1, -1, 1)
     step = torch.arange(row.entries, device=DEVICE)
-    shape = row.batch, row.kv_heads, row.q_len, row.entries
-    spread = ((step + torch.rand(shape, device=DEVICE)) / row.entries * units).long().clamp(max=units - 1)
+    shape = row.batch, row.kv_heads, -(-row.q_len // row.alike), row.entries
+    chosen = torch.rand(shape, device=DEVICE).repeat_interleave(row.alike, 2)[:, :, : row.q_len]
+    spread = ((step + chosen) / row.entries * units).long().clamp(max=units - 1)
     ids = torch.where(units >= row.entries, spread, torch.where(step < units, step, -1)).int()
     if row.shuffled:
         ids = ids[..., torch.randperm(row.entries, device=DEVICE)].contiguous()

@@ -22,7 +22,7 @@ from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
-from fa4flex.runtime.listed_keys import Listed
+from fa4flex.runtime.listed_keys import Listed, tiling_of
 from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import any_autocast
 from fa4flex.variant import Variant, changed, query_heads
@@ -98,10 +98,14 @@ def _attend(
     packed = varlen is not None and varlen.packed
     if not isinstance(kv, (Contiguous, Paged)) or not _lie_well(kv, paging is not None):
         return None
-    call = launch.call_of(now, q, Listed.of(lists, kv, packed), varlen, statistics)
+    listed = Listed.of(lists, kv, packed)
+    call = launch.call_of(now, q, listed, varlen, statistics)
     of_lists, heads = lists.ids.shape[1], call.kv_heads
     if call.empty or not heads or (of_lists % heads and heads % of_lists):
         return None
+    tiling = tiling_of(lists, query_heads(variant, q), heads)
+    if tiling != (False, 1):
+        call = call._replace(kv=listed._replace(many=tiling.many, united=tiling.united))
     if torch.is_grad_enabled() and call.wants_gradients:
         return None
     return _launched(now, call, (brought, lists), varlen, paging)

@@ -150,6 +150,10 @@ OPERATORS = {
         "Tensor", "fa4flex.runtime.block_lists", "block_classes", "block_classes_fake",
         devices=("CPU", "CUDA"),
     ),
+    "topk": Operator(
+        _rows("Tensor scores, SymInt k, Tensor? forced"),
+        "(Tensor, Tensor)", "fa4flex.runtime.topk", "topk", "topk_fake", devices=("CPU", "CUDA"),
+    ),
 }  # fmt: skip
 
 library = torch.library.Library(NAMESPACE, "DEF")

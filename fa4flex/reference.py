@@ -155,30 +155,37 @@ def kept_pairs(dropout: Any, shape: tuple[int, int, int, int], first: int = 0) -
     def chain(start: int) -> Any:
         state = np.full((1, 1, 1, 1), start, dtype=np.uint32)
         for word in (np.uint32(seed % 2**32), np.uint32(seed // 2**32), entry, h):
-            state = state ^ word
-            state = (state ^ (state // np.uint32(2**16))) * np.uint32(0x85EBCA6B)
-            state = (state ^ (state // np.uint32(2**13))) * np.uint32(0xC2B2AE35)
-            state = state ^ (state // np.uint32(2**16))
+            state = mixed(state ^ word)
         return state
 
-    row = (chain(0x243F6A88) + q * np.uint32(0x9E3779B1)) | np.uint32(0x80000001)
-    pair = k // np.uint32(16) * np.uint32(8) + k % np.uint32(8)
-    group = chain(0x85A308D3) + pair * np.uint32(0x85EBCA77)
+    def mixed(x: Any) -> Any:
+        x = (x ^ (x // np.uint32(2**16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x // np.uint32(2**13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x // np.uint32(2**16))
 
-    def halves(x: Any, y: Any) -> tuple[Any, Any]:
-        product = x.astype(np.uint64) * y.astype(np.uint64)
-        return (product % np.uint64(2**32)).astype(np.uint32), (product // np.uint64(2**32)).astype(np.uint32)
+    def number(start: Any, i: Any, step: int) -> Any:
+        pair = i // np.uint32(16) * np.uint32(8) + i % np.uint32(8)
+        return (start | np.uint32(1)) + pair * np.uint32(step)
 
-    low, high = halves(row, group)
-    low, high = halves(low ^ np.uint32(0x53C5CA59), high ^ np.uint32(0x74743C1B))
-    bits = low ^ high
-    drawn = np.where(k // np.uint32(8) % np.uint32(2) == 1, bits // np.uint32(2**16), bits % np.uint32(2**16))
-    return torch.from_numpy(drawn >= math.floor(dropout.p * 2**16 + 0.5))
+    rows, keys = chain(0x243F6A88), chain(0x85A308D3)
+    x = number(rows, q, 0x9E3779B2) * number(keys, k, 0x85EBCA76) + mixed(rows ^ keys)
+    octets = np.ascontiguousarray(x.astype("<u4")).view(np.uint8).reshape(*x.shape, 4)
+    y = np.ascontiguousarray(octets[..., [2, 0, 3, 1]]).view("<u4")[..., 0]
+    bits = x.astype(np.uint64) * y.astype(np.uint64)
+    # Byte 2, 3, 4 or 5 of eight.
+    place = 2 + q // np.uint32(8) % np.uint32(2) * np.uint32(2) + k // np.uint32(8) % np.uint32(2)
+    drawn = (bits >> (np.uint64(8) * place.astype(np.uint64))).astype(np.uint8).astype(np.int8)
+    return torch.from_numpy(drawn < 128 - _in_256(dropout.p))
+
+
+def _in_256(p: float) -> int:
+    """Probability of dropping a pair in units of 1 / 256: 0 and 256 for 0 and 1 alone."""
+    return int(p) * 256 if p in (0, 1) else min(max(math.floor(p * 256 + 0.5), 1), 255)
 
 
 def _factors(dropout: Any, shape: tuple[int, int, int, int], first: int) -> Tensor:
     """Factors of normalised weights."""
-    rate = math.floor(dropout.p * 2**16 + 0.5) / 2**16
+    rate = _in_256(dropout.p) / 256
     kept = kept_pairs(dropout, shape, first)
     return kept.double() / (1 - rate) if rate < 1 else torch.zeros(shape, dtype=torch.float64)
 

@@ -100,6 +100,8 @@ def modified(hooks: Hooks, at: At) -> Any:
     factor = at.scale * LOG2_E if hooks.factor is None else hooks.factor(at)
     if hooks.start is not None:
         at = at.but(score=at.score + hooks.start.element(rates(hooks.start, at.but(score=None))))
+    if hooks.score is not None and hooks.score.logistic is not None:
+        at = at.but(logistic=hooks.score.logistic.exact)
     y = at.score if hooks.score is None else hooks.score.element(rates(hooks.score, at))
     if hooks.elementwise:
         return Float32(y)

@@ -11,9 +11,7 @@ from torch import Tensor
 Value = Tensor | int
 
 ROW_START, KEY_START = 0x243F6A88, 0x85A308D3
-ROW_STEP, KEY_STEP = 0x9E3779B1, 0x85EBCA77
-ROW_BITS = 0x80000001
-LOW_SALT, HIGH_SALT = 0x53C5CA59, 0x74743C1B
+ROW_STEP, KEY_STEP = 0x9E3779B2, 0x85EBCA76
 MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shifts and factors of MurmurHash3's finaliser, after which comes one more shift, by 16."""
 WORD = 0xFFFFFFFF
@@ -23,13 +21,26 @@ def keep(seed: Value, threshold: Value, b: Value, h: Value, q: Value, kv: Value)
     """True for pairs that are kept; all are int64, of shapes that broadcast with each other."""
     seed, b, h, q, kv = (torch.as_tensor(x, dtype=torch.int64) for x in (seed, b, h, q, kv))
     words = seed & WORD, (seed >> 32) & WORD, b, h
-    row = ((_chain(ROW_START, words) + q * ROW_STEP) & WORD) | ROW_BITS
-    pair = ((kv >> 4) << 3) | (kv & 7)
-    group = (_chain(KEY_START, words) + pair * KEY_STEP) & WORD
-    product = row * group
-    product = ((product & WORD) ^ LOW_SALT) * (((product >> 32) & WORD) ^ HIGH_SALT)
-    bits = product ^ (product >> 32)
-    return ((bits >> ((kv & 8) << 1)) & 0xFFFF) >= threshold
+    rows, keys = _chain(ROW_START, words), _chain(KEY_START, words)
+    row, group = ((x | 1) + _pair(i) * step for x, i, step in ((rows, q, ROW_STEP), (keys, kv, KEY_STEP)))
+    x = ((row & WORD) * (group & WORD) + _mix(rows ^ keys)) & WORD
+    bits = x * _permuted(x)
+    return _signed(bits >> (16 + ((q & 8) << 1) + (kv & 8))) < 128 - threshold
+
+
+def _pair(i: Tensor) -> Tensor:
+    """Number of a pair of indices i and i ^ 8."""
+    return ((i >> 4) << 3) | (i & 7)
+
+
+def _permuted(x: Tensor) -> Tensor:
+    """Bytes 3, 2, 1, 0 become those that were 1, 3, 0, 2."""
+    return ((x & 0xFF00) << 16) | ((x >> 24) << 16) | ((x & 0xFF) << 8) | ((x >> 16) & 0xFF)
+
+
+def _signed(x: Tensor) -> Tensor:
+    """The lowest byte as a signed number."""
+    return ((x & 0xFF) ^ 0x80) - 0x80
 
 
 def _chain(start: int, words: tuple[Tensor, ...]) -> Tensor:

@@ -26,6 +26,7 @@ from fa4flex.kernels.output_function.kernel import OutputArguments, OutputBackwa
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
 from fa4flex.kernels.sequences.kernel import SequencesArguments
+from fa4flex.kernels.topk.rows import TopkArguments
 
 if TYPE_CHECKING:
     from fa4flex.compiler.signature import Signature
@@ -44,10 +45,14 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
-    config = kernel.config
-    before: Launch = Preprocess(problem.head_dim_v, config), PreprocessArguments
-    if config.clears:
-        before = Preprocess(problem.head_dim_v, config, kernel.first_heads), SectionArguments
+    config, hooks = kernel.config, kernel.hooks
+    first_heads = kernel.first_heads if config.clears else None
+    threshold = None if hooks.dropout is None else hooks.dropout.threshold
+    plain = first_heads is None and threshold is None
+    before: Launch = (
+        Preprocess(problem.head_dim_v, config, first_heads, threshold, summed=not hooks.elementwise),
+        PreprocessArguments if plain else SectionArguments,
+    )
     sums: list[Launch] = [(SumParts(problem.shares), SumPartsArguments)] if problem.adds_up else []
     after: list[Launch] = [] if config.stores_dq else [(Postprocess(config), PostprocessArguments)]
     return [before, (kernel, BackwardArguments), *sums, *after]
@@ -64,6 +69,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
+    "topk": lambda kernel, problem: [(kernel, TopkArguments)],
     "quantize": lambda kernel, problem: kernel.launches,
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""

@@ -6,18 +6,21 @@ The factor comes after normalising, whatever the normaliser: log-sum-exp, maxima
 the weights before it (Srivastava et al. 2014; of attention weights, Vaswani et al. 2017). `keep` is a
 function of a seed and of the pair's logical indices alone: all backends drop the same pairs, in both passes.
 
-`keep` compares 16 bits with a threshold. With mix(x) = the finaliser of MurmurHash3, all numbers of 32 bits:
+`keep` compares 8 bits with a threshold. With mix(x) = the finaliser of MurmurHash3 and pair(i) = i // 16 * 8
++ i % 8, all numbers of 32 bits but `bits`:
 
     chain(c)   = mix(mix(mix(mix(c ^ low half of seed) ^ high half of seed) ^ b) ^ h)
-    row        = (chain(ROW_START) + q * ROW_STEP) | 0x80000001
-    group      = chain(KEY_START) + pair * KEY_STEP           pair = (kv // 16) * 8 + kv % 8
-    low, high  = row * group                                  halves of the product of 64 bits
-    low, high  = (low ^ LOW_SALT) * (high ^ HIGH_SALT)
-    bits       = low ^ high
-    keep       = (bits >> 16 if kv & 8 else bits & 0xffff) >= threshold
+    rows, keys = chain(ROW_START), chain(KEY_START)
+    row        = (rows | 1) + pair(q) * ROW_STEP
+    group      = (keys | 1) + pair(kv) * KEY_STEP
+    x          = row * group + mix(rows ^ keys)
+    bits       = x * y, of 64 bits, where bytes 3, 2, 1, 0 of y are those of x that are 1, 3, 0, 2
+    byte       = bits >> (16 + 16 * (q // 8 % 2) + 8 * (kv // 8 % 2)), its lowest 8 bits as a signed number
+    keep       = byte < 128 - threshold
 
-So keys kv and kv ^ 8 share one hash, of which each has a half: in the accumulators of Hopper's products a
-thread holds both, as columns of a forward pass and as rows of a backward pass, whose scores are transposed.
+So queries q and q ^ 8 with keys kv and kv ^ 8 share one hash, of which each pair has a byte of the middle: in
+the accumulators of Hopper's products a thread holds all four, in a forward pass as in a backward pass, whose
+scores are transposed.
 """
 
 from __future__ import annotations
@@ -32,13 +35,16 @@ from torch import Tensor
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of, show
 
-ONE = 1 << 16
+ONE = 1 << 8
 """Threshold of dropping all pairs: probabilities are multiples of 1 / ONE."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dropout:
-    """Dropout of attention weights with probability `p`, to the nearest 1 / 65536.
+    """Dropout of attention weights with probability `p`, to the nearest of 1 / 256, 2 / 256, ... 255 / 256.
+
+    FlashAttention-2 has 8 bits as well. `rate` says what is honoured; weights are divided by one less exactly
+    that, so that their expectation is that without dropout.
 
     p      in [0, 1]; 0 drops nothing, 1 everything
     seed   an int: the same pairs at each call. A tensor int64 of one element, on the device of q: its value
@@ -74,8 +80,8 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Number of 65536 values of 16 bits that drop a pair."""
-        return math.floor(self.p * ONE + 0.5)
+        """Number of the 256 values of a byte that drop a pair."""
+        return int(self.p * ONE) if self.p in (0, 1) else min(max(math.floor(self.p * ONE + 0.5), 1), ONE - 1)
 
     @property
     def rate(self) -> float:

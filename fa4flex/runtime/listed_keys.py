@@ -6,10 +6,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa4flex.kernels.lists_sm90.config import ROWS
+from fa4flex.kernels.lists_sm90.config import MOST_LISTS, MOST_UNITED, ROWS
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, in_pages, of_lists
 from fa4flex.primitives.lists import Lists
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+
+
+class Tiling(NamedTuple):
+    """Whether more rows, queries of heads that share keys and a list, share a list than one product has; and
+    rows of the lists, a power of 2, whose queries one tile has."""
+
+    many: bool
+    united: int
+
+
+def tiling_of(lists: Lists, heads: int, kv_heads: int) -> Tiling:
+    groups, (_, of_lists, rows, most) = max(kv_heads, 1), lists.ids.shape
+    queries = lists.queries if lists.q_len is None else min(lists.queries, lists.q_len)
+    each = max(heads // max(groups, of_lists) * queries, 1)
+    together = min(ROWS // each, MOST_UNITED // max(most, 1), MOST_LISTS, rows)
+    return Tiling(each > ROWS, 1 << max(together, 1).bit_length() - 1)
 
 
 class _Listed(NamedTuple):
@@ -19,6 +35,8 @@ class _Listed(NamedTuple):
     counts: Tensor | None
     beside: bool
     packed: bool
+    many: bool
+    united: int
     unit: int
     queries: int
     tail: int
@@ -34,19 +52,21 @@ class Listed(_Listed, KeySource):
 
     beside      queries see keys beside their lists
     packed      queries are packed
+    many        more rows share a list than one product has
+    united      rows of the lists whose queries a tile has
     first_keys  keys that all queries see
     end         keys that the lists are of
     """
 
     __slots__ = ()
     numbers = "unit", "queries", "tail", "window", "first_keys", "end"
-    values = "beside", "packed", *numbers
+    values = "beside", "packed", "many", "united", *numbers
 
     @classmethod
     def of(cls, lists: Lists, kv: Contiguous | Paged, packed: bool) -> Listed:
         pages = (kv.page_table, kv.paged_keys) if isinstance(kv, Paged) else (None, None)
         numbers = lists.unit, lists.queries, lists.tail, lists.window, lists.sinks, lists.kv_len
-        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, *numbers, *pages)
+        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, False, 1, *numbers, *pages)
 
     @property
     def seqused_k(self) -> Tensor | None:
@@ -63,7 +83,7 @@ class Listed(_Listed, KeySource):
 
     def keys(self, rows: int) -> Keys:
         kept = CONTIGUOUS if self.page_table is None else in_pages(self.k.shape[rows])
-        return of_lists(kept, self.counts is not None, self.beside)
+        return of_lists(kept, self.counts is not None, self.beside, self.many, self.united)
 
     def longest(self, rows: int) -> int:
         columns = 1 if self.page_table is None else self.page_table.shape[1]
@@ -72,8 +92,9 @@ class Listed(_Listed, KeySource):
     def visited(self, keys: int, tile_n: int) -> int:
         """Listed keys have tiles of their own, and those beside the lists have others: of parts of a fixed
         size there have to be as many as hold both. Later queries of a tile see as many keys more."""
-        listed = -(-self.ids.shape[3] * self.unit // tile_n) * tile_n
+        listed = -(-self.ids.shape[3] * self.united * self.unit // tile_n) * tile_n
         if not self.beside:
             return listed
-        near = max(self.window, self.tail * self.unit) + min(self.queries, ROWS) - 1
+        queries = min(self.queries * self.united, 2 * ROWS if self.many else ROWS)
+        near = max(self.window, self.tail * self.unit) + queries - 1
         return listed + min(self.first_keys + near, keys)

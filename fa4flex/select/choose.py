@@ -17,10 +17,11 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of
 from fa4flex.primitives.block_lists import EMPTY
-from fa4flex.primitives.block_parts import ascending
 from fa4flex.primitives.blocks import BlockMap, trusted_map
+from fa4flex.primitives.largest import in_runs, largest
 from fa4flex.primitives.lists import ListedMap, Lists, listed_map
 from fa4flex.select.scores import Scores
+from ptxsim.active import simulating
 
 Within = BlockMap | Lists | None
 
@@ -48,15 +49,23 @@ class _Forced(NamedTuple):
 
     def of(self, scores: Scores) -> Tensor:
         """bool [R, C]: units that are forced, own ones of every query of a row."""
-        starts, units = scores._starts()
-        units = units // scores.keys
-        forced = (units < self.first) | (units >= len(units) - self.last)
+        runs, shape = self.runs(scores), scores.values.shape[2:]
+        if runs is None:
+            return torch.zeros((), dtype=torch.bool, device=scores.values.device).expand(shape)
+        return in_runs(runs, shape[1])
+
+    def runs(self, scores: Scores) -> Tensor | None:
+        """int32 [R, 4]: a, b, c and d of units [0, a), [b, c) and [d, C), which are forced; None for none."""
+        if not any(self):
+            return None
+        starts, units = scores._starts()[0].squeeze(1), scores.values.shape[3]
+        low, high = torch.zeros_like(starts), torch.zeros_like(starts)
         if self.own:
             low = torch.div(starts.clamp(min=0), scores.keys, rounding_mode="floor") - self.own + 1
             ends = (starts + scores.queries).clamp(max=scores.kv_len) - 1
-            high = torch.div(ends, scores.keys, rounding_mode="floor")
-            forced = forced | ((units >= low) & (units <= high))
-        return forced.expand(scores.values.shape[2:])
+            high = torch.div(ends, scores.keys, rounding_mode="floor") + 1
+        first, last = torch.full_like(low, self.first), torch.full_like(low, max(units - self.last, 0))
+        return torch.stack((first, low, high, last), 1).to(torch.int32)
 
 
 def topk(
@@ -71,11 +80,12 @@ def topk(
     Returns Lists of min(k, units) entries, ascending, with -1 behind what was selected, and their counts.
     Raises InputError for more forced units than k.
     """
-    chosen = _Chosen.of(scores, _Forced(first, own, last), within)
+    _check_scores(scores)
+    rule = _Forced(first, own, last).check()
     if not is_count(k):
         raise InputError(f"k={k!r}", "a positive int", "pass the number of units of a row")
     units = scores.values.shape[3]
-    forced = chosen.rule.most(scores)
+    forced = rule.most(scores)
     k = min(k, units)
     if forced > k:
         raise InputError(
@@ -83,13 +93,12 @@ def topk(
             "at most k forced units, which count among the k",
             f"pass k={forced} or more",
         )
-    values = chosen.ranked(~chosen.forced)
-    room = k - chosen.forced.sum(-1, keepdim=True)
-    least = values.topk(k, -1).values.gather(-1, (room - 1).clamp(min=0))
-    above, equal = values > least, values == least
-    lowest = equal.cumsum(-1) <= room - above.sum(-1, keepdim=True)
-    best = (above | (equal & lowest)) & (values > -math.inf) & (room > 0)
-    counts, ids = ascending(best | chosen.forced, k)
+    values = scores.values.detach()
+    if within is None and (values.is_cuda or simulating()):
+        ids, counts = torch.ops.fa4flex.topk(values, k, rule.runs(scores))
+    else:
+        chosen = _Chosen.of(scores, rule, within)
+        ids, counts = largest(chosen.ranked(), k, chosen.forced)
     sizes = {"kv_len": scores.kv_len, "q_len": scores.q_len}
     return Lists(ids, counts, unit=scores.keys, queries=scores.queries, **sizes)
 
@@ -153,6 +162,16 @@ def _check_limit(name: str, given: Any, shape: Sequence[int], device: torch.devi
         raise InputError(f"{name}={given!r}", "a number or a tensor", f"e.g. {name}=0.9")
 
 
+def _check_scores(scores: Any) -> None:
+    """Raise InputError for anything but Scores."""
+    if not isinstance(scores, Scores):
+        raise InputError(
+            f"a selection of {kind_of(scores)}",
+            "Scores, as select.score returns",
+            "say what rows and columns stand for: Scores(values, queries, keys, q_len, kv_len)",
+        )
+
+
 class _Chosen(NamedTuple):
     """Units that a selection may choose from.
 
@@ -167,12 +186,7 @@ class _Chosen(NamedTuple):
 
     @staticmethod
     def of(scores: Scores, rule: _Forced, within: Within) -> _Chosen:
-        if not isinstance(scores, Scores):
-            raise InputError(
-                f"a selection of {kind_of(scores)}",
-                "Scores, as select.score returns",
-                "say what rows and columns stand for: Scores(values, queries, keys, q_len, kv_len)",
-            )
+        _check_scores(scores)
         open, forced = scores.selectable, rule.check().of(scores)
         if within is not None:
             inside = _inside(scores, within)

@@ -112,7 +112,7 @@ def _composition(program: Program) -> list[str]:
         lines.append(f"output_mod  {name_of(variant.output_mod)}: once, of the output that all keys gave")
     if variant.dropout is not None:
         lines.append(
-            f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 65536 pairs, after the "
+            f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 256 pairs, after the "
             "weights are normalised; statistics are of what was before"
         )
     if variant.normalizer is not None:

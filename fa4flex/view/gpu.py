@@ -294,7 +294,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     }
     of_keys = changes.pop("kv_heads", shape.heads)
     shares = Shares.of(of_keys, changes.pop("v_heads", of_keys))
-    keys = _keys(changes, lengths)
+    keys = _keys(changes, lengths, (shape.heads, of_keys))
     known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
@@ -313,7 +313,7 @@ _OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent", "lists"
 _OF_CODES = "qk", "pv", "promote"
 
 
-def _keys(changes: dict[str, Any], lengths: str) -> Keys:
+def _keys(changes: dict[str, Any], lengths: str, heads: tuple[int, int]) -> Keys:
     """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize."""
     from fa4flex.kernels.plan.keys import CONTIGUOUS, LatentKeys, eight_bit, in_pages
 
@@ -324,9 +324,8 @@ def _keys(changes: dict[str, Any], lengths: str) -> Keys:
         return _codes(**codes, lengths=lengths)
     rows, dtype, *scales, latent, lists = given.values()
     if lists:
-        return _listed(
-            lists, rows, {name: x for name, x in given.items() if name not in ("page_rows", "lists")}
-        )
+        others = {name: x for name, x in given.items() if name not in ("page_rows", "lists")}
+        return _listed(lists, rows, others, heads)
     if latent:
         _alone("latent rows", {name: x for name, x in given.items() if name not in ("page_rows", "latent")})
         pages = in_pages(rows)
@@ -336,17 +335,19 @@ def _keys(changes: dict[str, Any], lengths: str) -> Keys:
     return replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
 
 
-def _listed(lists: Any, rows: int, others: dict[str, Any]) -> Keys:
+def _listed(lists: Any, rows: int, others: dict[str, Any], heads: tuple[int, int]) -> Keys:
     """Keys of Lists, or for True of some that have counts and no keys beside them."""
+    from fa4flex.kernels.lists_sm90.config import ROWS
     from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
+    from fa4flex.runtime.listed_keys import tiling_of
 
     _alone("listed keys", others)
     pages = replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
     if lists is True:
-        return of_lists(pages, counted=True, beside=False)
+        return of_lists(pages, counted=True, beside=False, many=heads[0] // max(heads[1], 1) > ROWS)
     if not isinstance(lists, Lists):
         raise InputError(f"lists={lists!r}", "a fa4flex.Lists, or True", "pass the lists of the call")
-    return of_lists(pages, lists.counts is not None, lists.beside)
+    return of_lists(pages, lists.counts is not None, lists.beside, *tiling_of(lists, *heads))
 
 
 def _codes(lengths: str, qk: Any = "int8", pv: Any = "float8_e4m3", promote: Any = True) -> Keys:

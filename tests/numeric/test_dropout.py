@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_rate_within_five_sigma(p: float, seed: int) -> None:
 
 
 NEIGHBOURS: dict[str, Any] = {
-    "q": (0, 0, 1, 0), "k": (0, 0, 0, 1), "k + 2": (0, 0, 0, 2), "the other half of a hash": (0, 0, 0, 8),
+    "q": (0, 0, 1, 0), "k": (0, 0, 0, 1), "k + 2": (0, 0, 0, 2), "the other keys of a hash": (0, 0, 0, 8),
+    "the other queries of a hash": (0, 0, 8, 0), "both": (0, 0, 8, 8),
     "k + 16": (0, 0, 0, 16), "q and k": (0, 0, 1, 1), "h": (0, 1, 0, 0), "b": (1, 0, 0, 0),
     "b and h": (1, 1, 0, 0), "q + 64": (0, 0, 64, 0),
 }  # fmt: skip
@@ -99,18 +101,46 @@ def _beside(x: Tensor, step: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return first, x[tuple([slice(n, None) for n in step])]
 
 
-def test_numbers_of_sixteen_bits_are_uniform(seed: int) -> None:
-    """Thresholds split what is kept: 16 classes of a hash's halves are equally full, and independent."""
+def test_bytes_of_hashes_are_uniform(seed: int) -> None:
+    """Thresholds split what is kept: 16 classes of a hash's bytes are equally full, and independent."""
     value = drawn(fresh(), CPU).seed
     assert isinstance(value, Tensor)
     q, kv = torch.arange(1024).view(-1, 1), torch.arange(1024)
-    classes = sum(keep(value, t << 12, 0, 0, q, kv).long() for t in range(1, 16))
+    classes = sum(keep(value, t << 4, 0, 0, q, kv).long() for t in range(1, 16))
     assert isinstance(classes, Tensor)
-    low, high = classes.view(1024, 64, 2, 8).unbind(2)
-    table = torch.bincount((low * 16 + high).flatten(), minlength=256).double()
-    expected = low.numel() / 256
-    chi = float(((table - expected) ** 2 / expected).sum())
-    assert abs(chi - 255) < 6 * math.sqrt(2 * 255), chi
+    four = classes.view(64, 2, 8, 64, 2, 8).permute(1, 4, 0, 2, 3, 5).flatten(0, 1).flatten(1)
+    for i, j in itertools.combinations(range(4), 2):
+        table = torch.bincount(four[i] * 16 + four[j], minlength=256).double()
+        expected = four[i].numel() / 256
+        chi = float(((table - expected) ** 2 / expected).sum())
+        assert abs(chi - 255) < 6 * math.sqrt(2 * 255), f"{i}, {j}: {chi}"
+
+
+def test_corners_of_rectangles_are_independent(seed: int) -> None:
+    """Of sums of what belongs to rows and to columns, the fourth corner would follow from three."""
+    x = 2 * pairs(fresh(0.5), (1, 2, 1024, 1024)).double() - 1
+    for down in (1, 3, 8, 16, 64, 200):
+        beside = x[..., down:, :] * x[..., :-down, :]
+        for right in (1, 2, 8, 16, 24, 128, 333):
+            found = beside[..., right:] * beside[..., :-right]
+            assert abs(found.mean()) < 6 / math.sqrt(found.numel()), (down, right)
+
+
+def test_masks_have_no_direction(seed: int) -> None:
+    """The largest singular value is that of independent numbers, 2 sqrt(n), within a twentieth."""
+    dropout = fresh(0.1)
+    x = (~pairs(dropout, (1, 1, 1024, 1024))[0, 0]).double() - dropout.rate
+    largest = torch.linalg.matrix_norm(x, 2) / math.sqrt(dropout.rate * (1 - dropout.rate))
+    assert abs(largest / (2 * math.sqrt(1024)) - 1) < 0.05
+
+
+@pytest.mark.parametrize(("p", "rate"), [(0.1, 26), (1e-5, 1), (0.5, 128), (0.9999, 255), (1, 256)])
+def test_rates_are_counted_in_256(p: float, rate: int) -> None:
+    """What is asked for is never all or nothing, unless it is."""
+    assert Dropout(p).rate == rate / 256 and fa4flex.compile(dropout=p).variant.dropout is not None
+    exact = reference.kept_pairs(Dropout(p, 5), (1, 1, 256, 256))
+    assert torch.equal(pairs(Dropout(p, 5), (1, 1, 256, 256)), exact)
+    assert bool(exact.all()) is False and bool(exact.any()) is (p < 1)
 
 
 # --- results and gradients ----------------------------------------------------------------------------------

@@ -53,6 +53,10 @@ def test_every_plan_fits(width: int) -> None:
         ({"long_scores": True}, TILE),
         ({"lengths": "packed"}, TILE),
         ({"sloped": True}, TILE),
+        ({"sloped": True, "long_scores": True, "brief": True}, LONG_TILE),
+        ({"sloped": True, "long_scores": True, "brief": True, "gradients": ((0, "sum"),)}, TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "sloped": True, "long_scores": True, "brief": True}, ROOMY_TILE),
+        ({"head_dim": 192, "sloped": True, "long_scores": True, "brief": True}, LATENT_TILE),
         ({"gradients": ((0, "sum"),)}, TILE),
         ({"long_masks": True}, TILE),
         ({"head_dim": 96, "head_dim_v": 96}, TILE),
@@ -169,6 +173,8 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert planned(replace(LIGHT, head_dim=160, head_dim_v=160)).persistent
     assert not planned(replace(LIGHT, head_dim=160, head_dim_v=160, lengths="used")).persistent
     assert not planned(replace(narrow, long_scores=True)).persistent
+    assert planned(replace(narrow, long_scores=True, brief=True)).persistent
+    assert not planned(replace(LIGHT, head_dim=160, head_dim_v=160, long_scores=True, brief=True)).persistent
     assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
 
 

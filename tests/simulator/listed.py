@@ -48,7 +48,7 @@ def drawn_lists(rng: random.Random, size: Size, beside: bool = False, **options:
     unit = options.get("unit") or rng.choice((1, 1, 4, 16, 64, 3))
     queries = options.get("queries") or rng.choice((1, 1, 2))
     units, rows = -(-size.kv_len // unit), -(-size.q_len // queries)
-    capacity = rng.choice((1, 7, 40, min(250 // unit + 1, 160)))
+    capacity = options.get("capacity") or rng.choice((1, 7, 40, min(250 // unit + 1, 160)))
     low, high = rng.choice(((-1, units), (-3, units + 3), (0, max(units // 8, 1))))
     shape = size.lists, size.list_heads, rows, capacity
     ids = torch.randint(low, high, shape, dtype=options.get("dtype", torch.int32))
@@ -76,7 +76,11 @@ class Called:
 
     out: Tensor
     lse: Tensor
-    kernels: list[str] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[str]:
+        return [result.kernel for result in self.results]
 
 
 def attend(
@@ -87,10 +91,10 @@ def attend(
     with torch.no_grad(), ptxsim.device("sm_90a", seed, name, sms=2) as gpu:
         out, lse = attn(*qkv, return_lse=True, **more)
     assert not gpu.findings, f"{name} {seed}: {gpu.report()}"
-    return Called(out, lse, [result.kernel for result in gpu.results])
+    return Called(out, lse, list(gpu.results))
 
 
-def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> None:
+def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> Called:
     """The kernel for lists computes the call, and is as near to float64 as a rounded output can be."""
     found = attend(attn, *qkv, **more)
     assert any("lists_sm90" in name for name in found.kernels), "another kernel was launched"
@@ -98,6 +102,7 @@ def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> None:
     with torch.no_grad():
         exact = attn(*(x.double() for x in qkv), return_lse=True, **more)
     compare(found, *exact)
+    return found
 
 
 def compare(found: Called, exact: Tensor, exact_lse: Tensor) -> None:

@@ -3,16 +3,19 @@ nothing found, whatever lists hold, however heads are grouped, and however many 
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
 from decoding import split_in
-from listed import Size, attend, check, compare, drawn_lists, drawn_size, tensors
+from listed import TIMINGS, Called, Size, attend, check, compare, drawn_lists, drawn_size, tensors
 
 import fa4flex
 from fa4flex import Lists
+from fa4flex.runtime import listed_keys
+from fa4flex.runtime.listed_keys import tiling_of
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(140, 900) / 2
@@ -48,6 +51,100 @@ def test_variant(name: str, beside: bool, monkeypatch: pytest.MonkeyPatch, seed:
         split_in(monkeypatch, rng.choice((1, 2, 3)))
         size = drawn_size(rng)
         check(attn, tensors(size), blocks=drawn_lists(rng, size, beside))
+
+
+SHARED = {
+    "128:1": (128, 1, 1, 3),
+    "65:1": (65, 1, 1, 1),
+    "130:1": (130, 1, 1, 1),
+    "16:1, rows of 5": (16, 1, 5, 7),
+    "40:2, rows of 4": (40, 2, 4, 6),
+    "2:1, rows of 100": (2, 1, 100, 130),
+}
+"""Heads of queries and of keys, queries that share a list, and all queries."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("timing", TIMINGS, ids=lambda timing: timing[0])
+def test_two_consumers(
+    name: str, timing: tuple[str, int], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """More rows share a list than one product has: two warpgroups read what is gathered once."""
+    heads, kv_heads, queries, q_len = SHARED[name]
+    rng, splits = random.Random(seed), seed % 3 + 1
+    split_in(monkeypatch, splits)
+    size = Size(heads, kv_heads, rng.choice((1, kv_heads)), q_len, rng.choice((1, 63, 150, 300)))
+    lists = drawn_lists(rng, size, seed % 2 == 0, queries=queries, counted=rng.random() < 0.5)
+    found = check(fa4flex.compile(*MODS[rng.choice(tuple(MODS))]), tensors(size), blocks=lists, timing=timing)
+    assert {x.shape.block for x in found.results if "lists_sm90" in x.kernel} == {(384, 1, 1)}
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_list_gather_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are copied row by row, besides queries, are half of those of tiles of 64 rows each."""
+    size, copied = Size(128, 1, 1, 1, 640), []
+    ids = torch.randperm(640)[:300].sort().values.int().view(1, 1, 1, -1)
+    qkv, lists = tensors(size), Lists(ids, kv_len=640, q_len=1)
+    for rows in (64, 1000):
+        monkeypatch.setattr(listed_keys, "ROWS", rows)
+        found = check(fa4flex.compile(), qkv, blocks=lists)
+        copied.append(gathered(found) - 2 * 128 * 64)
+    assert 2 * copied[0] == copied[1] > 0
+
+
+UNITED = {
+    "16:1": (16, 1, 1, 9),
+    "32:2": (32, 2, 1, 6),
+    "1:1": (1, 1, 1, 33),
+    "7:1": (7, 1, 1, 5),
+    "4:1, rows of 3": (4, 1, 3, 14),
+}
+"""Heads of queries and of keys, queries that share a list, and all queries."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNITED)
+@pytest.mark.parametrize("timing", TIMINGS, ids=lambda timing: timing[0])
+def test_united_lists(name: str, timing: tuple[str, int], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Tiles have the queries of several rows of the lists, of which each sees what its own list has."""
+    heads, kv_heads, queries, q_len = UNITED[name]
+    rng = random.Random(seed)
+    split_in(monkeypatch, rng.choice((1, 2, 3)))
+    kv_len, batch = rng.choice((1, 63, 150, 300)), rng.choice((1, 2))
+    of_lists = {"list_heads": rng.choice((1, kv_heads)), "lists": rng.choice((1, batch))}
+    size = Size(heads, kv_heads, q_len=q_len, kv_len=kv_len, batch=batch, **of_lists)
+    more = {"queries": queries, "capacity": rng.choice((1, 5, 8)), "counted": rng.random() < 0.5}
+    lists = drawn_lists(rng, size, rng.random() < 0.5, dtype=rng.choice((torch.int32, torch.int64)), **more)
+    united = tiling_of(lists, heads, kv_heads).united
+    assert united > 1
+    found = check(fa4flex.compile(*MODS[rng.choice(tuple(MODS))]), tensors(size), blocks=lists, timing=timing)
+    (result,) = (x for x in found.results if "lists_sm90" in x.kernel)
+    rows = -(-q_len // queries)
+    tiles = batch * max(kv_heads, size.list_heads) * -(-rows // united)
+    assert result.shape.grid[0] % tiles == 0 and result.shape.grid[0] <= 3 * tiles
+
+
+@pytest.mark.slow
+def test_what_united_lists_share_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens whose lists are the same gather as much as one of them does; and four whose lists have
+    nothing in common, as much as one by one."""
+    size, copied = Size(16, 1, 1, 4, 640), {}
+    qkv, same = tensors(size), torch.randperm(40)[:8].int().expand(1, 1, 4, 8).contiguous()
+    apart = torch.randperm(40)[:32].int().view(1, 1, 4, 8)
+    for (name, ids), most in itertools.product({"same": same, "apart": apart}.items(), (256, 0)):
+        monkeypatch.setattr(listed_keys, "MOST_UNITED", most)
+        found = check(fa4flex.compile(), qkv, blocks=Lists(ids, kv_len=640, q_len=4, unit=16))
+        copied[name, most] = gathered(found) - 2 * 64 * 64 * (1 if most else 4)
+    assert 4 * copied["same", 256] == copied["same", 0]
+    assert copied["apart", 256] == copied["apart", 0] == copied["same", 0] > 0
+
+
+def gathered(found: Called) -> int:
+    """Bytes that warps have copied row by row, those of queries included."""
+    (result,) = (x for x in found.results if "lists_sm90" in x.kernel)
+    lines = {x.line for x in result.program.kernel.body if x.opcode.startswith("cp.async.cg")}
+    return sum(size for line, size in result.shared.items() if line in lines)
 
 
 WIDTHS = {"128": (128, 128), "96 and 40": (96, 40), "256": (256, 256), "40": (40, 40)}

@@ -26,7 +26,7 @@ ARCHS, TIMINGS = ("sm_90a", "sm_100a"), ("eager", "late", "random")
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What nobody writes is NaN."""
+    """Memory that nobody writes is NaN."""
     empty = torch.empty
 
     def filled(*size: Any, **options: Any) -> Tensor:

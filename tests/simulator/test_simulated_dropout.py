@@ -111,6 +111,17 @@ def test_pairs_are_the_oracles(chip: str, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("heads", "q_len"), [(4, 2), (8, 5), (8, 16)])
+def test_pairs_of_rows_of_several_heads(heads: int, q_len: int, seed: int) -> None:
+    """Rows 8 apart of a tile are not of queries 8 apart there, and share no hash."""
+    q, k = (torch.randn(1, h, n, 64).bfloat16() for h, n in ((heads, q_len), (1, 64)))
+    dropout, eye = Dropout(0.4, torch.randint(1 << 60, ())), torch.eye(64).bfloat16()[None, None]
+    with torch.no_grad(), ptxsim.device("sm_90a", sms=2):
+        found = fa4flex.compile(dropout=dropout)(q, k, eye)
+    assert torch.equal(found > 0, reference.kept_pairs(dropout, (1, heads, q_len, 64)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_slopes_sinks_and_learned_slopes(chip: str, seed: int) -> None:
     leaf = leaves(torch.bfloat16)

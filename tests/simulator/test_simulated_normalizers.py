@@ -170,6 +170,14 @@ def test_gradients_of_wider_heads(chip: str, dims: tuple[int, int], seed: int) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "relu_squared"])
+def test_gradients_of_several_tiles_of_keys(name: str, dim: int, seed: int) -> None:
+    """Hopper's blocks are persistent, and have long steps, as those of a softmax have."""
+    right_gradients("sm_90a", "dense", name, Sizes(1, 2, 1, 170, 270, dim, dim))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients_of_ragged_batches(chip: str, kind: str, seed: int) -> None:

@@ -75,9 +75,13 @@ class Lowering:
 
     def unscaled(self) -> Lowering:
         """The same of expressions of an output."""
-        other = Lowering(self._in_range, self._wide, self._origins, None)
+        other = self.anew(None)
         other.came = self.came
         return other
+
+    def anew(self, unit: Expr | None = SCALE) -> Lowering:
+        """One that has lowered nothing yet."""
+        return Lowering(self._in_range, self._wide, self._origins, unit)
 
     def value(self, x: Expr) -> Expr:
         """Lowered expression of x."""
@@ -242,6 +246,10 @@ class Lowering:
             self._here = above
         return self._terms[x]
 
+    def define(self, x: Expr, terms: Terms) -> None:
+        """Let a float that was not lowered yet be this sum."""
+        self._terms[x] = terms
+
     def _factor(self, x: Expr) -> Factor | None:
         """A float that changes with the work tile at most, as a coefficient."""
         if rate(x) != "uniform":
@@ -264,6 +272,10 @@ class Lowering:
                 return self._quotient(*x.args)
             case "detach" | "with_grad":
                 return self.terms(x.args[0])
+            case "shared":
+                return ((UNIT, self.value(x.args[0])),)
+            case "saturated":
+                return self._saturated(*x.args)
             case "to_float":
                 return self._converted(x.args[0])
             case "floordiv" | "mod":
@@ -275,6 +287,13 @@ class Lowering:
                 return self._power(x.args[0], x.args[1].value)
         formula = _formula(x)
         return self.terms(formula(*map(Formula, x.args)).expr) if formula else ((UNIT, self._plain(x)),)
+
+    def _saturated(self, x: Expr, factor: Expr, addend: Expr) -> Terms:
+        """x * factor + addend within [0, 1]; a coefficient of x joins the factor."""
+        one = single(self.terms(x))
+        by, atom = (UNIT, self.value(x)) if one is None else one
+        by = by * Factor(factor.value)
+        return ((UNIT, device("saturated", atom, by.expr(), addend)),)
 
     def _difference(self, a: Expr, b: Expr) -> Terms:
         """a - b. Products of large numbers of queries and of keys would round away what is left of their

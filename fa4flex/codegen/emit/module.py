@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import ASKED, Facts
+from fa4flex.codegen.emit.logistic import by_groups, way_of
 from fa4flex.codegen.emit.lower import Lowering
 from fa4flex.codegen.emit.nodes import RATES, SCALE, Rate, device
 from fa4flex.codegen.emit.operand_gradients import LoweredShare, lowered_shares
@@ -18,6 +19,7 @@ from fa4flex.codegen.emit.scale import in_units
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors
+from fa4flex.codegen.emit.weights import shortened
 from fa4flex.codegen.emit.writer import Function, Span, cut, folds_in
 from fa4flex.codegen.expr import Expr, apply, const, sym, walk
 from fa4flex.codegen.ops import OPS
@@ -184,20 +186,27 @@ class Module:
         self._factor = units.factor
         scores = {"start": units.start, "score": units.y}
         self._roots = {name: x for name, x in scores.items() if x is not None}
-        self._fill_rest(facts)
+        self._fill_rest(facts, facts.gradient.by_score)
 
     def _fill_weight(self, facts: Facts) -> None:
         """The same where the modified score is the weight. What a 16-bit weight cannot hold stays finite."""
-        weight = self._lowering.value(facts.score)
+        score, slope, weight = facts.score, facts.gradient.by_score, None
+        if self._pass is BACKWARD:
+            score, slope = shortened(score, slope)
+        elif self._pass is FORWARD and self._plan.by_groups:
+            weight = by_groups(score, self._lowering, self._plan.problem.dtype)
+        if weight is None:
+            weight = self._lowering.value_within(score, facts.score)
         if self._plan.problem.dtype == "float16":
             weight = apply("minimum", apply("maximum", weight, const(-_LARGEST_HALF)), const(_LARGEST_HALF))
         self._roots = {"score": weight}
-        self._fill_rest(facts)
+        self._fill_rest(facts, slope)
 
-    def _fill_rest(self, facts: Facts) -> None:
+    def _fill_rest(self, facts: Facts, slope: Expr) -> None:
+        """The other hooks. slope: the derivative of the modified score."""
         problem, which = self._plan.problem, self._pass
-        if which.slope and facts.gradient.by_score is not const(1.0):
-            self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
+        if which.slope and slope is not const(1.0):
+            self._roots["slope"] = self._lowering.value_within(slope, facts.score)
         if facts.kept is not None:
             seed, threshold, *_ = facts.kept.args
             self._dropout = seed.value, threshold.value
@@ -365,6 +374,8 @@ class Module:
         lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
             lines += call("from fa4flex.kernels.common.math import ", helpers)
+        if self._way:
+            lines.append(f"from fa4flex.kernels.common.logistic import {self._way}")
         for module, names in _dataclasses_of(self._plan.config()):
             lines += call(f"from {module} import ", names)
         lines.append(f"from {self._plan.module}.kernel import {self._pass.kernel}")
@@ -399,12 +410,19 @@ class Module:
         items += [f"shares=({', '.join(shares)},)"] * bool(shares)
         return [*lines, *call("HOOKS = Hooks", items)]
 
+    @property
+    def _way(self) -> str:
+        """How the logistic function of a weight is computed, "" where it has none that depends on groups."""
+        return way_of(self._roots["score"]) if self._weights == "elementwise" and self._roots else ""
+
     def pointwise(self, name: str) -> str:
         arguments = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
         folds = [f"Fold({', '.join(self._printer.folded(x, term))})" for term, x in self._named_terms(name)]
         arguments += [f"folds=({', '.join(folds)},)"] * bool(folds)
         if name.endswith("_weight") and "score" in self._roots[name].free:
             arguments.append("scored=True")
+        if name == "score" and self._way:
+            arguments.append(f"logistic={self._way}")
         if name == "start" and any(x.op in OPS and OPS[x.op].branches for x in walk(self._roots[name])):
             arguments.append("branches=True")
         return f"Pointwise({', '.join([name, *arguments])})"

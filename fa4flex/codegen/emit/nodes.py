@@ -10,10 +10,13 @@ divisor      a run-time divisor, prepared; divided: a floor division by one
 natural_div  a floor division of a number >= 0 by a constant > 0
 reciprocal, signum (-1.0 or 1.0)
 exact_ratio  a correctly rounded quotient of floats; floor_quotient, remainder: torch's // and % of floats
+saturated    x * factor + addend, within [0, 1]
+shared       a value as it is, whose coefficients stay where they are: something else is computed from it, too
 difference   a - b of what changes with the query and what changes with the key, before any factor
 stepped      x * coefficient + rest, where x is an index as a float
 near         a load at `args` plus steps: value[1] is how many of which index, by dimension; value[2]: the key
              itself is the last dimension, and no other one takes steps
+logistic     the logistic function of a weight, by the arguments of kernels/common/logistic.py; value: which
 reduce with COLLECT   the values for every i of an axis, as a tuple; element_of is the one for i
 """
 

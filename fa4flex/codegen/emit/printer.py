@@ -16,7 +16,7 @@ from fa4flex.codegen.ops import INFIX, OPS, PREFIX
 DEVICE_FUNCTIONS = {
     "natural_div": "natural_div", "divisor": "divisor", "divided": "divided", "signum": "signum",
     "reciprocal": "reciprocal", "exact_ratio": "exact_ratio", "floor_quotient": "floor_quotient",
-    "remainder": "remainder",
+    "remainder": "remainder", "saturated": "saturated",
 }  # fmt: skip
 """Functions of kernels/common/math.py for operations that no mod can name; rows of ops.py name the others."""
 REDUCTIONS = {
@@ -28,6 +28,7 @@ DEVICE_WORDS = {
     "reciprocal": "inverse", "exact_ratio": "quotient", "floor_quotient": "quotient", "remainder": "rest",
     "natural_div": "quotient", "divided": "quotient", "divisor": "by",
     "wrapped": "index", "confined": "index", "search": "position", "difference": "distance",
+    "logistic": "logistic", "saturated": "part",
 }  # fmt: skip
 """Words that values are named after, unless something better is known; rows of ops.py say the others."""
 
@@ -204,6 +205,8 @@ class Printer:
                 return self._load(slot, node.kind, args, places, *["even=True"] * even)
             case "difference":
                 return f"{args[0]} - {args[1]}"
+            case "logistic":
+                return f"at.logistic({', '.join(args)})"
             case "stepped":
                 return _stepped(node.args[0].args[0].value, node.args[1:], args[1:])
             case "search":

@@ -2,7 +2,8 @@
 
 delta = dLSE - rowsum(dO * O): with it dS = P * (dP + delta), since dO . O = sum over keys of P dP
 (FlashAttention-2, Dao 2023, section 3.1; the first term is the gradient of the log-sum-exp). With this sign a
-sum may start from it as it is. A gradient g of the entropy H adds -P g (log P + H): delta has -g H.
+sum may start from it as it is. A gradient g of the entropy H adds -P g (log P + H): delta has -g H. Dropout's
+factor of what is kept is taken into the log-sum-exp, and out of delta: see ColumnDropout.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
+from fa4flex.kernels.common.dropout import changed
 from fa4flex.kernels.common.softmax import LN_2, LOG2_E
 from fa4flex.kernels.plan.arguments import BACKWARD
 
@@ -47,14 +49,23 @@ class SectionArguments(_WithSections):
 class Preprocess:
     """`width` is D: `lanes` threads next to each other take a row together. `config` is the main kernel's:
     tile_m, head_dim, and dq_order, in which the sums of a tile lie. first_heads: how many heads of queries
-    the first section has, where that kernel clears the sums of all others."""
+    the first section has, where that kernel clears the sums of all others. threshold: the slot of dropout's
+    among captured numbers. summed: whether weights of a row have a sum; else nothing depends on delta, and dO
+    and O are not read."""
 
     def __init__(
-        self, width: int, config: Any, first_heads: Callable[[SectionArguments], Int32] | None = None
+        self,
+        width: int,
+        config: Any,
+        first_heads: Callable[[SectionArguments], Int32] | None = None,
+        threshold: int | None = None,
+        summed: bool = True,
     ) -> None:
         self.width = width
         self.config = config
         self.first_heads = first_heads
+        self.threshold = threshold
+        self.summed = summed
         self.lanes = 1
         while self.lanes * WIDE < width:
             self.lanes *= 2
@@ -68,15 +79,18 @@ class Preprocess:
 
     def read(
         self, arguments: PreprocessArguments | SectionArguments
-    ) -> tuple[PreprocessArguments, Int32 | None]:
-        """Parameters of the device function: arguments, and heads whose sums it clears, if not all."""
-        if self.first_heads is None:
-            return arguments, None
+    ) -> tuple[PreprocessArguments, Int32 | None, Int32 | None]:
+        """Parameters of the device function: arguments; heads whose sums it clears, if not all; and
+        dropout's threshold."""
+        heads = None if self.first_heads is None else self.first_heads(arguments)
+        threshold = None if self.threshold is None else Int32(arguments.scalars[self.threshold])
         read = (getattr(arguments, name) for name in PreprocessArguments._fields)
-        return PreprocessArguments(*read), self.first_heads(arguments)
+        return PreprocessArguments(*read), heads, threshold
 
     @cute.kernel
-    def device(self, arguments: PreprocessArguments, first_heads: Int32 | None) -> None:
+    def device(
+        self, arguments: PreprocessArguments, first_heads: Int32 | None, threshold: Int32 | None
+    ) -> None:
         # The next kernel's blocks may take the places of these, and wait there until all have ended.
         cute.arch.griddepcontrol_launch_dependents()
         block, h, b = backwards()
@@ -88,10 +102,11 @@ class Preprocess:
         if const_expr(arguments.seqused_q is not None):
             q_len = cutlass.min(length, Int32(arguments.seqused_q[b]))
         total = Float32(0.0)
-        if q < q_len and lane * WIDE < self.width:
-            out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
-            total = self.dot(out, dout, lane)
-        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        if const_expr(self.summed):
+            if q < q_len and lane * WIDE < self.width:
+                out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
+                total = self.dot(out, dout, lane)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
         cleared = row < arguments.delta.shape[-1]
         if const_expr(first_heads is not None):
             cleared = cleared & (b * arguments.delta.shape[1] + h < first_heads)
@@ -115,6 +130,8 @@ class Preprocess:
                 lse = lses[first + q]
                 # A row without keys has probabilities 0 whatever its scores are.
                 lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
+            if const_expr(threshold is not None):
+                lse2, total = changed(lse2, total, threshold)
             lse2s[row] = lse2
             deltas[row] = total
             if const_expr(arguments.pulled is not None):

@@ -30,7 +30,7 @@ from fa4flex.kernels.common.backward import (
 )
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.dropout import KeyDropout, remaining_of
+from fa4flex.kernels.common.dropout import KeyDropout
 from fa4flex.kernels.common.fragment import compute_before, computed_once, narrow, widened
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.operand_gradients import sums_of, targets
@@ -176,9 +176,8 @@ class Compute:
         memory = config.memory
         dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
         dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)
-        left = remaining_of(self.hooks.dropout, arguments.scalars)
         to_dk, to_dv = written(arguments)
-        self.store(to_dv, work, place, dv, some, Float32(1.0) if left is None else left)
+        self.store(to_dv, work, place, dv, some, Float32(1.0))
         self.store(to_dk, work, place, dk, some, arguments.scale)
 
     def collector(
@@ -361,16 +360,16 @@ class Compute:
 
     def dropped(self, head: Head, p: cute.Tensor, q_first: Int32, kept: list[Any], kind: Any) -> cute.Tensor:
         """Probabilities of a fragment in 16 bits as dV has them: those of pairs that dropout keeps, whose
-        bits `kept` gets. What they are divided by comes when dV is complete."""
+        bits `kept` gets."""
         assert head.dropout is not None
         used, word = head.dropout.apply(p, q_first)
         kept.append(word)
         return self.narrowed(used, kind)
 
     def scale(self, ds: cute.Tensor, dropout: KeyDropout, word: Any) -> None:
-        """A fragment's dP' times what dropout does to weights; see ColumnDropout for dS."""
+        """A fragment's dP', or 0 where weights are dropped; see ColumnDropout for dS."""
         for c in range(FRAGMENT):
-            ds[c] = ds[c] * dropout.factor(word, c)
+            ds[c] = select_(dropout.stays(word, c), ds[c], Float32(0.0))
 
     def gradients(self, ds: cute.Tensor, deltas: cute.Tensor, weights: cute.Tensor, kind: Any) -> None:
         """A fragment's dP becomes its dS."""

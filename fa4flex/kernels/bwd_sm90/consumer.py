@@ -36,6 +36,7 @@ from fa4flex.kernels.common.backward import (
 from fa4flex.kernels.common.barriers import Pipes, arrive, sync
 from fa4flex.kernels.common.dropout import ColumnDropout, Columns
 from fa4flex.kernels.common.fragment import (
+    alike_in_warp,
     as_operand,
     computed_once,
     multiply,
@@ -51,8 +52,12 @@ from fa4flex.kernels.common.transposed import Slab, Slopes, apply_slopes
 PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
+DROPPED = (8,)
+"""The same with dropout: the columns of 16 queries, of which two by two share hashes."""
 SLOPED = 2
-"""Columns turned into probabilities together where scores have slopes, for the same reason."""
+"""Columns turned into probabilities together where scores have slopes, for the same reason. Where warpgroups
+have keys of their own, elementwise weights take no log-sum-exps with them, and the mask's intervals, which
+each part computes anew, would take more."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class Consumer:
         self.hooks = hooks
         self.scheduler = scheduler
         columns = config.queries // 4
-        self.together = SLOPED if hooks.slope is not None else next(n for n in PARTS if columns % n == 0)
+        parts = PARTS if hooks.dropout is None else DROPPED
+        few = hooks.slope is not None and not (hooks.elementwise and config.split == "keys")
+        self.together = SLOPED if few else next(n for n in parts if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
@@ -243,6 +250,8 @@ class Consumer:
         """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
         two from 2 (l % 4) on."""
         at = self.scheduler.place(work, h, heads, arguments)
+        if self.hooks.elementwise:
+            at = at.but(uniform=tuple(map(alike_in_warp, at.uniform)))
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
         first_key = self.first_key(work, mine.number, mine.lane)
         dropout = ColumnDropout.of(self.hooks.dropout, at, first_key)
@@ -312,12 +321,11 @@ class Consumer:
         self.await_step(mine.pipes, states)
         log_sums = self.log_sums(self.my_rows(shared.lse2[None, q_stage], w), lane)
         deltas = self.my_rows(shared.delta[None, do_stage], w)
-        if collector.slab.dropout is None:
-            self.begin_dprob(dprob, deltas, lane)
-        else:
+        self.begin_dprob(dprob, deltas, lane)
+        if collector.slab.dropout is not None:
             log_sums = log_sums._replace(deltas=deltas)
         depth, depth_v = config.depths
-        begun = collector.slab.dropout is None and not self.hooks.elementwise
+        begun = not self.hooks.elementwise
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
         dout = operands.dout[None, None, None, do_stage]
         multiply(mmas.dprob, dprob, operands.v, dout, begun, depth_v)
@@ -410,11 +418,13 @@ class Consumer:
                 lse2 = self.statistics(log_sums.rows, lane, first + together, together)
             part = slab.part(first, together)
             slopes = self.exponentials(grid, part, here, factor, q_first, masked)
-            if slab.dropout is not None:
-                deltas = self.statistics(log_sums.deltas, lane, first, together)
-                slab.dropout.apply(grid, ds, deltas, Columns(first, q_first, part.queries))
             part.pull(grid, ds, q_first)
             self.narrow_columns(products.p, p, first, together)
+            if slab.dropout is not None:
+                columns_here = Columns(first, q_first, part.queries)
+                slab.dropout.apply(p, columns_here)
+                deltas = self.statistics(log_sums.deltas, lane, first, together)
+                slab.dropout.gradients(grid, ds, p, deltas, columns_here)
             if self.hooks.elementwise:
                 slopes = self.show_pairs(grid, ds, slab.part(first, together), slopes, q_first, masked)
             elif slab.dropout is None and not self.config.rounds_first:

@@ -173,8 +173,9 @@ class HopperBackwardPlan(Checked):
         """True if blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
         dQ. Where sums are ordered, each tile has a block of its own, except in dense batches without masks
         and captured gradients, which have sums of each tile. It takes registers that long scores need, and
-        ragged batches of wide heads."""
-        if self.problem.long_scores or self.split == "columns":
+        ragged batches of wide heads; brief weights take few."""
+        long = self.problem.long_scores and not (self.problem.brief and self.split == "keys")
+        if long or self.split == "columns":
             return False
         plain = self.problem.mask_form == "none" and self.problem.lengths == "dense"
         if self.problem.deterministic and (not plain or self.problem.gradients):
@@ -401,7 +402,8 @@ def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int],
     """The tiles that a problem is planned with, those first that were measured most. A kernel's registers
     leave one in most cases."""
     problem = request.problem
-    long = problem.long_scores or problem.long_masks or problem.gradients
+    few = problem.brief and max(width, width_v) <= KEYS_APART
+    long = (problem.long_scores and not few) or problem.long_masks or problem.gradients
     # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of long steps.
     roomy = not long and problem.lengths == "dense" and problem.mask_form != "tables"
     if (width, width_v) == LATENT and not problem.gradients:
@@ -412,7 +414,7 @@ def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int],
         return (TILE,)
     if problem.blocks or _few_tiles(request):
         return (HALF_TILE,)
-    if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
+    if (problem.sloped and not few) or problem.pair_reads or (problem.gradients and problem.long_scores):
         return (TILE,)
     if max(width, width_v) <= 64:
         return (ROOMY_TILE,)
@@ -448,7 +450,8 @@ def _one_tile(sizes: Sizes) -> bool:
 
 def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
     """True if scores are plain, and queries so few that clearing takes longer than it saves."""
-    long = problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks
+    slow = (problem.sloped or problem.long_scores) and not problem.brief
+    long = slow or problem.pair_reads or problem.long_masks
     wide = NARROW < max(problem.head_dim, problem.head_dim_v) <= KEYS_APART
     return not long and wide and sizes.q.at_most(FEW_CLEARED, right="any")
 

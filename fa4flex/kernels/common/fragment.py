@@ -179,6 +179,13 @@ def computed_once(x: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> Flo
     )
 
 
+def alike_in_warp(x: Any) -> Any:
+    """x, of which a warp's lanes have the same: a float then takes no register of theirs."""
+    if not isinstance(x, Float32):
+        return x
+    return cute.arch.make_warp_uniform(x.bitcast(Int32)).bitcast(Float32)
+
+
 @dsl_user_op
 def thread_here(*, loc: Any = None, ip: Any = None) -> Int32:
     """The number of this thread, read here: what follows from one that was read before tiles is computed
@@ -204,6 +211,7 @@ def quad_reduce(x: Float32, combine: Any) -> Float32:
 
 
 __all__ = [
+    "alike_in_warp",
     "as_operand",
     "compute_before",
     "computed_once",

@@ -37,7 +37,7 @@ class At:
     where rows or keys past the end of a sequence may be asked for, so that loads must be clamped.
     `score` is the accumulated q.k, before `scale`; what it started from is in it. `kv_base` is even.
     `loop` are the indices of the loop of a share or a fold. `scale_log2` is scale * log2(e), in backward
-    passes.
+    passes. `logistic` computes the logistic function of a weight, where the weight says by which.
     """
 
     b: Value = None
@@ -70,6 +70,7 @@ class At:
     score: Value = None
     loop: tuple[Value, ...] = ()
     scale_log2: Value = None
+    logistic: Value = None
 
     def but(self, **changes: Value) -> At:
         return replace(self, **changes)
@@ -91,7 +92,8 @@ class Fold:
 class Pointwise:
     """A function of every (q, kv) pair, cut by rate. All but `element` return tuples and may be absent.
     `folds`: what comes in at.folds. `scored`: of a weight, whether it reads at.score. `branches`: of a start,
-    whether a function that it calls has branches."""
+    whether a function that it calls has branches. `logistic`: of an elementwise weight that calls at.logistic
+    once for each score, how that is computed (logistic.py)."""
 
     element: Hook
     row: Hook | None = None
@@ -101,6 +103,7 @@ class Pointwise:
     folds: tuple[Fold, ...] = ()
     scored: bool = False
     branches: bool = False
+    logistic: Any = None
 
 
 @dataclass(frozen=True)

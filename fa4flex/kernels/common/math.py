@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, Uint64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4flex.kernels.common.ahead import HeldTable
 
@@ -343,6 +345,30 @@ def reciprocal(x: Value) -> Value:
 def divide(x: Value, y: Value) -> Value:
     """x / y for each score: an approximate reciprocal, within 2 units in the last place."""
     return x * cute.arch.rcp_approx(y) if FAST else x / y
+
+
+def saturated(x: Value, factor: Value, addend: Value) -> Value:
+    """x * factor + addend, rounded once, where it is within [0, 1]; else the nearer end. Of no number, 0."""
+    x, factor, addend = Float32(x), Float32(factor), Float32(addend)
+    if FAST:
+        return _fma_saturated(x, factor, addend)
+    product = cute.math.fma(x, factor, addend)
+    return where(product > 0.0, where(product < 1.0, product, 1.0), 0.0)
+
+
+@dsl_user_op
+def _fma_saturated(x: Float32, y: Float32, z: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [a.ir_value(loc=loc, ip=ip) for a in (x, y, z)],
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
 
 
 def exact_ratio(x: Value, y: Value) -> Value:

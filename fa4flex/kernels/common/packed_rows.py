@@ -72,12 +72,11 @@ class Tile(NamedTuple):
 
     def row(self, number: Int32) -> Row:
         kept = cutlass.max(cutlass.min(number, self.rows - 1), Int32(0))
-        q, exists = kept // self.group, number < self.rows
         if self.slice is None:
-            return Row(q, self.kv_head * self.group + kept % self.group, exists)
+            return Row(kept // self.group, self.kv_head * self.group + kept % self.group, number < self.rows)
         within, heads = self.slice.number * self.group + kept % self.group, self.slice.heads
         h = self.kv_head * heads + cutlass.min(within, heads - 1)
-        return Row(q, h, exists & (within < heads))
+        return Row(kept // self.group, h, (number < self.rows) & (within < heads))
 
     def work(self, h: Int32) -> Work:
         zero = Int32(0)
@@ -126,11 +125,11 @@ def tile_of(
     """The tile of a part. `config` has tile_n, share and slice_rows."""
     heads, of_keys = Int32(arguments.q.shape[2]), Int32(kv_heads(arguments))
     b, kv_head, split, splits, one = part
-    group = heads // of_keys if const_expr(one is None) else slice_heads(arguments, config.slice_rows)
     lengths, zero = lengths_of(arguments, b), Int32(0)
     whole = KeyTiles(None, None, zero, zero)
     # One number instead of two: it is kept to the end, beside all else.
     number = select_(splits == 1, Int32(-1), split)
+    group = heads // of_keys if const_expr(one is None) else slice_heads(arguments, config.slice_rows)
     tile = Tile(b, kv_head, group, heads, number, *lengths, whole, zero, zero, one)
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, split, splits, config.share)

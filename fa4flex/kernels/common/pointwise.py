@@ -27,6 +27,7 @@ from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.fragment import compute_before, computed_once
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import RowEnds, row_spans
+from fa4flex.kernels.common.logistic import weigh
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,9 @@ class Fragment:
     def modify(self, hooks: Hooks, scores: cute.Tensor, early: Early | None) -> None:
         """scores (row, column): q.k becomes y. `early` is what `prepare` returned for this tile."""
         if hooks.score is None or early is None:
+            return
+        if hooks.score.logistic is not None:
+            weigh(hooks.score, scores, early)
             return
         for r, c, at in early:
             scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))

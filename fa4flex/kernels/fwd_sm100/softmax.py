@@ -37,7 +37,6 @@ from fa4flex.kernels.fwd_sm100.rows import (
     Pair,
     Row,
     exponentiate,
-    halves,
     largest_of,
     narrowed,
     paired,
@@ -328,12 +327,10 @@ class Softmax:
         moments = Moments() if softmax.online and softmax.state.moment is not None else None
         for f, row in enumerate(rows):
             found = self.exponentials(softmax, row, f, moments)
-            put = found
+            put = narrowed(found, place.kind)
             if tile.dropout is not None:
-                put = paired(
-                    tile.dropout.kept([x for two in found for x in halves(two)], kv_first + f * FRAGMENT)
-                )
-            place.probabilities.put(f, narrowed(put, place.kind))
+                tile.dropout.apply(put, kv_first + f * FRAGMENT)
+            place.probabilities.put(f, put)
             pairs += found
             self.told(pipes, place, f)
         if moments is not None:

@@ -255,8 +255,7 @@ class Consumer:
         rows = prepare_rows(self.hooks, at, mine.query, offsets, ends)
         fragment = quad_fragment(at, rows, mine.query, self.width, mine.lane, offsets)
         softmax = self.weights(at, mine.state)
-        queries = tuple([mine.query + offset for offset in offsets])
-        dropout = RowDropout.of(self.hooks.dropout, at, queries, mine.lane % 4 * 2)
+        dropout = RowDropout.of(self.hooks.dropout, at, mine.query, offsets, mine.lane % 4 * 2)
         return Tile(mine.pipes, mine.products, mine.group, fragment, softmax, dropout)
 
     def told(self, tile: Tile, mine: Mine, arguments: Arguments) -> Tile:
@@ -314,8 +313,8 @@ class Consumer:
             raised = self.raise_maxima(tile, grid)
             self.take_values(tile, v, v_state)
         tile.softmax.exponentiate(grid, is_finite=not masked and self.finite)
-        self.drop(begun, tile)
         self.narrow(begun, products)
+        self.drop(begun, tile)
         if const_expr(self.rescales(tile)):  # noqa: SIM102  one is decided when compiled, one when run
             if raised:
                 rescale(products.out, (tile.softmax,))
@@ -413,8 +412,8 @@ class Consumer:
     def hand(self, tile: Tile, begun: Begun, k_state: pipeline.PipelineState) -> None:
         """Probabilities of the key tile at `k_state`, without those that dropout drops, are handed to the
         product with values."""
-        self.drop(begun, tile)
         self.narrow(begun, tile.products)
+        self.drop(begun, tile)
 
     def narrow(self, begun: Begun, products: Products) -> None:
         """Probabilities become an operand of the product with values."""
@@ -427,9 +426,10 @@ class Consumer:
             tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
 
     def drop(self, begun: Begun, tile: Tile) -> None:
-        """Probabilities that dropout drops become 0: they have been added to their rows' totals."""
+        """Probabilities that dropout drops become 0 in the operand: they have been added to their rows'
+        totals."""
         if tile.dropout is not None:
-            tile.dropout.apply(begun.grid, begun.kv_first)
+            tile.dropout.apply(tile.products.p, begun.kv_first)
 
     def storing_lane(self, lane: Int32, tile: Tile) -> Int32:
         """The lane, for the epilogue, whose addresses depend on nothing else: the compiler computes them

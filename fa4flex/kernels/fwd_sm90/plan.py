@@ -77,6 +77,7 @@ class HopperPlan(Checked):
     others: tuple[Pair, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
+    by_groups: ClassVar[bool] = True
 
     @property
     def tile(self) -> tuple[int, int]:

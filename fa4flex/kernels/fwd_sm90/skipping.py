@@ -71,8 +71,8 @@ class SkippingConsumer(Consumer):
         tile.kept[0] = Int32(keep)
         if keep:
             tile.softmax.exponentiate(grid)
-            self.drop(begun, tile)
             narrow(as_operand(begun.scores), products.p)
+            self.drop(begun, tile)
             if raised:
                 rescale(products.out, rows)
         v_state = k_state.clone()

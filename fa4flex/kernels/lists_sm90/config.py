@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fa4flex.kernels.plan.lengths import Lengths
 from fa4flex.kernels.plan.paging import Gathering
 
 ROWS = 64
-"""Pairs of a query and a head of a tile: the rows of one product."""
+"""Pairs of a query and a head that one product has as rows: those of a consumer warpgroup."""
 
 MOST_ENTRIES = 4096
 """Entries of a list, at most: shared memory has a bit for each."""
@@ -17,8 +17,20 @@ MOST_ENTRIES = 4096
 PLACES = 2 * MOST_ENTRIES
 """Places of the table by which repeated entries are found, at most half of which are taken."""
 
+TABLE = 2 * PLACES
+"""Numbers of the table: a place has a unit, and the first entry that lists it."""
+
 WORDS = MOST_ENTRIES // 32
 """Words of the bits of entries."""
+
+MOST_UNITED = 256
+"""Entries of the rows of the lists that a tile has, at most, where these are several."""
+
+MOST_LISTS = 32
+"""Rows of the lists of a tile, at most: each has a bit of a number."""
+
+UNITED = 4 * MOST_UNITED
+"""Numbers of shared memory by which they are united."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class Config(Gathering):
     share                    tiles of keys per split; None: of each list, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
+    consumers                warpgroups of ROWS rows each that share the keys of a tile
+    united                   rows of the lists whose queries a tile has
     """
 
     head_dim: int
@@ -51,12 +65,28 @@ class Config(Gathering):
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+    consumers: int = field(default=1, metadata={"default": 1})
+    united: int = field(default=1, metadata={"default": 1})
 
     dynamic: ClassVar[bool] = False
     gather_warps: ClassVar[int] = 4  # type: ignore[misc]  # of other kernels it is a choice
     starts_ahead: ClassVar[bool] = False
     skip: ClassVar[float] = 0.0
-    threads: ClassVar[int] = 256
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return ROWS * self.consumers
+
+    @property
+    def told(self) -> int:
+        """Numbers that consumers are told of a key of a tile: which it is, and the rows that list it."""
+        return 1 + (self.united > 1)
 
     @property
     def splits(self) -> bool:

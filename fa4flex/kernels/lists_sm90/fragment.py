@@ -22,10 +22,12 @@ from fa4flex.kernels.lists_sm90.tiles import Near
 
 @dataclass(frozen=True)
 class Found:
-    """Keys of a thread's columns of a tile, -1 for none; whether they are those beside the lists."""
+    """Keys of a thread's columns of a tile, -1 for none; whether they are those beside the lists; and bits of
+    the rows of the lists, of those of a tile, that list them, None where all do."""
 
     keys: tuple[Int32, ...]
     beside: Boolean | None
+    rows: tuple[Int32, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,18 @@ class ListFragment(Fragment):
     """A Fragment of one row whose methods take what was Found in place of a tile's first key.
 
     near      keys that the row's query sees beside its list; None where no query sees any
+    mine      bit of the row of the lists, of those of a tile, that the row's query has
     limited   spans decide, too
     """
 
     near: Near | None = None
+    mine: Int32 | None = None
     limited: bool = False
 
     @classmethod
-    def of(cls, plain: Fragment, near: Near | None, hooks: Hooks) -> ListFragment:
+    def of(cls, plain: Fragment, near: Near | None, mine: Int32 | None, hooks: Hooks) -> ListFragment:
         limited = hooks.spans is not None and hooks.mask is None
-        return cls(**vars(plain), near=near, limited=limited)
+        return cls(**vars(plain), near=near, mine=mine, limited=limited)
 
     def _places(self, found: Any, guard: bool, row_terms: tuple[tuple[Any, ...], ...]) -> Any:
         return _Places(self.at.but(guard=True), self.rows, row_terms, found)
@@ -105,6 +109,8 @@ class ListFragment(Fragment):
         `hidden`."""
         for c, key in enumerate(found.keys):
             seen = key >= 0
+            if found.rows is not None:
+                seen = seen & ((found.rows[c] & self.mine) != 0)
             if self.near is not None:
                 seen = seen & (self.near.has(key) == found.beside)
             if allowed is not None:

@@ -1,7 +1,7 @@
 """The Hopper kernel for listed keys: launch on the host, and on the device the split into roles.
 
               ,--[ids ring]--.
-4 producers --+--[k ring]----+-> consumer warpgroup --> out, or a part of it in the workspace
+4 producers --+--[k ring]----+-> consumer warpgroups --> out, or a part of it in the workspace
               '--[v ring]----'
 """
 
@@ -25,11 +25,11 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.consumer import Consumer
-from fa4flex.kernels.lists_sm90.entries import Entries, entries_of, last_of, look
+from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
+from fa4flex.kernels.lists_sm90.entries import Entries, United, entries_of
 from fa4flex.kernels.lists_sm90.producer import Producer
 from fa4flex.kernels.lists_sm90.resources import Shared, members_of, shared_of
-from fa4flex.kernels.lists_sm90.roles import LISTED, barrier_table
+from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
 from fa4flex.kernels.lists_sm90.tiles import (
     ListTile,
     Part,
@@ -46,9 +46,10 @@ class Forward(SplitForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.barriers = barrier_table(config.kv_stages)
+        self.barriers = barrier_table(config.kv_stages, config.consumers)
+        self.listed = listed(config.consumers)
         self.producer = Producer(config)
-        self.consumer = Consumer(config, hooks)
+        self.consumer = (Consumer if config.consumers == 1 else SharingConsumer)(config, hooks)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
@@ -57,7 +58,7 @@ class Forward(SplitForward):
 
     def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
         """A block for each split of a tile."""
-        blocks = tiles_of_launch(arguments)
+        blocks = tiles_of_launch(arguments, self.config)
         if self.config.splits:
             blocks = blocks * arguments.splits
         device.launch(
@@ -69,9 +70,9 @@ class Forward(SplitForward):
         )
 
     def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
-        """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""
+        """Swizzled shared-memory layouts of q, k, v; their last mode counts consumers, or stages."""
         tile = ROWS, self.config.tile_n, self.config.head_dim
-        q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, kind, 1)
+        q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, kind, self.config.consumers)
         return q, *stage_layouts(self.config, kind)
 
     @cute.kernel
@@ -87,7 +88,7 @@ class Forward(SplitForward):
             initialise(self.barriers, storage)
         part = part_of(cute.arch.block_idx()[0], arguments, self.config)
         part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))
-        tile = tile_of(part, arguments)
+        tile = tile_of(part, arguments, self.config)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         if const_expr(self.config.splits):
@@ -105,31 +106,31 @@ class Forward(SplitForward):
         handed: cutlass.Constexpr[tuple[Shared, Pipes]],
         mma: tuple[cute.TiledMma, cute.TiledMma],
     ) -> None:
-        """A part of the keys of a tile, by two roles."""
+        """A part of the keys of a tile, by its roles."""
         shared, pipes = handed
-        entries = entries_of(part, arguments)
+        entries = entries_of(part, arguments, self.config)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if const_expr(self.config.paged):
                 check_length(arguments, tile.b)
-            look(entries, shared, thread)
-            sync(LISTED)
+            entries.look(shared, thread)
+            sync(self.listed)
             tile, walk = self.keys(arguments, part, tile, entries, shared)
             self.producer.run(arguments, tile, walk, entries, shared, pipes)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.bring_queries(arguments, tile, shared, thread - 128)
-            sync(LISTED)
+            sync(self.listed)
             tile, walk = self.keys(arguments, part, tile, entries, shared)
             self.consumer.visit(arguments, tile, walk, shared, pipes, mma)
 
     def keys(
-        self, arguments: Arguments, part: Part, tile: ListTile, entries: Entries, shared: Shared
+        self, arguments: Arguments, part: Part, tile: ListTile, entries: Entries | United, shared: Shared
     ) -> tuple[ListTile, Walk]:
         """The tile with its part of the keys, once it is known which entries count."""
-        walk = walk_of(last_of(entries, shared.bits), tile, arguments, self.config)
+        walk = walk_of(entries.found(shared), tile, arguments, self.config)
         return with_run(tile, walk, part, self.config), walk
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
+from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, PLACES, ROWS, WORDS, Config
+from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, UNITED, WORDS, Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.few_rows import (
@@ -19,6 +20,7 @@ from fa4flex.kernels.plan.few_rows import (
     room_of,
     share_of,
 )
+from fa4flex.kernels.plan.keys import ListedKeys
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, ForwardPlan, Pipeline
@@ -30,14 +32,28 @@ from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import WARPGROUP, Topology
 from fa4flex.primitives.heads import ALIKE
 
+TWO = Split(40, 232)
+"""Registers of a producer that finds keys, and of each of two consumers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListsPlan(DecodePlan):
-    """The plan of `lists_sm90`."""
+    """The plan of `lists_sm90`.
+
+    consumers    warpgroups that share the keys of a tile, with ROWS rows each
+    united       rows of the lists whose queries a tile has
+    """
+
+    consumers: int = 1
+    united: int = 1
 
     module: ClassVar[str] = "fa4flex.kernels.lists_sm90"
-    rows: ClassVar[int] = ROWS
     purpose: ClassVar[str] = "listed keys"
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]  # other kernels' is the same for all plans
+        """Rows of a tile."""
+        return ROWS * self.consumers
 
     @property
     def skip(self) -> float:
@@ -46,7 +62,7 @@ class ListsPlan(DecodePlan):
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+        return _memory(self.problem, self.target, (self.tile_n, self.kv_stages, self.consumers), self.united)
 
     @property
     def tile_copies(self) -> TileCopies:
@@ -57,12 +73,14 @@ class ListsPlan(DecodePlan):
     def splitting(self) -> Splitting | None:  # type: ignore[override]  # packed queries are not split
         if not self.config().splits:
             return None
-        return replace(super().splitting, tile_rows=ROWS)
+        # A block that is alone on a multiprocessor waits for what it has asked for, and not for the chip.
+        room = self.target.multiprocessors * self.blocks
+        return replace(super().splitting, multiprocessors=room, blocks=1, tile_rows=self.rows)
 
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
-        return lists_topology(*self.widths, self.tile_n, self.kv_stages)
+        return lists_topology(*self.widths, self.tile_n, self.kv_stages, self.consumers, self.united)
 
     def config(self) -> Config:  # type: ignore[override]
         """Configuration of the hand-written kernel."""
@@ -81,30 +99,51 @@ class ListsPlan(DecodePlan):
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
+            consumers=self.consumers,
+            united=self.united,
         )
+
+    def check_registers(self) -> None:
+        self.registers.check(self.consumers, self.target, self.blocks)
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words. Bounds follow from what is listed, which no size tells."""
         return super().explain()
 
     def explain_rows(self) -> list[str]:
+        shared = "queries that share a list" if self.united == 1 else f"queries of {self.united} lists"
         return [
-            "  rows: queries that share a list, of up to 64 heads that share keys",
+            f"  rows: {shared}, of up to {self.rows} heads that share keys",
+            *["  lists are united: a unit comes once for all of them"] * (self.united > 1),
             f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once; {WARPGROUP} warps"
             " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
         ]
 
+    def explain_threads(self) -> list[str]:
+        if self.consumers == 1:
+            return super().explain_threads()
+        r = self.registers
+        return [
+            f"warpgroups: 1 producer, {self.consumers} consumers of {r.producer} and {r.consumer} registers,"
+            f" which share keys and have {ROWS} rows each",
+            f"  a consumer needs about {self.need.explain()}",
+        ]
 
-def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+
+def _memory(problem: Problem, target: Target, sizes: tuple[int, int, int], united: int) -> Memory:
+    """The shared-memory map for so many keys of a tile, stages and consumers."""
+    tile_n, kv_stages, consumers = sizes
     d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
-    sizes = {
-        "ids": NUMBER * tile_n * kv_stages,
+    regions = {
+        "ids": NUMBER * tile_n * kv_stages * (1 + (united > 1)),
         "bits": NUMBER * WORDS,
-        "q": tile_bytes(ROWS, d, size),
+        "united": NUMBER * UNITED * (united > 1),
+        "q": tile_bytes(ROWS * consumers, d, size),
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
-    return lay_out(sizes, {}, 6 * kv_stages, target)
+    regions["behind"] = max(NUMBER * TABLE - regions["k"] - regions["v"], 0)
+    return lay_out(regions, {}, 6 * kv_stages, target)
 
 
 def plan_lists(request: ForwardRequest) -> ForwardPlan:
@@ -116,12 +155,14 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
             "leave them out",
         )
     problem, target = request.problem, request.target
+    assert isinstance(problem.keys, ListedKeys)
+    consumers, united = 2 if problem.keys.many else 1, problem.keys.united
     tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
 
     def fits(blocks: int, stages: int) -> bool:
-        memory = _memory(problem, tile_n, stages, target)
-        table = memory["k"].size + memory["v"].size >= NUMBER * PLACES
-        return table and memory.total <= room_of(blocks, target)
+        memory = _memory(problem, target, (tile_n, stages, consumers), united)
+        # Two blocks of two consumers would have half as many registers for each.
+        return blocks * consumers <= 2 and memory.total <= room_of(blocks, target)
 
     blocks, stages = blocks_and_stages(STAGES, fits)
     return ListsPlan(
@@ -130,10 +171,12 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
         tile_n=tile_n,
         kv_stages=stages,
         blocks=blocks,
-        registers=SPLITS[blocks],
+        registers=SPLITS[blocks] if consumers == 1 else TWO,
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         share=share_of(request, tile_n),
+        consumers=consumers,
+        united=united,
     )
 
 

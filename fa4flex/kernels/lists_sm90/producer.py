@@ -1,7 +1,7 @@
 """The producer: four warps find the keys of a list, and gather them row by row.
 
 What the list says, and where pages lie, takes as long to come as the rows themselves: an entry is asked for
-two tiles before its key is copied, and a page one tile before.
+two tiles before its key is copied, and looked at one tile before, when its page is asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, const_expr, cute, pipeline, select_
+from cutlass import Int32, cute, pipeline, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
@@ -19,7 +19,7 @@ from fa4flex.kernels.common.key_loader import Wanted
 from fa4flex.kernels.common.key_lookup import Places
 from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.entries import NOTHING, Entries
+from fa4flex.kernels.lists_sm90.entries import NOTHING, Entries, United
 from fa4flex.kernels.lists_sm90.resources import Shared
 from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk
 from fa4flex.kernels.plan.memory import block_bytes
@@ -64,10 +64,10 @@ class Located:
 
 @dataclass(frozen=True)
 class Listed:
-    """Lists, pages and bits by which a warp's lanes find keys. row: number of a lane's row in a tile."""
+    """Lists and pages by which a warp's lanes find keys. row: number of a lane's row in a tile."""
 
-    entries: Entries
-    bits: cute.Tensor
+    entries: Entries | United
+    shared: Shared
     walk: Walk
     loader: Any
     row: Int32
@@ -75,23 +75,41 @@ class Listed:
     beside: bool
 
 
-@cute.jit
-def key_at(listed: cutlass.Constexpr[Listed], i: Int32) -> Int32:
-    """A lane's key of tile i, or NOTHING."""
-    walk, found = listed.walk, Int32(NOTHING)
-    if i < walk.listed:
-        j = i * listed.tile_n + listed.row
-        entry = j // walk.unit
-        if entry < walk.entries:  # noqa: SIM102  bits behind the last entry are not there
-            if (listed.bits[entry // 32] >> (entry % 32)) & 1 != 0:
-                key = Int32(listed.entries.ids[entry]) * walk.unit + (j - entry * walk.unit)
-                if key < walk.end:
-                    found = key
-    elif const_expr(listed.beside):
-        j = (i - walk.listed) * listed.tile_n + listed.row
-        if j < walk.more:
-            found = select_(j < walk.before, j, walk.start + j - walk.before)
-    return found
+class Pending(NamedTuple):
+    """A lane's key of a tile, on its way: the unit that was asked for times `unit`, and `within` of it more;
+    NOTHING where that is NOTHING. rows: bits of the rows of the lists, of those of the tile, that list it."""
+
+    given: Any
+    unit: Int32
+    within: Int32
+    rows: Int32
+
+
+def asked(listed: Listed, i: Int32) -> Pending:
+    """A lane's key of tile i. What the list says is asked for, whether it counts or not, and nothing waits
+    for it."""
+    walk, nothing = listed.walk, Int32(NOTHING)
+    j = i * listed.tile_n + listed.row
+    entry = j // walk.unit
+    # Bits behind the last entry are not there.
+    kept = cutlass.max(cutlass.min(entry, walk.entries - 1), Int32(0))
+    given, counts, rows = listed.entries.at(listed.shared, kept)
+    there = (entry < walk.entries) & (i < walk.listed) & counts
+    within = select_(there, j - entry * walk.unit, nothing)
+    unit = walk.unit
+    if listed.beside:
+        j -= walk.listed * listed.tile_n
+        near = select_(j < walk.before, j, walk.start + j - walk.before)
+        within = select_(i < walk.listed, within, select_(j < walk.more, near, nothing))
+        unit = select_(i < walk.listed, unit, Int32(0))
+        rows = select_(i < walk.listed, rows, nothing)
+    return Pending(given, unit, within, rows)
+
+
+def key_of(listed: Listed, pending: Pending) -> Int32:
+    """The key, or NOTHING."""
+    key = Int32(pending.given) * pending.unit + pending.within
+    return Int32(select_((pending.within >= 0) & (key < listed.walk.end), key, Int32(NOTHING)))
 
 
 @cute.jit
@@ -123,7 +141,7 @@ class Producer:
         arguments: Arguments,
         tile: ListTile,
         walk: Walk,
-        entries: cutlass.Constexpr[Entries],
+        entries: cutlass.Constexpr[Entries | United],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
@@ -131,17 +149,19 @@ class Producer:
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = warp * config.height + lane % config.height
         loader = self.loader(arguments, tile)
-        listed = Listed(entries, shared.bits, walk, loader, row, config.tile_n, config.beside)
+        listed = Listed(entries, shared, walk, loader, row, config.tile_n, config.beside)
         rows = self.rows(arguments, tile, shared)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.kv_stages)
         v_state = k_state.clone()
-        key, later = key_at(listed, tile.first), key_at(listed, tile.first + 1)
+        first, pending = asked(listed, tile.first), asked(listed, tile.first + 1)
+        key, seen = key_of(listed, first), first.rows
         entry, slot = ask(listed, key)
         page, slot = place(listed, entry, slot)
         for i in cutlass.range(tile.first, tile.last, unroll=1):
+            later, seen_later = key_of(listed, pending), pending.rows
             entry, offset = ask(listed, later)
-            after = key_at(listed, i + 2)
-            self.tell(shared, pipes, k_state, key, row)
+            pending = asked(listed, i + 2)
+            self.tell(shared, pipes, k_state, (key, seen), row)
             located = Located(loader, config.tile_n, config.height, warp, page, slot)
             key_values = GatheredKeyValues(pipes.k, pipes.v, *rows, located)  # type: ignore[arg-type]
             key_values.load_keys(k_state, i)
@@ -149,7 +169,7 @@ class Producer:
             key_values.load_values(v_state, i)
             v_state.advance()
             page, slot = place(listed, entry, offset)
-            key, later = later, after
+            key, seen = later, seen_later
 
     @cute.jit
     def tell(
@@ -157,13 +177,14 @@ class Producer:
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         state: pipeline.PipelineState,
-        key: Int32,
+        told: tuple[Int32, Int32],
         row: Int32,
     ) -> None:
-        """Tell which keys the warp's rows of a tile are."""
+        """Tell which keys the warp's rows of a tile are, and which rows of the lists list them."""
         cute.arch.mbarrier_wait(pipes.ids_empty + state.index, state.phase)
         if cute.arch.lane_idx() < self.config.height:
-            shared.ids[row, state.index] = key
+            for n in cutlass.range_constexpr(self.config.told):
+                shared.ids[row, n, state.index] = told[n]
         arrive_once(pipes.ids_full + state.index)
 
     def loader(self, arguments: Arguments, tile: ListTile) -> Any:

@@ -19,13 +19,13 @@ from fa4flex.kernels.common.key_lengths import lengths_of
 from fa4flex.kernels.common.keys import NEVER
 from fa4flex.kernels.common.packed_rows import Row, run_of
 from fa4flex.kernels.common.work import Work, packed_tile
-from fa4flex.kernels.lists_sm90.config import ROWS, Config
+from fa4flex.kernels.lists_sm90.config import Config
 
 
 class Groups(NamedTuple):
     """Query heads in groups that share a list and a KV head: `count` of them, of `size` heads each. Tiles
     have up to `heads` of a group, in `pieces` of it, for up to `tokens` queries of a row of the lists, in
-    `parts` of it."""
+    `parts` of it; or of several rows, which then count as one."""
 
     count: Int32
     size: Int32
@@ -35,14 +35,28 @@ class Groups(NamedTuple):
     parts: Int32
 
 
-def groups_of(arguments: Arguments) -> Groups:
+def group_count(arguments: Arguments) -> Int32:
     """The number of heads of lists divides that of keys, or is divided by it."""
-    heads, queries = Int32(arguments.q.shape[-2]), Int32(arguments.queries)
-    count = cutlass.max(Int32(kv_heads(arguments)), Int32(arguments.ids.shape[1]))
+    return cutlass.max(Int32(kv_heads(arguments)), Int32(arguments.ids.shape[1]))
+
+
+def queries_of(arguments: Arguments, config: Config) -> Int32:
+    """Queries of the rows of the lists that a tile has."""
+    return Int32(arguments.queries) * config.united
+
+
+def rows_of(arguments: Arguments, config: Config) -> Int32:
+    """Rows of the lists, those of a tile as one."""
+    return (Int32(arguments.ids.shape[2]) + (config.united - 1)) // config.united
+
+
+def groups_of(arguments: Arguments, config: Config) -> Groups:
+    heads, queries, rows = Int32(arguments.q.shape[-2]), queries_of(arguments, config), config.rows
+    count = group_count(arguments)
     size = heads // count
-    pieces = (size + (ROWS - 1)) // ROWS
+    pieces = (size + (rows - 1)) // rows
     most = (size + pieces - 1) // pieces
-    tokens = cutlass.min(cutlass.max(ROWS // most, Int32(1)), queries)
+    tokens = cutlass.min(cutlass.max(rows // most, Int32(1)), queries)
     return Groups(count, size, most, pieces, tokens, (queries + tokens - 1) // tokens)
 
 
@@ -52,9 +66,9 @@ def sequences_of(arguments: Arguments) -> Int32:
     return Int32(arguments.q.shape[0])
 
 
-def tiles_of_launch(arguments: Arguments) -> Int32:
+def tiles_of_launch(arguments: Arguments, config: Config) -> Int32:
     """Tiles of all rows of the lists, whether there are queries for them or not."""
-    groups, rows = groups_of(arguments), Int32(arguments.ids.shape[2])
+    groups, rows = groups_of(arguments, config), rows_of(arguments, config)
     return sequences_of(arguments) * groups.count * rows * groups.parts * groups.pieces
 
 
@@ -75,10 +89,10 @@ class Part(NamedTuple):
 def part_of(number: Int32, arguments: Arguments, config: Config) -> Part:
     """Part of block `number`: the first splits of all tiles come before any second one. Tiles of a KV head
     follow each other, which find its keys in L2."""
-    groups, rows = groups_of(arguments), Int32(arguments.ids.shape[2])
+    groups, rows = groups_of(arguments, config), rows_of(arguments, config)
     split, splits, tile = Int32(0), Int32(1), number
     if config.splits:
-        tiles = tiles_of_launch(arguments)
+        tiles = tiles_of_launch(arguments, config)
         split, splits, tile = number // tiles, splits_of(arguments), number % tiles
     piece, tile = tile % groups.pieces, tile // groups.pieces
     place, tile = tile % groups.parts, tile // groups.parts
@@ -128,9 +142,9 @@ class ListTile(NamedTuple):
 
 
 @cute.jit
-def tile_of(part: Part, arguments: Arguments) -> ListTile:
+def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[Config]) -> ListTile:
     """The tile of a part, of which no key is known; without queries where the sequence has none there."""
-    groups, zero = groups_of(arguments), Int32(0)
+    groups, zero = groups_of(arguments, config), Int32(0)
     heads = Int32(arguments.q.shape[-2])
     if const_expr(arguments.cu_seqlens_q is not None):
         work = packed_tile(arguments, zero, zero, part.b, Boolean(True))
@@ -138,8 +152,9 @@ def tile_of(part: Part, arguments: Arguments) -> ListTile:
     else:
         (q_len, kv_len), (q_offset, kv_offset) = lengths_of(arguments, part.b), (zero, zero)
     first_head = part.group * groups.size
-    first_q = part.row * Int32(arguments.queries) + part.place * groups.tokens
-    left = cutlass.min(Int32(arguments.queries) - part.place * groups.tokens, q_len - first_q)
+    queries = queries_of(arguments, config)
+    first_q = part.row * queries + part.place * groups.tokens
+    left = cutlass.min(queries - part.place * groups.tokens, q_len - first_q)
     return ListTile(
         part.b,
         first_head // (heads // Int32(kv_heads(arguments))),
@@ -157,6 +172,20 @@ def tile_of(part: Part, arguments: Arguments) -> ListTile:
         zero,
         zero,
     )
+
+
+class Slice(NamedTuple):
+    """Rows of a tile from number `first` on."""
+
+    tile: ListTile
+    first: Int32
+
+    @property
+    def rows(self) -> Int32:
+        return self.tile.rows - self.first
+
+    def row(self, number: Int32) -> Row:
+        return self.tile.row(self.first + number)
 
 
 class Near(NamedTuple):

@@ -2,28 +2,36 @@
 
 Four warps look at the entries of a list: which of them list a unit of keys that is there, and whether any is
 listed twice. Then they gather tiles of keys and values row by row, and tell of each tile which keys it has.
-One warpgroup multiplies, takes the softmax and writes to global memory. A block has one tile: some queries
-that share a list, of heads that share keys, and a part of these keys.
+A warpgroup multiplies, takes the softmax and writes to global memory; or two do, of 64 rows each, where so
+many share a list: what is gathered then serves both. A block has one tile: some queries that share a list, of
+heads that share keys, and a part of these keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fa4flex.kernels.fwd_sm90.topology import values
 from fa4flex.kernels.lists_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import NUMBER, block_bytes
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.topology import WARPGROUP, Action, Event, Product, Role, Topology
 
 
-def lists_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int) -> Topology:
+def lists_topology(
+    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, consumers: int = 1, united: int = 1
+) -> Topology:
     """The pipeline with these tiles."""
-    table, copies = barrier_table(kv_stages), TileCopies(1, WARPGROUP)
+    table, copies = barrier_table(kv_stages, consumers), TileCopies(1, WARPGROUP)
     k, v = (
         copies.ring(table, name, tile_n, (2 * width, block_bytes(width)))
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
+    consumer = _consumer if consumers == 1 else _sharing_consumer
     return Topology(
-        (_consumer(), _producer()),  # what a block did is told by the first, in which nothing is left out
-        (k, v, table.ring("ids", NUMBER * tile_n)),
+        # what a block did is told by the first, in which nothing is left out
+        (*(consumer(i) for i in range(consumers)), _producer(united)),
+        (k, v, table.ring("ids", NUMBER * tile_n * (1 + (united > 1)))),
         table.named_barriers(),
         "none",
         places=(table.places(),),
@@ -31,31 +39,50 @@ def lists_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int) 
     )
 
 
-def _producer() -> Role:
-    """Entries of a list that is not ascending are put into a table, and looked up there."""
+def _producer(united: int) -> Role:
+    """Entries of a list that is not ascending are put into a table, and looked up there. Those of several
+    lists are compared twice."""
     looked, again = Event("sync", "entries"), Event("sync", "entries", maybe=True)
+    entries = (looked, again, again) if united == 1 else (looked, looked)
     actions: tuple[Action, ...] = ("acquire", "fill")
     tile = tuple(Event(action, ring) for ring in ("ids", "k", "v") for action in actions)
-    return Role("producer", WARPGROUP, (looked, again, again, Event("sync", "listed")), tile, tile)
+    return Role("producer", WARPGROUP, (*entries, Event("sync", "listed")), tile, tile)
 
 
-def _consumer() -> Role:
-    tile = (
-        *(Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")),
-        *(Event("wait", "k"), Event("issue", "S"), Event("finish", "S"), Event("release", "k")),
-        Event("softmax", "S of 0"),
-        *(Event("wait", "v"), Event("issue", "O"), Event("finish", "O"), Event("release", "v")),
-    )
+def _consumer(i: int) -> Role:
+    queries, scores, out = f"q {i}", f"S of {i}", f"O of {i}"
+    start, end = values(clears=False)
+    tile = (*_START, Event("finish", "S"), Event("release", "k"), Event("softmax", scores), *start, *end)
     return Role(
-        "consumer",
+        f"consumer {i}",
         WARPGROUP,
-        opening=(Event("write", "q", per="block"), Event("sync", "listed")),
+        opening=(Event("write", queries, per="block"), Event("sync", "listed")),
         first=tile,
         body=tile,
-        last=(Event("read", "O of 0"),),
+        last=(Event("read", out),),
         products=(
-            Product("S", (Event("read", "q", per="block"), Event("read", "k")), Event("write", "S of 0")),
-            Product("O", (Event("read", "v"),), Event("update", "O of 0"), fresh=True),
+            Product("S", (Event("read", queries, per="block"), Event("read", "k")), Event("write", scores)),
+            Product("O", (Event("read", "v"),), Event("update", out), fresh=True),
         ),
-        warp=WARPGROUP,
+        warp=WARPGROUP * (1 + i),
+    )
+
+
+_START = (
+    *(Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")),
+    *(Event("wait", "k"), Event("issue", "S")),
+)
+"""Start of the scores of a tile."""
+
+
+def _sharing_consumer(i: int) -> Role:
+    """One of several: scores of a tile go before the values of the one before."""
+    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
+    (start, end), (start_before, end_before) = values(clears=False), values(clears=False, tile=-1)
+    plain = _consumer(i)
+    return replace(
+        plain,
+        first=(*_START, *softmax),
+        body=(*_START, *start_before, *softmax, *end_before),
+        last=(*start, *end, *plain.last),
     )

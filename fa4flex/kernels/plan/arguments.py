@@ -508,6 +508,16 @@ BLOCK_LISTS = Schema(
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
 
+TOPK = Schema(
+    (
+        Argument("scores", Rows(("score rows", "units")), "launch"),
+        Argument("ids", Array("int32", ("score rows", "entries")), "launch"),
+        Argument("counts", Array("int32", ("score rows",)), "launch"),
+        Argument("forced", Array("int32", ("own rows", 4)), "launch", None),
+    )
+)
+"""Arguments of the kernels that select the k largest scores of rows."""
+
 _OUTPUT_ROWS = Heads("q_len", "q_heads", "head_dim_v")
 _OF_OUTPUT = (
     _GIVEN[0],
@@ -543,6 +553,7 @@ SCHEMAS: dict[str, Schema] = {
     "quantize": QUANTIZE,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
+    "topk": TOPK,
 }
 
 

@@ -113,7 +113,15 @@ class LatentKeys(Keys):
 
 @dataclass(frozen=True)
 class ListedKeys(Keys):
-    """Keys of which lists say which ones queries attend to."""
+    """Keys of which lists say which ones queries attend to.
+
+    many      more rows, pairs of a query and a head that share keys, share a list than one product has;
+              either is right, and what is not true is slower
+    united    rows of the lists whose queries fit in a tile together, and their entries in what unites them
+    """
+
+    many: bool = False
+    united: int = 1
 
     listed: ClassVar[bool] = True
 
@@ -152,11 +160,12 @@ _OF_LISTS = (
 )
 
 
-def of_lists(kept: Keys, counted: bool, beside: bool) -> ListedKeys:
-    """Keys of another source that lists select from. counted: lists have counts."""
+def of_lists(kept: Keys, counted: bool, beside: bool, many: bool = False, united: int = 1) -> ListedKeys:
+    """Keys of another source that lists select from. counted: lists have counts; many, united: see
+    ListedKeys."""
     rows = *kept.rows, *_OF_LISTS, KeyRow("counts", Given("counts", _ROW_OF_LISTS), counted)
     kind = KeysBesideLists if beside else ListedKeys
-    return kind(kept.loader, kept.together, rows)
+    return kind(kept.loader, kept.together, rows, many=many, united=united)
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ NUMBER = 4
 ALIGNMENTS = {
     **dict.fromkeys(("barriers", "freed"), BARRIER),
     "next": ANSWER,
-    **dict.fromkeys(("columns", "scales", "finals", "kept", "asked", "ids", "bits"), NUMBER),
+    **dict.fromkeys(("columns", "scales", "finals", "kept", "asked"), NUMBER),
+    **dict.fromkeys(("ids", "bits", "united", "behind"), NUMBER),
     **dict.fromkeys(("lse2", "delta"), 128),
     "statistics": 16,
 }

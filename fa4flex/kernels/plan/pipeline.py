@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
@@ -94,6 +94,11 @@ class ForwardPlan(Plan, Protocol):
         """Number of blocks that share the keys of a tile of queries; None: each has all of them."""
         ...
 
+    @property
+    def by_groups(self) -> bool:
+        """True if the kernel computes weights for groups of scores."""
+        ...
+
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
         ...
@@ -141,6 +146,10 @@ class Checked:
     """The check that plans with one topology have in common."""
 
     topology: Any
+
+    by_groups: ClassVar[bool] = False
+    """True if the kernel computes weights for groups of scores, whose logistic function may then depend on
+    where they all lie."""
 
     def check_resources(self) -> None:
         raise NotImplementedError

@@ -30,7 +30,7 @@ MMA_K = 16
 
 _FLAGS = (
     "sinks", "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "met_alike",
-    "long_scores", "pair_reads", "long_masks", "many_reads", "grouped",
+    "long_scores", "pair_reads", "long_masks", "many_reads", "grouped", "brief",
 )  # fmt: skip
 
 
@@ -71,6 +71,8 @@ class Problem:
     pair_reads             of backward passes: scores are long, and read elements that belong to one pair each
     many_reads             a score reads so many elements of captured tensors by pairs that its code is long
     long_masks             of backward passes: query intervals take divisions, or elements of captured tensors
+    brief                  of backward passes: weights are elementwise, and they and their derivatives take
+                           few instructions, and nothing but the score and what those of a head share
     shares                 KV heads that share a head of k, and of v, where k and v differ in heads
     grouped                of backward passes: query heads share keys, and blocks may take them in parts
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
@@ -100,6 +102,7 @@ class Problem:
     long_masks: bool = False
     many_reads: bool = False
     grouped: bool = False
+    brief: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
     row_ends: int = 0

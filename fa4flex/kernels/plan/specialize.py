@@ -9,6 +9,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
 from fa4flex.codegen.expr import READS, Expr, const, keep, nodes
+from fa4flex.codegen.ops import OPS
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.problem import Problem
@@ -17,6 +18,9 @@ MANY_READS = 4
 """Elements of captured tensors that a score reads for its pair, from which on these are what takes time, when
 kernels run and when they are compiled: those have little code then, rather than long tiles."""
 
+FEW, SHORT = 32, 3
+"""Operations of a weight and its derivative, and fp32 slots of one, up to which both are brief: a gelu by
+tanh, of 22, spills no registers; one by erf does."""
 
 USUAL = 128
 """Queries and keys of usual tiles, which edges of larger blocks do not cut, nor those of multiples."""
@@ -91,6 +95,7 @@ def backward_problem(problem: Problem, facts: Facts, deterministic: bool, entrop
         long_scores=long_scores(facts),
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
+        brief=brief(facts) and not problem.dropout,
         row_ends=0,
         skip=0.0,  # it leaves out nothing
     )
@@ -110,6 +115,23 @@ def long_scores(facts: Facts) -> bool:
     """True if tensors are read for a score by query or key, or its derivative is another one for each."""
     read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
     return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
+
+
+def brief(facts: Facts) -> bool:
+    """True if weights are elementwise, and they and their derivatives take few instructions, and nothing but
+    the score and what a head's scores have in common. Kernels write each of these instructions out as often
+    as a thread has scores, and what branches keeps registers."""
+    if facts.weights.kind != "elementwise":
+        return False
+    scored = [x for x in nodes(facts.score, facts.gradient.by_score) if "score" in x.free and x.args]
+    moved = {"q", "kv"} & (facts.score.free | facts.gradient.by_score.free)
+    known = all(x.op in OPS for x in scored)
+    return not moved and known and len(scored) <= FEW and all(map(_is_short, scored))
+
+
+def _is_short(x: Expr) -> bool:
+    row = OPS[x.op]
+    return row.cost.fp32 <= SHORT and not row.branches
 
 
 def _many_reads(facts: Facts) -> bool:

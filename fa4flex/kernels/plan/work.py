@@ -57,8 +57,8 @@ class Work:
         )
 
 
-DROPOUT = 12
-"""Slots of a score's share of its hash, its comparison and its selection: docs/notes/dropout.md."""
+DROPOUT = 4
+"""Slots of a score's share of its hash and of its selection: docs/notes/dropout.md."""
 
 
 def count_work(facts: Facts, problem: Problem) -> Work:

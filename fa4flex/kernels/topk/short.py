@@ -1,0 +1,122 @@
+"""The k largest scores of short rows: a warp has a row, whose keys it keeps in registers.
+
+The k-th largest key is found bit by bit, the highest first: a bit is set if k keys are at least as large
+then. Units above it are selected, and of those that are equal to it the first ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr, select_
+
+from fa4flex.kernels.topk.config import ShortConfig
+from fa4flex.kernels.topk.rows import LOWEST, NONE, Forced, TopkArguments, forced_of, key_of
+
+
+class ShortRows:
+    direction = "topk"
+    """Schema of its arguments."""
+
+    def __init__(self, config: ShortConfig) -> None:
+        self.config = config
+        self.warps = config.threads // 32
+
+    @cute.jit
+    def __call__(self, arguments: TopkArguments, stream: cuda.CUstream) -> None:
+        self.device(arguments).launch(
+            grid=[cute.ceil_div(Int32(arguments.scores.shape[0]), self.warps), 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def device(self, arguments: TopkArguments) -> None:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        row = cute.arch.block_idx()[0] * self.warps + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if row < arguments.scores.shape[0]:
+            self.select(arguments, row)
+
+    @cute.jit
+    def select(self, arguments: TopkArguments, row: Int32) -> None:
+        """A warp's: the units of a row."""
+        units = Int32(arguments.scores.shape[1])
+        forced = forced_of(arguments, row, units)
+        keys = self.keys(arguments.scores[row, None], units, forced)
+        room = Int32(arguments.ids.shape[1])
+        if const_expr(forced is not None):
+            room = room - forced.count
+        least = self.least(keys, room)
+        above = Int32(0)
+        for i in range_constexpr(self.config.each):
+            above = above + _count(keys[i] > least)
+        self.write(arguments, row, keys, (least, room - above), forced)
+
+    @cute.jit
+    def keys(self, scores: cute.Tensor, units: Int32, forced: Forced | None) -> Any:
+        """Keys of units 32 i + lane."""
+        lane = cute.arch.lane_idx()
+        keys = cute.make_rmem_tensor((self.config.each,), Int32)
+        for i in range_constexpr(self.config.each):
+            unit = 32 * i + lane
+            keys[i] = Int32(NONE)
+            if unit < units:
+                keys[i] = key_of(Float32(scores[unit]), unit, forced)
+        return keys
+
+    @cute.jit
+    def least(self, keys: cute.Tensor, room: Int32) -> Int32:
+        """The key of number `room` from the largest; NONE where fewer may be selected, the largest number
+        where none."""
+        some = Int32(0)
+        for i in range_constexpr(self.config.each):
+            some = some + _count(keys[i] >= LOWEST)
+        least = Int32(NONE)
+        if some > room:
+            for step in cutlass.range(31, -1, -1, unroll=1):
+                # The sign's bit is set for negative numbers: NONE with it flipped is 0.
+                raised = least ^ (Int32(1) << step)
+                count = Int32(0)
+                for i in range_constexpr(self.config.each):
+                    count = count + _count(keys[i] >= raised)
+                least = select_(count >= room, raised, least)
+        return Int32(select_(room <= 0, Int32(0x7FFFFFFF), least))
+
+    @cute.jit
+    def write(
+        self,
+        arguments: TopkArguments,
+        row: Int32,
+        keys: cute.Tensor,
+        limit: tuple[Int32, Int32],
+        forced: Forced | None,
+    ) -> None:
+        """Selected units, ascending: those above the limit's key, and so many of those that have it."""
+        least, equals = limit
+        lane, before = cute.arch.lane_idx(), cute.arch.lanemask_lt()
+        ids, place, met = arguments.ids[row, None], Int32(0), Int32(0)
+        for i in range_constexpr(self.config.each):
+            unit = 32 * i + lane
+            equal = cute.arch.vote_ballot_sync((keys[i] == least) & (keys[i] != NONE))
+            rank = met + cute.arch.popc(Int32(equal & before))
+            selected = (keys[i] > least) | ((keys[i] == least) & (keys[i] != NONE) & (rank < equals))
+            if const_expr(forced is not None):
+                selected = selected | (forced.has(unit) & (unit < arguments.scores.shape[1]))
+            mask = cute.arch.vote_ballot_sync(Boolean(selected))
+            if selected:
+                ids[place + cute.arch.popc(Int32(mask & before))] = unit
+            met = met + cute.arch.popc(equal)
+            place = place + cute.arch.popc(mask)
+        for i in cutlass.range(place + lane, arguments.ids.shape[1], 32, unroll=1):
+            ids[i] = Int32(-1)
+        if lane == 0:
+            arguments.counts[row] = place
+
+
+def _count(which: Boolean) -> Int32:
+    """Lanes of which something is true."""
+    return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(which)))

@@ -1,0 +1,137 @@
+"""The k largest scores of rows by kernels, on simulated GPUs: as in a stable sort, under all timings,
+whatever memory held before; nothing outside a row is read."""
+
+from __future__ import annotations
+
+import random
+from unittest.mock import patch
+
+import pytest
+import torch
+from paged_pools import guarded
+from torch import Tensor
+
+import ptxsim
+from fa4flex import select
+from fa4flex.kernels.topk import config
+from fa4flex.primitives.largest import in_runs, largest
+from fa4flex.runtime.cuda import topk as kernels
+
+TIMINGS = [("eager", 0), ("late", 1), ("random", 2)]
+
+
+def rows_of(kind: str, units: int) -> Tensor:
+    """A row of scores."""
+    row = torch.randn(units)
+    if kind == "ties":
+        return (2 * row).round()
+    if kind == "mostly zeros":  # as of an indexer with ReLU
+        return torch.where(torch.rand(units) < 0.01, row.abs(), random.choice([0.0, -0.0]))
+    if kind == "equal":
+        return torch.full((units,), 0.25)
+    if kind == "ascending":
+        return row.sort().values
+    if kind == "in a run":  # all of the largest ones lie together
+        row[units // 3 : units // 3 + units // 8] += 20
+        return row
+    if kind == "few":
+        return torch.where(torch.arange(units) % 97 == 5, row, -torch.inf)
+    if kind == "none":
+        return torch.full((units,), -torch.inf)
+    if kind == "odd":
+        row[::3], row[1::7], row[2::11] = torch.nan, torch.inf, -torch.inf
+        row[5:9] = torch.tensor([1e-45, -1e-45, 3e38, -3e38])[: len(row[5:9])]
+        return row
+    return row
+
+
+KINDS = ("random", "ties", "mostly zeros", "equal", "ascending", "in a run", "few", "none", "odd")
+
+
+def check(scores: Tensor, k: int, forced: Tensor | None = None, chip: str = "sm_90a") -> None:
+    timing, seed = random.choice(TIMINGS)
+    scores = guarded(scores)
+    with ptxsim.device(chip, seed, timing) as gpu:
+        ids, counts = kernels.topk(scores, k, forced)
+    assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
+    units = scores.shape[-1]
+    if forced is None:
+        among = torch.zeros(scores.shape, dtype=torch.bool)
+    else:
+        among = in_runs(forced, units)[torch.arange(len(scores)) % len(forced)]
+    for row, mine, found, count in zip(scores, among, ids, counts, strict=True):
+        order = row.masked_fill(mine | ~(row > -torch.inf), -torch.inf).sort(descending=True, stable=True)
+        some = order.indices[order.values > -torch.inf][: k - int(mine.sum())]
+        wanted = torch.cat((some, mine.nonzero().flatten())).sort().values
+        assert int(count) == len(wanted)
+        assert found.tolist() == wanted.tolist() + [-1] * (k - len(wanted))
+
+
+@pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("units", [1, 31, 128, 300, 1024])
+def test_short_rows(units: int, chip: str) -> None:
+    scores = torch.stack([rows_of(random.choice(KINDS), units) for _ in range(6)])
+    check(scores, random.randint(1, units), chip=chip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows(kind: str) -> None:
+    """Rows that shared memory has room for, and longer ones, of which samples tell more or less."""
+    units = random.choice([1025, 3000, 8193, 9000, 12000])
+    check(rows_of(kind, units).view(1, -1), random.choice([1, 40, 700]))
+
+
+def test_long_rows_of_blackwell() -> None:
+    check(rows_of(random.choice(KINDS), 9001).view(1, -1), 64, chip="sm_100a")
+
+
+@pytest.mark.parametrize("kind", ["random", "in a run"])
+def test_too_few_and_too_many_pass(kind: str) -> None:
+    """A sample of 64 units says little, and there is room for 40: the row is read again."""
+    with (
+        patch.multiple("fa4flex.kernels.topk.long", SAMPLE=random.choice([64, 512]), HELD=512),
+        patch.object(kernels, "_kernels", {}),
+        patch("fa4flex.compiler.compile._kernels", {}),
+        patch.dict("os.environ", {"FA4FLEX_CACHE_DIR": ""}),
+    ):
+        check(rows_of(kind, 4096).view(1, -1), 500)
+
+
+@pytest.mark.parametrize("units", [70, 2000])
+def test_forced_units(units: int) -> None:
+    """Rows take turns, runs overlap, and end outside of a row."""
+    a, d = random.randint(0, 5), units - random.randint(0, 5)
+    runs = [(a, 2, 9, d), (0, -4, 3, units), (3, units - 3, units + 9, d), (0, 9, 4, units)]
+    forced = torch.tensor(runs, dtype=torch.int32)
+    scores = torch.stack([rows_of(random.choice(KINDS), units) for _ in range(5)])
+    check(scores, 25, forced)
+
+
+def test_rows_of_any_strides() -> None:
+    whole = torch.randn(5, 1301)
+    check(whole[:, 3:1203][::2], 17)
+    check(whole.t()[:1200].contiguous().t()[:2], 17)
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_selections(own: int) -> None:
+    """What `select.topk` returns is what operations of torch do."""
+    scores = select.Scores(torch.randn(2, 3, 4, 40), 16, 8, 64, 320).causal()
+    wanted = select.topk(scores, 9, first=1, own=own, last=1)
+    with ptxsim.device("sm_90a") as gpu:
+        found = select.topk(scores, 9, first=1, own=own, last=1)
+    assert len(gpu.results) == 1 and not gpu.findings
+    assert torch.equal(found.ids, wanted.ids)
+    assert found.counts is not None and wanted.counts is not None
+    assert torch.equal(found.counts, wanted.counts)
+
+
+def test_other_rows_are_selected_by_operations() -> None:
+    """float64, more units than bits, more of a long row than is held."""
+    with ptxsim.device("sm_90a") as gpu:
+        for scores, k in ((torch.randn(2, 50).double(), 5), (torch.randn(1, 3000), config.MOST_SELECTED + 1)):
+            ids, counts = torch.ops.fa4flex.topk(scores, k, None)
+            wanted = largest(scores, k, torch.zeros_like(scores, dtype=torch.bool))
+            assert torch.equal(ids, wanted[0]) and torch.equal(counts, wanted[1])
+    assert not gpu.results
+    assert not kernels.takes(torch.empty(1, config.MOST_UNITS + 1), 5)
