@@ -117,7 +117,7 @@ class _Rounding:
         )  # fmt: skip
 
     def _told(self, q: Tensor, place: Arrangement) -> dict[str, Any]:
-        """What codes say of themselves."""
+        """Fields of codes that the arguments decide."""
         return {
             "qk": self.qk, "pv": self.pv, "rotation": (q.shape[-1], self.seed) if self.rotate else None,
             "layout": place.layout, "varlen": place.varlen, "dtype": q.dtype,

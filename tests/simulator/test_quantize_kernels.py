@@ -162,7 +162,7 @@ def test_odd_contents(centred: bool) -> None:
 
 
 def test_large_numbers_are_rotated() -> None:
-    """Near the largest float32, sums are of what has been divided before."""
+    """Sums near the largest float32 are of numbers that have been divided before."""
     how = How(center_k=False, pv="bfloat16", q_len=40, kv_len=40)
     q, k, v = whole_numbers(how)
     q *= 2.0**123

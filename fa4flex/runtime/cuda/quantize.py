@@ -35,7 +35,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Form(NamedTuple):
-    """How tensors are rounded. qk: "int8" or "float8_e4m3"; values: v is rounded, to e4m3; signs [D]: those
+    """Form of codes. qk: "int8" or "float8_e4m3"; values: v is rounded, to e4m3; signs [D]: those
     of the rotation, None without one."""
 
     qk: str
