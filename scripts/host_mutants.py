@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fa4flex"
 DEVICE = (
     "kernels/common", "kernels/append/kernel", "kernels/block_lists", "kernels/block_tables/kernel",
-    "kernels/output_function/kernel",
+    "kernels/output_function/kernel", "kernels/quantize/codes", "kernels/quantize/kernel",
+    "kernels/quantize/rows", "kernels/quantize/sums",
 )  # fmt: skip
 """Beginnings of paths in the package that hold no host code; of pipelines' folders HOST_HALF does."""
 

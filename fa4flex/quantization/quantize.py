@@ -113,27 +113,29 @@ class _Rounding:
             k_scale = _by_tile(k_scale, keys, place)
         return Quantized(
             place.laid(q_codes, q), place.laid(k_codes, k), values, q_scale, k_scale, v_scale, bias, offset,
-            whole, *self._told(q, place), given=qkv if learn else None,
+            whole, **self._told(q, place), given=qkv if learn else None,
         )  # fmt: skip
 
-    def _told(self, q: Tensor, place: Arrangement) -> tuple[Any, ...]:
-        """What codes say of themselves, from `qk` to `dtype`."""
-        turned_by = (q.shape[-1], self.seed) if self.rotate else None
-        return self.qk, self.pv, turned_by, place.layout, place.varlen, q.dtype
+    def _told(self, q: Tensor, place: Arrangement) -> dict[str, Any]:
+        """Fields of codes that the arguments decide."""
+        return {
+            "qk": self.qk, "pv": self.pv, "rotation": (q.shape[-1], self.seed) if self.rotate else None,
+            "layout": place.layout, "varlen": place.varlen, "dtype": q.dtype,
+        }  # fmt: skip
 
     def _by_kernels(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized | None:
         """Codes of a dense batch by kernels; None where they are not for it."""
         q, values = qkv[0], self.pv != GIVEN
-        if not (q.is_cuda or simulating()):
+        if torch.compiler.is_compiling() or not (q.is_cuda or simulating()):
             return None
         from fa4flex.runtime.cuda import quantize as kernels
 
-        if not kernels.takes(qkv, self.qk, values):
+        if not kernels.takes(qkv, self.qk, values, place.layout):
             return None
         signs = Rotation(q.shape[-1], self.seed).signs(q.device) if self.rotate else None
         form = kernels.Form(self.qk, values, self.center_k, self.center_v, signs)
         made = kernels.quantize(qkv, form, place.layout)
-        return None if made is None else Quantized(*made, None, *self._told(q, place))
+        return None if made is None else Quantized(*made, None, **self._told(q, place))
 
 
 # --- queries and keys ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from paged_pools import guarded
 from quantize_cases import Draw, How, by_operations, check, normal, same, whole_numbers
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fa4flex
 import ptxsim
@@ -25,7 +26,7 @@ ARCHS, TIMINGS = ("sm_90a", "sm_100a"), ("eager", "late", "random")
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What nobody writes is NaN."""
+    """Memory that nobody writes is NaN."""
     empty = torch.empty
 
     def filled(*size: Any, **options: Any) -> Tensor:
@@ -161,7 +162,7 @@ def test_odd_contents(centred: bool) -> None:
 
 
 def test_large_numbers_are_rotated() -> None:
-    """Near the largest float32, sums are of what has been divided before."""
+    """Sums near the largest float32 are of numbers that have been divided before."""
     how = How(center_k=False, pv="bfloat16", q_len=40, kv_len=40)
     q, k, v = whole_numbers(how)
     q *= 2.0**123
@@ -197,7 +198,7 @@ def by_no_kernel(how: How, qkv: Any, **options: Any) -> Quantized:
 
 
 def test_what_operations_compute() -> None:
-    """Gradients, float32, ragged batches, block scales, wide heads, values of a multiple of 8, and nothing."""
+    """Gradients, float32, ragged batches, block scales, wide heads, values 8 n wide, modes, and nothing."""
     how = How(batch=2, heads=(1, 1, 1), q_len=20, kv_len=40)
     qkv = normal(how)
     learned = by_no_kernel(how, [qkv[0].requires_grad_(), *qkv[1:]])
@@ -211,5 +212,7 @@ def test_what_operations_compute() -> None:
     wide = replace(how, d=288)
     by_no_kernel(wide, normal(wide))
     by_no_kernel(how, [qkv[0], *(x[:, :, :0] for x in qkv[1:])])
+    with FlopCounterMode(display=False):  # a mode sees operations
+        by_no_kernel(how, qkv)
     narrow = replace(how, dv=24)
     by_no_kernel(narrow, normal(narrow))

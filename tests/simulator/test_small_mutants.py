@@ -15,6 +15,7 @@ from helpers import cumulative
 from kernel_faults import drop_faults
 from mutants import Mutant
 from own_calls import Own
+from quantize_cases import How, by_operations, check, normal
 from test_block_lists import FAULTS, Sizes, assert_classes, assert_told, lists_of, with_fault
 from test_block_tables import SHAPE, classes_of, expected, made, masks
 from test_sequences import assert_right, call_of, causal_keys, kernel_of
@@ -82,6 +83,15 @@ def append(name: str) -> Own:
     return Own(random.choice(ARCHS), "append", call)
 
 
+def quantize() -> Own:
+    """Codes of more tiles and chunks than one, of which sums of codes are kept, too."""
+    how = How(batch=1, heads=(1, 1, 1), q_len=5, kv_len=270, qk=random.choice(["int8", "float8_e4m3"]), dv=16)
+    qkv = normal(how)
+    return Own(
+        random.choice(ARCHS), "quantize", lambda: holds(lambda: check(how, qkv, by_operations(how, qkv)))
+    )
+
+
 def block_lists() -> Own:
     """Valid lists, and lists with faults, which are told."""
     sizes = Sizes(heads=3, full=True, wide=random.random() < 0.5)
@@ -134,6 +144,7 @@ MADE: dict[str, Callable[[], Own]] = {
     "append": lambda: append(random.choice(list(HOWS))),
     "block lists": block_lists,
     "combine": combine,
+    "quantize": quantize,
     "sequences": sequences,
     **{f"tables of {name}": lambda name=name: tables(name) for name in TABLES},  # type: ignore[misc]
 }
@@ -154,7 +165,7 @@ SOME = {
     **{name: made for name, made in MADE.items() if not name.startswith("tables")},
     "tables": lambda: tables(random.choice(TABLES)),
 }
-LONG = ("combine", "tables")
+LONG = ("combine", "quantize", "tables")
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ class Codes:
                 memory[column + e * (TILE // 4)] = word
 
     def turn(self, lane: Int32) -> Int32:
-        """What the number of each 16 bytes of a thread's channels is combined with."""
+        """Number that those of 16 bytes of a thread's channels are combined with."""
         return lane * max(1, 8 // lanes(self.config.width_v)) % 8
 
     @cute.jit

@@ -21,7 +21,8 @@ class Quantize:
     @property
     def launches(self) -> list[tuple[Callable[..., None], Any]]:
         """Kernels in the order in which they are launched, and the named tuples that they are called with."""
-        config, found = self.config, []
+        config = self.config
+        found: list[tuple[Callable[..., None], Any]] = []
         if config.sums:
             found += [(Sums(config), SumArguments), (Means(config), MeanArguments)]
         found.append((Codes(config), CodeArguments))

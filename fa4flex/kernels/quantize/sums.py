@@ -21,7 +21,8 @@ from fa4flex.kernels.quantize.config import LANE, ROWS, Config, lanes
 from fa4flex.kernels.quantize.rows import WARP, Row, greater, numbers_of, scale_of, words_of
 
 SUM, MOST, LEAST = range(3)
-"""What is kept of the values of a chunk; the least one with its sign turned. Of keys, the first alone."""
+"""Numbers that are kept of the values of a chunk; the least one with its sign turned. Of keys, the first
+alone."""
 
 GROUPS = 8
 """Warps that share out the chunks of 32 channels."""

@@ -22,16 +22,20 @@ from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import compact, tma_able
 from fa4flex.runtime.cuda.device.device import target_of
-from ptxsim.active import simulating, target
+from fa4flex.torch_internals import dispatch_modes
+from ptxsim.active import target
 
 CHUNK, CHUNKS = 256, 128
 """Least number of tokens that a block sums, and most chunks of a sequence that another one sums up."""
+
+MOST = 65535
+"""Largest extents of a grid, but for the first."""
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Form(NamedTuple):
-    """How tensors are rounded. qk: "int8" or "float8_e4m3"; values: v is rounded, to e4m3; signs [D]: those
+    """Form of codes. qk: "int8" or "float8_e4m3"; values: v is rounded, to e4m3; signs [D]: those
     of the rotation, None without one."""
 
     qk: str
@@ -54,15 +58,16 @@ class Made(NamedTuple):
     v_offset: Tensor | None
 
 
-def takes(qkv: QKV, qk: str, values: bool) -> bool:
+def takes(qkv: QKV, qk: str, values: bool, layout: str) -> bool:
     """True if kernels round such dense tensors."""
     q, k, v = qkv
-    if not (q.is_cuda or simulating()) or torch.compiler.is_compiling() or qk not in LARGEST:
+    if qk not in LARGEST or dispatch_modes():  # others see operations, and no launches
         return False
     plain = all(type(x) in (Tensor, Parameter) and x.numel() for x in qkv)
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
     fits = q.shape[-1] <= WIDEST and (not values or (v.shape[-1] <= WIDEST and v.shape[-1] % LANE == 0))
-    return plain and alike and fits
+    heads = sum(x.shape[1 if layout == "bhsd" else 2] for x in qkv)
+    return plain and alike and fits and max(heads, q.shape[0]) <= MOST
 
 
 def quantize(qkv: QKV, form: Form, layout: str) -> Made | None:
