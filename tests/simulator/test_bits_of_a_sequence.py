@@ -16,7 +16,7 @@ import fa4flex
 import ptxsim
 from fa4flex import Paging, Schedule, Varlen
 from fa4flex.kernels.fwd_sm90 import packing
-from fa4flex.variants import alibi, causal, sliding_window
+from fa4flex.variants import alibi, causal, sigmoid_attention, sliding_window
 
 HEADS, KV_HEADS, PAGE, MOST_PADDED = 8, 2, 16, 150
 FIXED = Schedule(split=64)
@@ -102,6 +102,7 @@ MODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": causal},
     "ALiBi, window": {"score_mod": alibi, "mask": sliding_window(50)},
+    "logistic weights": {"normalizer": sigmoid_attention(-33.0), "mask": causal},
 }
 
 

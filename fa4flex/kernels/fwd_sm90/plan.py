@@ -55,6 +55,7 @@ class HopperPlan(Checked):
     reasons              why these tiles, and why this order
     form                 which pairs the mask allows
     others               tiles of queries and keys that these were chosen among
+    rows_alone           bits of a row may not depend on rows beside it, as the schedule fixes parts of keys
 
     Memory map, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other plan,
     and `check` says whether it is a legal one.
@@ -75,9 +76,13 @@ class HopperPlan(Checked):
     reasons: tuple[str, ...] = ()
     form: Form = "other"
     others: tuple[Pair, ...] = ()
+    rows_alone: bool = False
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
-    by_groups: ClassVar[bool] = True
+
+    @property
+    def by_groups(self) -> bool:
+        return not self.rows_alone
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -277,6 +282,7 @@ def plan_hopper(request: ForwardRequest, kind: type[HopperPlan] = HopperPlan) ->
         reasons=(*choice.reasons, request.why),
         form=form,
         others=tuple((one.tiles.tile_m, one.tiles.tile_n) for one in choices),
+        rows_alone=request.schedule.split is not None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
@@ -147,9 +147,11 @@ class Checked:
 
     topology: Any
 
-    by_groups: ClassVar[bool] = False
-    """True if the kernel computes weights for groups of scores, whose logistic function may then depend on
-    where they all lie."""
+    @property
+    def by_groups(self) -> bool:
+        """True if the kernel computes weights for groups of scores, whose logistic function may then depend
+        on where they all lie."""
+        return False
 
     def check_resources(self) -> None:
         raise NotImplementedError
