@@ -13,8 +13,8 @@ from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 
 
 class Tiling(NamedTuple):
-    """Whether more rows, queries of heads that share keys and a list, share a list than one product has; and
-    rows of the lists, a power of 2, whose queries one tile has."""
+    """True if more rows, queries of heads that share keys and a list, share a list than one product has; and
+    number of rows of the lists, a power of 2, whose queries one tile has."""
 
     many: bool
     united: int

@@ -117,7 +117,7 @@ def test_bytes_of_hashes_are_uniform(seed: int) -> None:
 
 
 def test_corners_of_rectangles_are_independent(seed: int) -> None:
-    """Of sums of what belongs to rows and to columns, the fourth corner would follow from three."""
+    """The fourth corner would follow from three if hashes were sums of numbers of rows and of columns."""
     x = 2 * pairs(fresh(0.5), (1, 2, 1024, 1024)).double() - 1
     for down in (1, 3, 8, 16, 64, 200):
         beside = x[..., down:, :] * x[..., :-down, :]
@@ -136,7 +136,7 @@ def test_masks_have_no_direction(seed: int) -> None:
 
 @pytest.mark.parametrize(("p", "rate"), [(0.1, 26), (1e-5, 1), (0.5, 128), (0.9999, 255), (1, 256)])
 def test_rates_are_counted_in_256(p: float, rate: int) -> None:
-    """What is asked for is never all or nothing, unless it is."""
+    """A rate that is neither 0 nor 1 drops some pairs and keeps some."""
     assert Dropout(p).rate == rate / 256 and fa4flex.compile(dropout=p).variant.dropout is not None
     exact = reference.kept_pairs(Dropout(p, 5), (1, 1, 256, 256))
     assert torch.equal(pairs(Dropout(p, 5), (1, 1, 256, 256)), exact)

@@ -140,7 +140,7 @@ def test_which_lists_many_rows_share(
 def test_how_many_lists_are_united(
     heads: int, kv_heads: int, entries: int, queries: int, q_len: int, united: int
 ) -> None:
-    """As many rows as a tile has, powers of 2, and entries as can be compared with each other."""
+    """Rows that a tile has room for, in powers of 2, whose entries can be compared with each other."""
     ids = torch.zeros(1, kv_heads, -(-q_len // queries), entries, dtype=torch.int32)
     lists = fa4flex.Lists(ids, kv_len=100, q_len=q_len, queries=queries)
     assert tiling_of(lists, heads, kv_heads).united == united

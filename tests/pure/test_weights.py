@@ -101,7 +101,7 @@ def test_selections_of_zeros_go() -> None:
 
 
 def test_a_slope_has_the_weight_in_it() -> None:
-    """Of x sigmoid(x), whose slope is sigmoid(x) + x sigmoid(x) (1 - sigmoid(x))."""
+    """The slope of x sigmoid(x) is sigmoid(x) + x sigmoid(x) (1 - sigmoid(x))."""
     facts = program_of(silu_attention).facts
     weight, slope = shortened(facts.score, facts.gradient.by_score)
     shared = [x.args[0] for x in nodes(slope) if x.op == "shared"]

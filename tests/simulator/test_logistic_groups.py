@@ -32,7 +32,7 @@ def even(score: Any, *_: Any) -> Any:
 
 
 def rows(second: float) -> Tensor:
-    """What scores are multiplied by: 1 in the first of a thread's two rows, `second` in the other."""
+    """Factors of scores: 1 in the first of a thread's two rows, `second` in the other."""
     return torch.where(torch.arange(KEYS) % 16 < 8, 1.0, second)
 
 

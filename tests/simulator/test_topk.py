@@ -117,7 +117,7 @@ def test_rows_of_any_strides() -> None:
 
 @pytest.mark.parametrize("own", [0, 2])
 def test_selections(own: int) -> None:
-    """What `select.topk` returns is what operations of torch do."""
+    """Kernels and operations of torch select the same."""
     scores = select.Scores(torch.randn(2, 3, 4, 40), 16, 8, 64, 320).causal()
     wanted = select.topk(scores, 9, first=1, own=own, last=1)
     with ptxsim.device("sm_90a") as gpu:

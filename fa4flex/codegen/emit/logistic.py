@@ -57,7 +57,7 @@ def _logistic(way: str, *arguments: Expr) -> Expr:
 
 
 def _beside(node: Expr, product: Expr) -> Expr | None:
-    """What a product with a node multiplies, where that has no part in it."""
+    """The factor beside a node in a product, None where the node has a part in it."""
     if product is node:
         return ONE
     if product.op != "mul" or node not in product.args:

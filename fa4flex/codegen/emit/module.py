@@ -412,7 +412,7 @@ class Module:
 
     @property
     def _way(self) -> str:
-        """How the logistic function of a weight is computed, "" where it has none that depends on groups."""
+        """Name of the way by which a weight's logistic function is computed, "" where it has none."""
         return way_of(self._roots["score"]) if self._weights == "elementwise" and self._roots else ""
 
     def pointwise(self, name: str) -> str:

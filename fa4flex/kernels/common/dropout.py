@@ -75,7 +75,7 @@ class Stream:
         return self.keys + _pair(kv) * Uint32(KEY_STEP)
 
     def product(self, row: Uint32, group: Uint32) -> Uint32:
-        """What a hash is made of."""
+        """Number that a hash is made of."""
         return row * group + self.offset
 
     @property

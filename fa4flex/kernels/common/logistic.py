@@ -40,7 +40,7 @@ LARGEST = 2.0**121
 """Bound of a product of divisors: its reciprocal is no subnormal number, which would be taken for 0."""
 
 Arguments = Sequence[tuple[Float32, ...]]
-"""What a hook calls at.logistic with, for each score of a group."""
+"""Arguments that a hook calls at.logistic with, for each score of a group."""
 Places = Sequence[tuple[int, int, At]]
 
 
@@ -142,7 +142,7 @@ def _known(value: Float32, *arguments: Any) -> Float32:
 
 
 def _arguments(hook: Pointwise, scores: cute.Tensor, places: Places) -> Arguments:
-    """What the hook calls at.logistic with; what it would return is dropped, and by the compiler, too."""
+    """Arguments that the hook calls at.logistic with; the compiler drops what it would return."""
     found: list[tuple[Float32, ...]] = []
 
     def noted(*arguments: Any) -> Any:

@@ -168,7 +168,7 @@ class Consumer(base.Consumer):
         found: Found,
         state: pipeline.PipelineState,
     ) -> Begun:
-        """What the variant computes without scores, and their product, which is issued."""
+        """Numbers that the variant computes without scores, and their product, which is issued."""
         shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
         scores = cute.make_rmem_tensor(shape, Float32)
         grids, early = [row_of(scores, r) for r in range(len(rows))], []
@@ -192,7 +192,7 @@ class Consumer(base.Consumer):
 
 @dataclass(frozen=True)
 class Whole:
-    """What a warpgroup has for all tiles of keys."""
+    """State of a warpgroup for all tiles of keys."""
 
     products: Products
     rows: tuple[Mine, ...]

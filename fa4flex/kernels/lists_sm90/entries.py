@@ -44,7 +44,7 @@ class Entries:
     units: Int32
 
     def given(self, i: Int32) -> Any:
-        """What stands at entry i, of a list that has some; at the nearest one where there is no such entry.
+        """The contents of entry i, of a list that has some; of the nearest one where there is no such entry.
         Nothing waits for it before it is used."""
         return self.ids[cutlass.max(cutlass.min(i, self.count - 1), Int32(0))]
 
@@ -62,7 +62,7 @@ class Entries:
         return Int32(_last_of(self, shared.bits))
 
     def at(self, shared: Shared, i: Int32) -> tuple[Any, Boolean, Int32]:
-        """What stands at an entry, which nothing waits for; whether it counts; and that it does so for all
+        """The contents of an entry, which nothing waits for; whether it counts; and that it does so for all
         rows of a tile."""
         return self.ids[i], (shared.bits[i // 32] >> (i % 32)) & 1 != 0, Int32(NOTHING)
 
