@@ -139,7 +139,7 @@ PROBLEMS: dict[str, Any] = {
     "mask_form": "spans", "sinks": True, "statistics": ("lse", "max_scores"), "wide_index": True,
     "in_range": False, "positive_scale": False, "operands": (("int32", 1),), "sloped": True,
     "met_alike": True, "long_scores": True, "pair_reads": True, "long_masks": True,
-    "many_reads": True, "gradients": ((0, "sum"),),
+    "many_reads": True, "brief": True, "gradients": ((0, "sum"),),
     "deterministic": True, "keys": in_pages(16), "grouped": True, "row_ends": 1, "output": True,
     "blocks": (64, 64), "shares": Shares(1, 2), "skip": 1e-3, "dropout": True, "weights": "elementwise",
     "moved": ("q",),

@@ -61,8 +61,8 @@ class United:
         _unite(self, shared, thread)
 
     def given(self, e: Int32) -> tuple[Any, Any]:
-        """The contents of an entry, or of one that is there, and how many entries of its row are read. Nothing
-        waits for it before it is used."""
+        """The contents of an entry, or of one that is there, and how many entries of its row are read.
+        Nothing waits for it before it is used."""
         t, i = self.place(e)
         row = cutlass.min(self.row + t, Int32(self.ids.shape[0]) - 1)
         return self.ids[row, i], self.most if self.counts is None else self.counts[row]
