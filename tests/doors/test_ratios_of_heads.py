@@ -15,6 +15,7 @@ import fa4flex
 from fa4flex import Varlen
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan
+from fa4flex.kernels.plan.few_rows import MOST_ROWS, MOST_SLICED
 from fa4flex.lower import Lowered
 from fa4flex.runtime import launch
 from fa4flex.variants import causal
@@ -65,7 +66,7 @@ def test_each_call_has_the_kernel_of_its_ratio(
     draw, attn, kernels = random.Random(seed), fa4flex.compile(layout=layout), set()
     for _ in range(60):
         heads = draw.choice([*RATIOS])
-        least = 64 * heads[1] // heads[0] + 1
+        least = max(MOST_ROWS * heads[1] // heads[0], MOST_SLICED) + 1
         for _ in range(draw.randint(1, 4)):
             given = qkv(heads, draw.choice((least, 65, 256, 257, 400)), draw.randint(1, 300), layout)
             for _ in range(draw.randint(1, 3)):
@@ -78,7 +79,15 @@ def test_each_call_has_the_kernel_of_its_ratio(
 def test_few_rows_and_many_take_turns(launched: list[Any]) -> None:
     attn = fa4flex.compile()
     for _ in range(5):
-        for q_len, few in ((16, True), (17, False), (16, True), (300, False), (1, True)):
+        for q_len, few in (
+            (16, True),
+            (17, True),
+            (33, False),
+            (16, True),
+            (300, False),
+            (32, True),
+            (1, True),
+        ):
             attn(*qkv((8, 2), q_len, 50, "bhsd"))
             module = "decode_sm90" if few else "fwd_sm90"
             assert launched[-1].module.endswith(module)
