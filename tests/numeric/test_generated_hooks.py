@@ -48,6 +48,7 @@ def plan(mask_form: str, **problem: Any) -> Any:
         target=SimpleNamespace(name="sm_90a"),
         module="fa4flex.kernels.fwd_sm90",
         config=lambda: Config(128, 128, 128, 128),
+        by_groups=True,
     )
 
 
