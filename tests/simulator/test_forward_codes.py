@@ -272,15 +272,16 @@ def test_calls_take_the_kernel() -> None:
     """attn(quantized) does, for any length with one kernel; with gradients wanted, and for formats of blocks,
     codes are dequantised."""
     attn = fa4flex.compile(mask=causal)
+    several = [drawn(Size(q_len=70, kv_len=kv_len)) for kv_len in (150, 201)]
+    in_blocks = drawn(Size(q_len=70, kv_len=70), qk="mxfp8")
     with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
-        for kv_len in (150, 201):
-            codes = drawn(Size(q_len=70, kv_len=kv_len))
+        for codes in several:
             out, lse = attn(codes, return_lse=True)
             Exact.of(codes, None, causal).check(out, lse)
     assert len({result.kernel for result in gpu.results}) == 1 and not gpu.findings
     assert all(EIGHT_BIT in result.kernel for result in gpu.results)
     with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
-        attn(drawn(Size(q_len=70, kv_len=70), qk="mxfp8"))
+        attn(in_blocks)
     assert not any(EIGHT_BIT in result.kernel for result in gpu.results)
 
 
