@@ -33,7 +33,7 @@ from fa4flex.quantization.rotation import Rotation
 from fa4flex.quantization.tokens import Tokens
 from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import check_strided, in_transforms
-from ptxsim.active import simulating
+from fa4flex.runtime.flex.choice import by_kernels
 
 
 def quantize(
@@ -126,7 +126,7 @@ class _Rounding:
     def _by_kernels(self, qkv: tuple[Tensor, Tensor, Tensor], place: Arrangement) -> Quantized | None:
         """Codes of a dense batch by kernels; None where they are not for it."""
         q, values = qkv[0], self.pv != GIVEN
-        if torch.compiler.is_compiling() or not (q.is_cuda or simulating()):
+        if torch.compiler.is_compiling() or not by_kernels(q):
             return None
         from fa4flex.runtime.cuda import quantize as kernels
 
@@ -135,7 +135,7 @@ class _Rounding:
         signs = Rotation(q.shape[-1], self.seed).signs(q.device) if self.rotate else None
         form = kernels.Form(self.qk, values, self.center_k, self.center_v, signs)
         made = kernels.quantize(qkv, form, place.layout)
-        return None if made is None else Quantized(*made, None, **self._told(q, place))
+        return None if made is None else Quantized(**made, whole=None, **self._told(q, place))  # type: ignore[arg-type]
 
 
 # --- queries and keys ---------------------------------------------------------------------------------------

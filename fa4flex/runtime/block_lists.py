@@ -7,9 +7,8 @@ from torch import Tensor
 
 from fa4flex.contents import validating
 from fa4flex.primitives import block_lists
-from fa4flex.runtime.compute import on_gpu
 from fa4flex.runtime.cuda import block_lists as kernels
-from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.choice import by_kernels
 
 
 def block_classes(
@@ -28,7 +27,7 @@ def block_classes(
 
 def by_kernel(counts: Tensor) -> bool:
     """True if a kernel makes classes of lists that are where these counts are."""
-    return on_gpu(counts) and not by_flex("auto", counts) and not validating()
+    return by_kernels(counts) and not validating()
 
 
 def block_classes_fake(

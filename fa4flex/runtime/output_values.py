@@ -23,15 +23,14 @@ from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr, loads
 from fa4flex.runtime.cpu.captured import flat_index
 from fa4flex.runtime.cuda import output as kernels
-from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.choice import by_kernels
 from fa4flex.runtime.output_call import OutputCall
 from fa4flex.runtime.programs import Published
-from ptxsim.active import simulating
 
 
 def forward(program: Published, call: OutputCall) -> Tensor:
     """The function of the output, in its dtype and layout. Rows of no sequence stay as they are."""
-    by_kernel = kernels.forward(program, call) if _has_kernels(call) else None
+    by_kernel = kernels.forward(program, call) if by_kernels(call.out) else None
     return _forward(program, call) if by_kernel is None else by_kernel
 
 
@@ -45,7 +44,7 @@ def _forward(program: Published, call: OutputCall) -> Tensor:
 
 def backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequence[int]) -> list[Tensor]:
     """[d out before the function, then a gradient per operand slot in `needs`]."""
-    by_kernel = kernels.backward(program, call, dout, needs) if _has_kernels(call) else None
+    by_kernel = kernels.backward(program, call, dout, needs) if by_kernels(call.out) else None
     return _backward(program, call, dout, needs) if by_kernel is None else by_kernel
 
 
@@ -66,11 +65,6 @@ def _backward(program: Published, call: OutputCall, dout: Tensor, needs: Sequenc
     for term in gradient.of_slots(needs):
         applied.add(term, upstream, sums[term.slot])
     return results + [sums[slot].to(call.operands[slot].dtype) for slot in needs]
-
-
-def _has_kernels(call: OutputCall) -> bool:
-    """True if the output is where kernels run, which refuse what they do not take."""
-    return (call.out.is_cuda or simulating()) and not by_flex("auto", call.out)
 
 
 def on_host(x: Tensor) -> bool:

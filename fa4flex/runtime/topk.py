@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.primitives.largest import in_runs, largest
-from fa4flex.runtime.compute import on_gpu
 from fa4flex.runtime.cuda import topk as kernels
-from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.choice import by_kernels
 
 
 def topk(scores: Tensor, k: int, forced: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -16,16 +15,12 @@ def topk(scores: Tensor, k: int, forced: Tensor | None) -> tuple[Tensor, Tensor]
 
     forced   int32 [R, 4]: units [0, a), [b, c) and [d, C) of a row are selected whatever their scores are
     """
-    if by_kernel(scores, k):
-        return kernels.topk(scores, k, forced)
+    found = kernels.topk(scores, k, forced) if by_kernels(scores) and kernels.takes(scores, k) else None
+    if found is not None:
+        return found
     shape = scores.shape[-2:]
     runs = scores.new_zeros(shape, dtype=torch.bool) if forced is None else in_runs(forced, shape[1])
     return largest(scores, k, runs.expand(scores.shape))
-
-
-def by_kernel(scores: Tensor, k: int) -> bool:
-    """True if a kernel selects k of each row."""
-    return on_gpu(scores) and not by_flex("auto", scores) and kernels.takes(scores, k)
 
 
 def topk_fake(scores: Tensor, k: int, forced: Tensor | None) -> tuple[Tensor, Tensor]:

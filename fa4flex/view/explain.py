@@ -20,6 +20,7 @@ from fa4flex.codegen.expr import TRUE, Expr, apply, brief, const, sym, walk
 from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.dropout import ONE
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.products import GIVEN, MULTIPLIED
 from fa4flex.runtime.key_sources import MOST_WIDTH
@@ -112,7 +113,7 @@ def _composition(program: Program) -> list[str]:
         lines.append(f"output_mod  {name_of(variant.output_mod)}: once, of the output that all keys gave")
     if variant.dropout is not None:
         lines.append(
-            f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of 256 pairs, after the "
+            f"dropout     {variant.dropout!r}: {variant.dropout.threshold} of {ONE} pairs, after the "
             "weights are normalised; statistics are of what was before"
         )
     if variant.normalizer is not None:

@@ -16,6 +16,8 @@ from fa4flex import select
 from fa4flex.kernels.topk import config
 from fa4flex.primitives.largest import in_runs, largest
 from fa4flex.runtime.cuda import topk as kernels
+from fa4flex.runtime.cuda.device import kept_kernels
+from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 
 TIMINGS = [("eager", 0), ("late", 1), ("random", 2)]
 
@@ -137,3 +139,17 @@ def test_other_rows_are_selected_by_operations() -> None:
             assert torch.equal(ids, wanted[0]) and torch.equal(counts, wanted[1])
     assert not gpu.results
     assert not kernels.takes(torch.empty(1, config.MOST_UNITS + 1), 5)
+
+
+def test_a_first_call_in_a_captured_graph_is_selected_by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be compiled there; what was compiled before is launched."""
+    scores, forced = torch.randn(2, 50), torch.zeros(2, 50, dtype=torch.bool)
+    monkeypatch.setattr(kernels, "_kernels", KeptKernels())
+    with ptxsim.device("sm_90a") as gpu:
+        for captures in (True, False, True):
+            monkeypatch.setattr(kept_kernels, "capturing", lambda: captures)  # noqa: B023
+            launched = len(gpu.results)
+            ids, counts = torch.ops.fa4flex.topk(scores, 5, None)
+            wanted = largest(scores, 5, forced)
+            assert torch.equal(ids, wanted[0]) and torch.equal(counts, wanted[1])
+            assert len(gpu.results) == launched + (launched > 0 or not captures)

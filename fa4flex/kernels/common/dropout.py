@@ -16,13 +16,11 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, cute, select
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from fa4flex.codegen.keep import KEY_START, KEY_STEP, MIX, ROW_START, ROW_STEP
 from fa4flex.kernels.common.hooks import At, Dropped
 from fa4flex.kernels.common.math import load_wide
+from fa4flex.primitives.dropout import ONE
 
-ROW_START, KEY_START = 0x243F6A88, 0x85A308D3
-ROW_STEP, KEY_STEP = 0x9E3779B2, 0x85EBCA76
-MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-ONE = 1 << 8
 ORDER = 0x1302
 """Bytes of a product by which it is multiplied."""
 HALF = 8

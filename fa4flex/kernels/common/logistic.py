@@ -32,8 +32,8 @@ from cutlass import Boolean, Float32, Uint32, const_expr, cute
 
 from fa4flex.kernels.common.hooks import At, Pointwise
 from fa4flex.kernels.common.math import divide, exp2, tanh
+from fa4flex.kernels.common.softmax import LOG2_E
 
-LOG2_E = 1.4426950408889634
 SCORES = 32
 """Scores of a group of a thread. A warp has 1,024 of them; two votes a step cost 0.1 instructions a score."""
 LARGEST = 2.0**121

@@ -55,9 +55,9 @@ class Epilogue:
         self.meet()
         count = cutlass.min(tile.rows, Int32(ROWS * self.config.row_warps))
         for number in cutlass.range(warp.number, count, WARPS, unroll=1):
-            if const_expr(self.config.slice_rows == 0):  # noqa: SIM114  one is decided when compiled, one when run
-                self.write(arguments, tile, shared, number, lane)
-            elif tile.row(number).exists:  # the last slice has fewer heads
+            # The last slice has fewer heads.
+            exists = True if self.config.slice_rows == 0 else tile.row(number).exists
+            if exists:
                 self.write(arguments, tile, shared, number, lane)
 
     def meet(self) -> None:

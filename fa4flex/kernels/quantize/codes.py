@@ -117,7 +117,7 @@ class Codes:
         a, width, (b, h, n) = arguments, self.config.width, tile
         share, factors = self.share(width), self.factors(a)
         tokens = [n * TILE + i * TALL + share.row for i in range(ROWS)]
-        rows = self.loaded(a.q[b, None, h, None], tokens, share)
+        rows = loaded(a.q[b, None, h, None], tokens, share.lane, width)
         if const_expr(a.q_bias is not None):
             head = h // (a.q.shape[2] // a.k.shape[2])
             self.bias(a.q_bias[b, h, None], rows, (tokens, share), a.k_mean[b, head, None])
@@ -151,7 +151,7 @@ class Codes:
         a, width, (b, h, n) = arguments, self.config.width, tile
         share, factors = self.share(width), self.factors(a)
         tokens = [n * TILE + i * TALL + share.row for i in range(ROWS)]
-        rows = self.loaded(a.k[b, None, h, None], tokens, share)
+        rows = loaded(a.k[b, None, h, None], tokens, share.lane, width)
         if const_expr(a.k_mean is not None):
             mean = floats_of(a.k_mean[b, h, None], share.lane, width)
             rows = [self.centred(row, mean, share) for row in rows]
@@ -171,12 +171,6 @@ class Codes:
 
     def turned(self, row: Row, factors: Row | None, lane: Int32) -> Row:
         return row if factors is None else rotated(row, factors, lane, self.config.width)
-
-    def loaded(self, x: cute.Tensor, tokens: list[Int32], share: Share) -> list[Row]:
-        """Rows of tokens [S, D]; of those past the end, the last one, which changes no greatest number."""
-        last, width = Int32(x.shape[0]) - 1, self.config.width
-        words = [words_of(x[cutlass.min(t, last), None], share.lane, width) for t in tokens]
-        return [numbers_of(each, x.element_type) for each in words]
 
     def centred(self, row: Row, mean: Row, share: Share) -> Row:
         """row - mean, and 0 past its end."""
@@ -238,8 +232,7 @@ class Codes:
         share = self.share(width)
         first, length = n * TILE + share.row // 4 * 16 + share.row % 4 * 2, Int32(a.v.shape[1])
         tokens = [first + i for i in ORDER]
-        words = [words_of(a.v[b, cutlass.min(t, length - 1), h, None], share.lane, width) for t in tokens]
-        rows = [numbers_of(each, a.v.element_type) for each in words]
+        rows = loaded(a.v[b, None, h, None], tokens, share.lane, width)
         there = Int32(0)
         for i in cutlass.range_constexpr(ROWS):
             there = there | where(tokens[i] < length, Int32(0xFF << 8 * i if i < 3 else -(1 << 24)), Int32(0))
@@ -280,3 +273,11 @@ class Codes:
             total = cute.arch.warp_reduction_sum(total, threads_in_group=8)
             if part == 0:
                 a.code_sums[b, h, n, 0, channel] = total
+
+
+def loaded(x: cute.Tensor, tokens: list[Int32], lane: Int32, width: int) -> list[Row]:
+    """Shares of rows of tokens [S, D]; of those past the end, the last one, which changes no greatest
+    number."""
+    last = Int32(x.shape[0]) - 1
+    words = [words_of(x[cutlass.min(t, last), None], lane, width) for t in tokens]
+    return [numbers_of(each, x.element_type) for each in words]

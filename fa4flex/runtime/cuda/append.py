@@ -20,8 +20,7 @@ from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
-from ptxsim.active import target
+from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 
 TOGETHER = 8
 """Elements of 16 bits that a thread moves at once."""
@@ -117,8 +116,7 @@ def _unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-_kernels: dict[tuple[object, ...], Kernel] = {}
-"""Kernels by all that they are compiled from. What calls look like decides which; no extent does."""
+_kernels = KeptKernels()
 
 
 def _kernel(new: New, pool: Pool) -> Kernel:
@@ -148,15 +146,12 @@ def _kernel(new: New, pool: Pool) -> Kernel:
         ("positions", new.positions),
     )
     wide = tuple(name for name, x in integers if x is not None and x.dtype == torch.int64)
-    look = config, arguments, wide, new.k.get_device(), target()
-    result = _kernels.get(look)
-    if result is None:
-        require_not_capturing()
+
+    def compiled(arch: str) -> Kernel:
         problem = Problem(WIDTH, WIDTH, lengths="packed" if config.packed else "dense")
-        arch = target_of(new.k.device).name
-        result = compile_kernel(_source(repr(config)), problem, Signature(given=arguments, wide=wide), arch)
-        _kernels[look] = result
-    return result
+        return compile_kernel(_source(repr(config)), problem, Signature(given=arguments, wide=wide), arch)
+
+    return _kernels.of((config, arguments, wide), new.k, compiled)
 
 
 def _config(new: New, pool: Pool) -> Config:

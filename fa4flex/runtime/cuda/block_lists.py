@@ -12,8 +12,7 @@ from fa4flex.kernels.plan.arguments import BLOCK_LISTS
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.primitives.block_lists import Lists
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
-from ptxsim.active import target
+from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 
 
 def block_classes(lists: Lists, columns: int) -> Tensor:
@@ -24,8 +23,8 @@ def block_classes(lists: Lists, columns: int) -> Tensor:
     return classes
 
 
-_kernels: dict[tuple[object, ...], Kernel] = {}
-"""Kernels by the dtypes of the lists and the GPU."""
+_kernels = KeptKernels()
+"""Kernels by the dtypes of the lists."""
 
 SOURCE = Source(
     "block_lists",
@@ -38,14 +37,11 @@ SOURCE = Source(
 def kernel_of(lists: Lists) -> Kernel:
     """The kernel for such lists."""
     dtypes = tuple([None if x is None else x.dtype for x in lists])
-    key = dtypes, lists[0].get_device(), target()
-    result = _kernels.get(key)
-    if result is None:
-        require_not_capturing()
+
+    def compiled(arch: str) -> Kernel:
         named = list(zip(BLOCK_LISTS.names, dtypes))
         optional = tuple([name for name, dtype in named[2:] if dtype is not None])
         wide = tuple([name for name, dtype in named if dtype == torch.int64])
-        arch = target_of(lists[0].device).name
-        result = compile_kernel(SOURCE, Problem(64, 64), Signature(given=optional, wide=wide), arch)
-        _kernels[key] = result
-    return result
+        return compile_kernel(SOURCE, Problem(64, 64), Signature(given=optional, wide=wide), arch)
+
+    return _kernels.of(dtypes, lists[0], compiled)

@@ -6,6 +6,7 @@ widths above 256, block scales, and other GPUs. Both mean the same.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,16 +15,13 @@ from torch.nn import Parameter
 
 from fa4flex.codegen.emit.source import Source
 from fa4flex.compiler.compile import Kernel, compile_kernel
-from fa4flex.contents import capturing
-from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.quantize.config import LANE, LARGEST, TILE, WIDEST, Config
 from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.runtime.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import compact, tma_able
-from fa4flex.runtime.cuda.device.device import target_of
+from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 from fa4flex.torch_internals import dispatch_modes
-from ptxsim.active import target
 
 CHUNK, CHUNKS = 256, 128
 """Least number of tokens that a block sums, and most chunks of a sequence that another one sums up."""
@@ -45,19 +43,6 @@ class Form(NamedTuple):
     signs: Tensor | None
 
 
-class Made(NamedTuple):
-    """Codes and scales, as Quantized has them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_scale: Tensor
-    k_scale: Tensor
-    v_scale: Tensor | None
-    q_bias: Tensor | None
-    v_offset: Tensor | None
-
-
 def takes(qkv: QKV, qk: str, values: bool, layout: str) -> bool:
     """True if kernels round such dense tensors."""
     q, k, v = qkv
@@ -70,13 +55,14 @@ def takes(qkv: QKV, qk: str, values: bool, layout: str) -> bool:
     return plain and alike and fits and max(heads, q.shape[0]) <= MOST
 
 
-def quantize(qkv: QKV, form: Form, layout: str) -> Made | None:
-    """Codes of tensors that `takes` takes; None where there is no kernel for this GPU, or none yet while a
-    CUDA graph is captured."""
+def quantize(qkv: QKV, form: Form, layout: str) -> dict[str, Tensor | None] | None:
+    """Codes and scales of tensors that `takes` takes, by their names in Quantized; None while a CUDA graph is
+    captured, before the first call of its kind."""
     q, k, v = qkv
-    kernel = _kernel(_config(qkv, form), q)
-    if kernel is None:
+    config = _config(qkv, form)
+    if _kernels.must_wait(config, q):
         return None
+    kernel = _kernels.of(config, q, partial(_compiled, config))
     heads = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else (lambda x: x)
     rows = [heads(x.detach() if tma_able(x) else compact(x)) for x in qkv]
     (batch, q_len, q_heads, _), (_, kv_len, k_heads, d), (_, _, v_heads, dv) = (x.shape for x in rows)
@@ -108,10 +94,10 @@ def quantize(qkv: QKV, form: Form, layout: str) -> Made | None:
         floats(batch, v_heads, tiles, 1, dv, when=offset),
         chunk, kv_len,
     )  # fmt: skip
-    assert q_scale is not None and k_scale is not None
-    return Made(
-        q_codes, k_codes, v if v_codes is None else v_codes, q_scale, k_scale, v_scale, q_bias, v_offset
-    )
+    return {
+        "q": q_codes, "k": k_codes, "v": v if v_codes is None else v_codes, "q_scale": q_scale,
+        "k_scale": k_scale, "v_scale": v_scale, "q_bias": q_bias, "v_offset": v_offset,
+    }  # fmt: skip
 
 
 def _chunk(tokens: int) -> int:
@@ -132,23 +118,12 @@ def _config(qkv: QKV, form: Form) -> Config:
     )
 
 
-_kernels: dict[tuple[object, ...], Kernel | None] = {}
-"""Kernels by all that they are compiled from; None for GPUs that have none. No extent but widths decides."""
+_kernels = KeptKernels()
 
 
-def _kernel(config: Config, q: Tensor) -> Kernel | None:
-    look = config, q.get_device(), target()
-    if look not in _kernels:
-        if capturing():
-            return None
-        try:
-            arch = target_of(q.device).name
-        except UnsupportedError:
-            _kernels[look] = None
-        else:
-            problem = Problem(config.width, config.width_v or config.width)
-            _kernels[look] = compile_kernel(_source(repr(config)), problem, arch=arch)
-    return _kernels[look]
+def _compiled(config: Config, arch: str) -> Kernel:
+    problem = Problem(config.width, config.width_v or config.width)
+    return compile_kernel(_source(repr(config)), problem, arch=arch)
 
 
 def _source(config: str) -> Source:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,7 @@ from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.topk.config import MOST_SELECTED, MOST_UNITS, SHORT, LongConfig, ShortConfig
-from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
-from ptxsim.active import simulating, target
+from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 
 TOGETHER = 4
 """Scores that threads read at once, where rows begin at multiples of 16 bytes."""
@@ -22,42 +23,38 @@ SIZES = (1 << 16, 6144, 4096), (1 << 18, 6144, 4096), (MOST_UNITS, 8192, 8192)
 
 def takes(scores: Tensor, k: int) -> bool:
     """True if a kernel selects k of each row of scores [..., C]."""
-    there = scores.is_cuda or simulating()
     units = scores.shape[-1]
     fits = units <= SHORT or (units <= MOST_UNITS and k <= MOST_SELECTED)
-    return there and fits and scores.dtype == torch.float32 and scores.numel() > 0
+    return fits and scores.dtype == torch.float32 and scores.numel() > 0
 
 
-def topk(scores: Tensor, k: int, forced: Tensor | None) -> tuple[Tensor, Tensor]:
+def topk(scores: Tensor, k: int, forced: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """(ids int32 [..., k], ascending with -1 behind them, counts int32 [...]) of the k largest scores of rows
     [..., C]; of equal ones lower units come first, and none is -inf or NaN.
 
     forced   int32 [R, 4], of rows that take turns: units [0, a), [b, c) and [d, C) are selected whatever
              their scores are, k at most
+
+    Returns None while a CUDA graph is captured, before the first call of its kind.
     """
     shape = scores.shape[:-1]
     rows = scores.detach().reshape(-1, scores.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    config = _config(rows, forced is not None)
+    if _kernels.must_wait(config, rows):
+        return None
     ids = torch.empty((rows.shape[0], k), dtype=torch.int32, device=rows.device)
     counts = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
-    _kernel(rows, forced).launch(rows, ids, counts, forced)
+    _kernels.of(config, rows, partial(_compiled, config)).launch(rows, ids, counts, forced)
     return ids.view(*shape, k), counts.view(shape)
 
 
-_kernels: dict[tuple[object, ...], Kernel] = {}
-"""Kernels by their configuration and the GPU."""
+_kernels = KeptKernels()
 
 
-def _kernel(rows: Tensor, forced: Tensor | None) -> Kernel:
-    config = _config(rows, forced is not None)
-    key = config, rows.get_device(), target()
-    result = _kernels.get(key)
-    if result is None:
-        require_not_capturing()
-        signature = Signature(given=("forced",) if forced is not None else ())
-        result = compile_kernel(_source(config), Problem(64, 64), signature, target_of(rows.device).name)
-        _kernels[key] = result
-    return result
+def _compiled(config: ShortConfig | LongConfig, arch: str) -> Kernel:
+    signature = Signature(given=("forced",) * config.forced)
+    return compile_kernel(_source(config), Problem(64, 64), signature, arch)
 
 
 def _config(rows: Tensor, forced: bool) -> ShortConfig | LongConfig:

@@ -31,6 +31,12 @@ def by_flex(asked: Backend, q: Tensor) -> bool:
     return device.type != "cpu" and _without_kernels(device)
 
 
+def by_kernels(x: Tensor) -> bool:
+    """True if kernels compute with such tensors where nothing else is asked for: a GPU's, or a simulated
+    one's."""
+    return (x.is_cuda or simulating()) and not by_flex("auto", x)
+
+
 @constant_in_graphs
 def _without_kernels(device: torch.device) -> bool:
     result = _known.get(device)
