@@ -16,6 +16,8 @@ from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.cuda import append
 from fa4flex.runtime.cuda.append import New, Pool
+from fa4flex.runtime.cuda.device import kept_kernels
+from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 from ptxsim.active import simulated
 
 
@@ -91,9 +93,9 @@ def kernel(look: Look, arch: str = "sm_90a") -> Any:
 def nothing_is_compiled_or_kept() -> Any:
     with (
         patch.object(append, "compile_kernel", lambda *given: object()),
-        patch.object(append, "require_not_capturing", lambda: None),
-        patch.object(append, "target_of", lambda device: SM90A),
-        patch.dict(append._kernels, clear=True),
+        patch.object(kept_kernels, "require_not_capturing", lambda: None),
+        patch.object(kept_kernels, "target_of", lambda device: SM90A),
+        patch.object(append, "_kernels", KeptKernels()),
     ):
         yield
 
