@@ -27,6 +27,8 @@ and there are no tiles of keys to find."""
 
 def choose_registers(tiles: Tiles, request: ForwardRequest) -> Registers:
     """Single warps keep the bounds of two spans of keys per row."""
+    if tiles.score_stages > 1:
+        return WIDE
     if tiles.head_dim > 128:
         return WIDE_PAIR if tiles.ctas == 2 else WIDE
     form, keys = request.problem.mask_form, request.facts.keys
