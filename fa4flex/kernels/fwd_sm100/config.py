@@ -32,11 +32,13 @@ def staged_columns(width: int, itemsize: int) -> int:
 @dataclass(frozen=True)
 class Registers:
     """Per thread, after the split: of both softmax warpgroups, the correction warpgroup, and the one that
-    holds the warps which load, multiply, store and schedule."""
+    holds the warps which load, multiply, store and schedule. `idle`: of a softmax warpgroup that never has a
+    query tile, where that has fewer than the other."""
 
     softmax: int = 192
     correction: int = 80
     other: int = 48
+    idle: int = field(default=0, metadata={"default": 0})
 
 
 @dataclass(frozen=True)

@@ -206,12 +206,19 @@ class Forward:
             memory.relinquish_alloc_permit()
             sync(FINISHED)
             memory.free(base)
-        else:
+        elif const_expr(registers.idle == 0):
             cute.arch.setmaxregister_increase(registers.softmax)
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
             if warp < 4 * self.config.q_tiles:
                 self.softmax.run(arguments, grid, shared, pipes, products, base)
+        elif warp < 4 * self.config.q_tiles:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            memory.wait_for_alloc()
+            self.softmax.run(arguments, grid, shared, pipes, products, memory.retrieve_ptr(Float32))
+        else:
+            cute.arch.setmaxregister_decrease(registers.idle)
+            memory.wait_for_alloc()
         self.cluster.depart()
 
     def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
