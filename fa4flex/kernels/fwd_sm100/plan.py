@@ -167,7 +167,8 @@ class BlackwellPlan(Checked):
             f" v {t.head_dim_v}, K {k_stages} and V {v_stages} deep",
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: {t.q_tiles} softmax, 1 correction and 1 of single warps (load, multiply, store,"
-            f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
+            f" schedule), of {r.softmax}, {r.correction} and {r.other} registers"
+            + (f", and {r.idle} of an idle one" if r.idle else ""),
             f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
             f"  {rescaling(self.rescale_threshold)}",
             *explain_skip(self.problem.skip, "a warp's 32 rows", "exponentials; values are multiplied by 0"),
