@@ -103,7 +103,7 @@ def choose(
     """The deepest rings that fit, with a staged output where there is room and dense rows to store.
     `counted`: blocks take their tiles from a counter, as the CTAs of a pair cannot."""
     if not narrow(problem):
-        return _wide(problem, target, wanted, counted)
+        return _wide(problem, target, sizes, wanted, counted)
     q_tiles, reason = _query_tiles(wanted, target, sizes)
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     staged = STAGED if problem.lengths == "dense" else 0
@@ -134,10 +134,9 @@ _AHEAD = (
 
 
 def _wide(
-    problem: Problem, target: Target, wanted: Pair | None, counted: bool
+    problem: Problem, target: Target, sizes: Sizes, wanted: Pair | None, counted: bool
 ) -> tuple[Tiles, tuple[str, ...]]:
-    """Tiles of heads of which two outputs do not fit. Pairs where sequences are dense: values past the ends of
-    others are cleared by the CTA that multiplies, which does not reach the half that the other one holds."""
+    """Tiles of heads of which two outputs do not fit."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > WIDEST:
         raise UnsupportedError(
@@ -145,34 +144,37 @@ def _wide(
             f"at most {WIDEST}: the output and two tiles of scores are all of tensor memory",
             "use narrower heads, or run this one on a Hopper GPU or on a CPU",
         )
+    tile, ctas = _wide_tile(problem, target, sizes, wanted, counted)
+    widths = pad(problem.head_dim), WIDEST
+    more = {"out_itemsize": problem.out_itemsize, "score_stages": 2}
+    for out_stages in (STAGED if problem.lengths == "dense" else 0, 0):
+        for rings in RINGS:
+            tiles = Tiles(1, tile[1], *widths, rings, out_stages, ctas, **more)
+            if tiles.memory(target).total <= target.shared_memory:
+                return tiles, (_AHEAD, *[_PAIR] * (ctas == 2))
+    raise AssertionError(f"no rings fit heads of {widths}")
+
+
+def _wide_tile(
+    problem: Problem, target: Target, sizes: Sizes, wanted: Pair | None, counted: bool
+) -> tuple[Pair, int]:
+    """Queries and keys of a tile, and the CTAs that have it. Pairs where there are queries for both, and where
+    sequences are dense: values past the ends of others are cleared by the CTA that multiplies, which does not
+    reach the half that the other one holds."""
     legal = {(ROWS, KEYS_ALONE): 1}
     if problem.lengths == "dense" and not counted:
         legal[2 * ROWS, KEYS] = 2
-    tile = max(legal) if wanted is None else wanted
+    tile = wanted
+    if tile is None:
+        tile = min(legal) if sizes.q.at_most(ROWS, right="any") else max(legal)
     if tile not in legal:
         raise UnsupportedError(
-            f"tile={tile} for heads of {widest} on {target.name}",
+            f"tile={tile} for heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
             f"one of {sorted(legal)}: tiles of 256 queries are those of pairs of CTAs, which take no sequences"
             " of different lengths, and no tiles from a counter",
             "use one of these, or leave it at None",
         )
-    ctas = legal[tile]
-    widths = pad(problem.head_dim), WIDEST
-    for out_stages in (STAGED if problem.lengths == "dense" else 0, 0):
-        for rings in RINGS:
-            tiles = Tiles(
-                1,
-                tile[1],
-                *widths,
-                rings,
-                out_stages,
-                ctas,
-                out_itemsize=problem.out_itemsize,
-                score_stages=2,
-            )
-            if tiles.memory(target).total <= target.shared_memory:
-                return tiles, (_AHEAD, *[_PAIR] * (ctas == 2))
-    raise AssertionError(f"no rings fit heads of {widths}")
+    return tile, legal[tile]
 
 
 def _query_tiles(wanted: Pair | None, target: Target, sizes: Sizes) -> tuple[int, str]:

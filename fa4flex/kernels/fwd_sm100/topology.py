@@ -246,7 +246,7 @@ def _continued(at: int, work: int) -> Events:
 
 def _next_scores() -> Events:
     """Scores of the next key tile: of the same tile of queries, or the first of the following one."""
-    wait, commit = (Event(action, "k", 1, ahead=True) for action in ("wait", "commit"))  # type: ignore[arg-type]
+    wait, commit = Event("wait", "k", 1, ahead=True), Event("commit", "k", 1, ahead=True)
     issue, told, freed = _scores(0, 1, 0, True)
     return (
         wait,
