@@ -44,6 +44,9 @@ def _shapes() -> Iterator[tuple[str, Maker]]:
     for name in names:
         yield f"{name} 4:1", made(drawn, FEW[name], Sizes(1, 4, 1, 150, 190).wide(256), workers=2)
         yield f"{name}, threshold 0", made(drawn, FEW[name], SMALL.wide(256), rescale=0.0)
+    for name in names[:2]:
+        sizes = Sizes(1, 2, 1, 1, 300).wide(256)
+        yield f"{name}, one query in a pair", made(scheduled, FEW[name], sizes, Schedule(tile=(256, 128)))
     yield "map", made(mapped, Schedule())
     yield "map, alone", made(mapped, ALONE)
 
