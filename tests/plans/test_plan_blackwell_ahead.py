@@ -1,5 +1,5 @@
-"""The Blackwell forward of heads up to 256: one query tile, whose scores have two stages. The kernel's pipeline,
-proved and broken, alone and in pairs of CTAs; what is chosen, explained and refused."""
+"""The Blackwell forward of heads up to 256: one query tile, whose scores have two stages. The kernel's
+pipeline, proved and broken, alone and in pairs of CTAs; what is chosen, explained and refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_products_are_issued_in_the_stated_order() -> None:
     """Two scores are ahead of an output, but for the one after a row of one key tile."""
     events = alone().role("multiply").run([3, 1, 2])
     order = [f"{e.target[0]} {e.tile}" for e in events if e.action == "issue" and "late" not in e.target]
-    assert order == "S 0, S 1, O 0, S 2, O 1, S 3, O 2, O 3, S 4, S 5, O 4, O 5".split(", ")
+    assert ", ".join(order) == "S 0, S 1, O 0, S 2, O 1, S 3, O 2, O 3, S 4, S 5, O 4, O 5"
     freed = [(e.target, e.tile) for e in events if e.action == "commit" and e.target == "q 0"]
     assert freed == [("q 0", 0), ("q 0", 1), ("q 0", 2)]
     paired = pair().role("multiply").run([2])
@@ -167,7 +167,8 @@ def test_columns_that_live_at_once_are_not_shared(name: str, first: int, words: 
 
 
 def matters(event: Event) -> bool:
-    """What a clearing leaves behind is no hand-over; outputs are read piece by piece, the next number by all."""
+    """What a clearing leaves behind is no hand-over; outputs are read piece by piece, and the next number by
+    all."""
     return event.action != "clear" and not (event.action == "read" and event.target[0] in "On")
 
 

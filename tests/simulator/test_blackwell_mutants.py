@@ -23,7 +23,8 @@ def forward(masked: bool) -> Own:
 
 
 WIDE = Size(batch=2, q_len=256, kv_len=384, dim=256)
-"""Likewise for a pair of CTAs, of heads whose scores have two stages; and for one CTA, four tiles of queries."""
+"""Likewise for a pair of CTAs, of heads whose scores have two stages; and for one CTA, four tiles of
+queries."""
 
 ALONE = Schedule(tile=(128, 64))
 
@@ -64,8 +65,8 @@ def test_some_of_wide_heads(masked: bool) -> None:
 @KERNELS
 def test_all(masked: bool, implied: int) -> None:
     """Every mutant that can matter is noticed but for at most `implied`, of about 100 and 115. Of wide heads,
-    all were once: of 89 but the fences, and the library's wait for the other CTA before tensor memory is freed;
-    of 99 but the same four as here.
+    all were once: of 89 of a pair but three fences, and the library's wait for the other CTA before tensor
+    memory is freed; of 99 of one CTA but the same four as here.
 
     Those are known not to matter: what is left orders every pair of accesses. There are two fences after the
     initialisation of barriers, of which either will do. In the causal kernel, what follows one of the stores

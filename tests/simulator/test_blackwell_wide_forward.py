@@ -1,4 +1,5 @@
-"""The Blackwell forward of heads up to 256, on a simulated B200: right, clean, the same bits under every timing.
+"""The Blackwell forward of heads up to 256, on a simulated B200: right, clean, the same bits under every
+timing.
 
 Dense calls are made by pairs of CTAs, others by one. A run takes a few calls; `-m exhaustive` takes all.
 """
@@ -27,18 +28,19 @@ ALONE, ASKED = Schedule(tile=(128, 64)), Schedule(next_tile="launch_control")
 
 
 def _variants() -> Iterator[tuple[str, Maker]]:
-    """Every composition of every variant; widths, dtypes and multiprocessors by turns."""
-    turns = zip(DRAWS.items(), itertools.cycle(WIDTHS), itertools.cycle((BF16, F16)))
-    for (name, draw), width, dtype in turns:
-        sizes = replace(SMALL, batch=1, dtype=dtype).wide(*width)
+    """Every composition of every variant; widths and multiprocessors by turns."""
+    for (name, draw), width in zip(DRAWS.items(), itertools.cycle(WIDTHS)):
+        sizes = replace(SMALL, batch=1).wide(*width)
         yield name, functools.partial(drawn, draw, sizes, workers=WORKERS[width[0] % 3])
 
 
 def _shapes() -> Iterator[tuple[str, Maker]]:
     """Rows of one key tile and of several, alone and before each other; tiles that end early; GQA."""
     made, names = functools.partial, ("dense", "causal", "softcap window", "sinks window")
-    for name, lengths in itertools.product(names[:2], ((1, 1), (129, 128), (257, 129), (512, 385), (700, 300))):
-        yield f"{name} {lengths}", made(drawn, FEW[name], Sizes(1, 2, 1, *lengths).wide(256), workers=2)
+    rows = (1, 1), (129, 128), (257, 129), (512, 385), (700, 300)
+    for name, lengths, dtype in itertools.product(names[:2], rows, (BF16, F16)):
+        sizes = Sizes(1, 2, 1, *lengths, dtype=dtype).wide(256)
+        yield f"{name} {lengths} {str(dtype)[6:]}", made(drawn, FEW[name], sizes, workers=2)
     for name, (label, schedule) in itertools.product(names, (("alone", ALONE), ("asked", ASKED))):
         yield f"{name}, {label}", made(scheduled, FEW[name], SMALL.wide(256), schedule)
     for name in names:

@@ -9,8 +9,8 @@ from fa4flex.kernels.plan.tensor_memory import Columns, Range
 
 
 def lay_out_columns(tiles: Tiles, target: Target) -> Columns:
-    """Scores, then outputs. Probabilities, two in a column, lie over the second half of their scores. There is
-    room for the scores of two query tiles, or for those of one in two stages."""
+    """Scores, then outputs. Probabilities, two in a column, lie over the second half of their scores. There
+    is room for the scores of two query tiles, or for those of one in two stages."""
     n, dv, early = tiles.tile_n, tiles.head_dim_v, tiles.early_keys
     staged = (tiles.score_stages, n) if tiles.score_stages > 1 else ()
     scores, probabilities, outputs = [], [], []

@@ -39,8 +39,8 @@ TABLE = (
     Row(192, Exponential(every=8, skip=0), Exponential(every=16, skip=1)),
     Row(WIDEST, OFF, OFF),
 )
-"""Two of every `every` pairs of keys, by a polynomial of degree 3. Products of the widest take twice as long as
-special functions."""
+"""Two of every `every` pairs of keys, by a polynomial of degree 3. Products of the widest take twice as long
+as special functions."""
 
 
 def choose_exponential(problem: Problem, target: Target, ctas: int) -> Exponential:

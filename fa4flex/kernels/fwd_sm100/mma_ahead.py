@@ -93,8 +93,8 @@ class MmaAhead(Mma):
         states: Any,
         phase: Int32,
     ) -> Any:
-        """Scores of key tiles [first, last), of which those from `following` to `end` are of the tile of queries
-        that comes in this phase. Returns the states after them."""
+        """Scores of key tiles [first, last), of which those from `following` to `end` are of the tile of
+        queries that comes in this phase. Returns the states after them."""
         first, last, following, end = which
         k_state, turn = states
         for i in cutlass.range(first, last, unroll=1):

@@ -59,8 +59,8 @@ class Tile:
 class Place:
     """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; in tensor memory scores
     and probabilities, by fragment, and scores to be read and to be written in place, by piece; and the dtype
-    of probabilities. `stage`, `scale`: barriers of the scores at hand, and the place of their scale: the query
-    tile's, or one of its stages."""
+    of probabilities. `stage`, `scale`: barriers of the scores at hand, and the place of their scale: the
+    query tile's, or one of its stages."""
 
     tile: Int32
     stage: Int32
@@ -98,7 +98,7 @@ class Softmax:
         state = running(1, self.config.statistics)
 
         @cute.jit
-        def normalise(work: Work, phase: Int32, s_phase: Int32) -> Int32:
+        def normalise(work: Work, phase: Int32, turn: Int32) -> Int32:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
@@ -108,11 +108,11 @@ class Softmax:
             for p in cutlass.range_constexpr(len(passes)):
                 masked, first, end = passes[p]
                 for i in cutlass.range(first, end, unroll=1):
-                    here, s_phase_of = self.turned(place, s_phase, phase)
-                    self.step(tile, here, shared, pipes, (tile_at(keys, i), i, s_phase_of), masked)
-                    s_phase = self.following(s_phase)
+                    here, full = self.turned(place, turn, phase)
+                    self.step(tile, here, shared, pipes, (tile_at(keys, i), i, full), masked)
+                    turn = self.following(turn)
             self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
-            return s_phase
+            return turn
 
         self.scheduler.walk(grid, arguments, pipes.next, normalise, Int32(0))
 
@@ -124,8 +124,8 @@ class Softmax:
         return [(True, Int32(0), keys.masked_count), (False, keys.masked_count, keys.count)]
 
     def turned(self, place: Place, turn: Int32, of_row: Int32) -> tuple[Place, Int32]:
-        """The place of the key tile of this turn, and the phase of its barriers; of scores in stages, a turn is
-        the number of the key tile modulo TURNS. `of_row`: the number of the tile of queries modulo 2."""
+        """The place of the key tile of this turn, and the phase of its barriers; of scores in stages, a turn
+        is the number of the key tile modulo TURNS. `of_row`: the number of the tile of queries modulo 2."""
         if self.config.score_stages == 1:
             return place, turn
         stage = turn & 1

@@ -24,7 +24,8 @@ WIDEST = 256
 
 KEYS = 128
 KEYS_ALONE = 64
-"""Keys of a tile of such heads where a CTA works alone: K and V are two deep then, as of 128 keys in a pair."""
+"""Keys of a tile of such heads where a CTA works alone: K and V are two deep then, as of 128 keys in a
+pair."""
 RINGS = ((4, 4), (3, 3), (2, 2), (2, 1))
 """Tiles of K and of V in flight, deepest first."""
 
@@ -158,9 +159,9 @@ def _wide(
 def _wide_tile(
     problem: Problem, target: Target, sizes: Sizes, wanted: Pair | None, counted: bool
 ) -> tuple[Pair, int]:
-    """Queries and keys of a tile, and the CTAs that have it. Pairs where there are queries for both, and where
-    sequences are dense: values past the ends of others are cleared by the CTA that multiplies, which does not
-    reach the half that the other one holds."""
+    """Queries and keys of a tile, and the CTAs that have it. Pairs where there are queries for both, and
+    where sequences are dense: values past the ends of others are cleared by the CTA that multiplies, which
+    does not reach the half that the other one holds."""
     legal = {(ROWS, KEYS_ALONE): 1}
     if problem.lengths == "dense" and not counted:
         legal[2 * ROWS, KEYS] = 2
@@ -170,8 +171,8 @@ def _wide_tile(
     if tile not in legal:
         raise UnsupportedError(
             f"tile={tile} for heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
-            f"one of {sorted(legal)}: tiles of 256 queries are those of pairs of CTAs, which take no sequences"
-            " of different lengths, and no tiles from a counter",
+            f"one of {sorted(legal)}: tiles of 256 queries are those of pairs of CTAs, which take no"
+            " sequences of different lengths, and no tiles from a counter",
             "use one of these, or leave it at None",
         )
     return tile, legal[tile]

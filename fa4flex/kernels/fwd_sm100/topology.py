@@ -15,13 +15,14 @@ no o_empty        the correction warps arrive at p_early for the next tile of qu
                   output; once at the start, when there is none.
 one `next` slot   its empty barrier counts every warp that reads it, so nobody can be two numbers behind.
 
-Of heads so wide that there is room for the output of one query tile, scores have two stages instead, by turns:
+Of heads so wide that there is room for the output of one query tile, scores have two stages instead, by
+turns:
 
     S(0) S(1)   O(0) S(2)   O(1) S(3)   ...
 
 All of this then holds from S(j + 2) to O(j): of scales, too, which have two stages as well. But S(j + 1) that
-is there does not tell that O(j) was added to: o_full does, after each key tile. No more than one tile of queries
-is looked ahead: where it has one tile of keys, the scores after it come when its output was added to.
+is there does not tell that O(j) was added to: o_full does, after each key tile. No more than one tile of
+queries is looked ahead: where it has one tile of keys, the scores after it come when its output was added to.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class Memory:
         said: Callable[[str, int | None], str],
         staged: Iterable[str] = (),
     ) -> None:
-        """`said`: the words for a name and the number of its use. Names that are `staged` share bytes stage by
-        stage."""
+        """`said`: the words for a name and the number of its use. Names that are `staged` share bytes stage
+        by stage."""
         self.trace, self.said = trace, said
         self.staged = set(staged)
         self.by_warp = set(by_warp)

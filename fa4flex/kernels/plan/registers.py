@@ -17,9 +17,9 @@ IDLE = "idle"
 
 def check_registers(r: Any, twice: str, target: Target, advice: str) -> None:
     """Check registers split by role: the two warpgroups of role `twice` get more than they are launched with,
-    and the one of every other role gets fewer. Roles of 0 registers are left out; with an IDLE one, `twice` is
-    the role of one. PlanError unless setmaxnreg takes the numbers, and their sum is there: it would wait for
-    ever."""
+    and the one of every other role gets fewer. Roles of 0 registers are left out; with an IDLE one, `twice`
+    is the role of one. PlanError unless setmaxnreg takes the numbers, and their sum is there: it would wait
+    for ever."""
     pool = target.register_pool(WARPGROUPS)
     each, step = pool // WARPGROUPS, target.register_step
     split = {name: count for name, count in asdict(r).items() if count}
