@@ -36,6 +36,9 @@ from fa4flex.kernels.fwd_sm90.consumer import Begun, Mine, Tile
 from fa4flex.kernels.fwd_sm90.resources import Shared
 from fa4flex.kernels.plan.keys import TILE
 
+LEAST_SHARE = 4
+"""Scores of a row that are exponentiated at once, at least: sums of them have as many chains."""
+
 
 @dataclass(frozen=True)
 class CodesTile(Tile):
@@ -193,16 +196,18 @@ class Consumer(forward.Consumer):
 
     def weigh(self, tile: Any, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
         """The same; a share of the scores under each product that is waited for."""
-        parts = self.config.parts
+        parts, columns = self.config.parts, cute.size(grid, mode=[1])
         if parts == 1:
             super().weigh(tile, grid, values, is_finite)
             return
-        shares = cute.logical_divide(grid, (None, cute.size(grid, mode=[1]) // parts))
+        count = max(n for n in range(1, parts + 1) if columns % (LEAST_SHARE * n) == 0)
+        shares = cute.logical_divide(grid, (None, columns // count))
 
         def share(part: int) -> None:
-            columns = shares[None, (None, part)]
-            tile.softmax.exponentiate(columns, is_finite=is_finite)
-            compute_before(columns[1, cute.size(columns, mode=[1]) - 1])
+            if part < count:
+                mine = shares[None, (None, part)]
+                tile.softmax.exponentiate(mine, is_finite=is_finite)
+                compute_before(mine[1, columns // count - 1])
 
         v, v_state = values
         warpgroup.wait_group(0)
