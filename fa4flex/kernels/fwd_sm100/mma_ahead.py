@@ -76,10 +76,10 @@ class MmaAhead(Mma):
                 pipes.v.consumer_release(v_state)
                 v_state.advance()
                 added = after(added)
-                coming_end = cutlass.min(j + 2, end)
-                which = begun, coming_end, count, end
+                until = cutlass.min(j + 2, end)
+                which = begun, until, count, end
                 k_state, turn = self.ahead(products, operands, pipes, which, (k_state, turn), phase)
-                begun = cutlass.max(begun, coming_end)
+                begun = cutlass.max(begun, until)
             begun -= count
             work, count = following, coming
 

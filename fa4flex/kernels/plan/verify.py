@@ -64,6 +64,8 @@ def prove(topology: Topology) -> None:
     twice = 2 * max(ring.stages for ring in topology.rings) + 1
     empty = [0] * any(role.empty for role in topology.roles)
     works = [[1], [twice], *[[none] for none in empty]] if topology.one_tile else [[*empty, 1, *empty, twice]]
+    if any(event.continuing is not None for role in topology.roles for event in role.opening):
+        works.append([twice])  # a first row with no row before it
     for pipeline in dict.fromkeys((topology, topology.least)):
         for rows in works:
             simulate(pipeline, rows, round_robin())
