@@ -167,8 +167,7 @@ def test_columns_that_live_at_once_are_not_shared(name: str, first: int, words: 
 
 
 def matters(event: Event) -> bool:
-    """What a clearing leaves behind is no hand-over; outputs are read piece by piece, and the next number by
-    all."""
+    """True but for what is no hand-over: clearing, reads of pieces of an output, and of the next number."""
     return event.action != "clear" and not (event.action == "read" and event.target[0] in "On")
 
 

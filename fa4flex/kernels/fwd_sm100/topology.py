@@ -208,7 +208,7 @@ def _multiply(n: int, ragged: bool) -> Role:
 
 
 def _multiply_ahead(ragged: bool) -> Role:
-    """Of one query tile, whose scores are two tiles of keys ahead of its output."""
+    """The warp that multiplies one query tile, whose scores are two tiles of keys ahead of its output."""
 
     def add(at: int) -> Events:
         clear = (Event("clear", "v", at),) if ragged else ()
