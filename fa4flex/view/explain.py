@@ -26,6 +26,7 @@ from fa4flex.primitives.products import GIVEN, MULTIPLIED
 from fa4flex.runtime.key_sources import MOST_WIDTH
 from fa4flex.variant import Variant
 from fa4flex.view import backend
+from fa4flex.view.block_map import beside
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
@@ -247,11 +248,7 @@ def _block_map(blocks: BlockMap) -> str:
     (rows, keys), counts = blocks.block_size, blocks.counts
     listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
     lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
-    beside = [
-        f"{name} {getattr(blocks, name)}" for name in ("tail", "window", "sinks") if getattr(blocks, name, 0)
-    ]
-    more = f"; every query sees besides: {', '.join(beside)}" if beside else ""
-    return f"a captured table for {lengths} alone, in blocks of {rows} x {keys}: {listed}{more}"
+    return f"a captured table for {lengths} alone, in blocks of {rows} x {keys}: {listed}{beside(blocks)}"
 
 
 def _sharing(program: Program, chosen: Setting) -> str:
