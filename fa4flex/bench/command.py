@@ -56,10 +56,10 @@ class Options:
     seed: int
     deadline: float
     peers: tuple[Peer, ...]
-    sparse: tuple[SparsePeer, ...] = ()
-    """Peers of the sparse suite, where that is asked for."""
     tell: Callable[[str], None] = lambda name: None
     """Called with a peer's name before it is prepared, and with an empty one before all are timed."""
+    sparse: tuple[SparsePeer, ...] = ()
+    """Peers of the sparse suite, where that is asked for."""
 
     @property
     def clock(self) -> Clock:
@@ -95,7 +95,7 @@ def options_of(arguments: argparse.Namespace, minutes: float | None = None) -> O
         secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,
         time.monotonic() + seconds,
         _chosen(offered, names),
-        _chosen(sparse, names),
+        sparse=_chosen(sparse, names),
     )
 
 
@@ -112,7 +112,7 @@ def _seconds(arguments: argparse.Namespace, minutes: float | None) -> float:
 def environment_of(options: Options) -> dict[str, str]:
     """Names and versions of the device, packages and peers, which are printed with the seed."""
     result = environment(options.device)
-    offered = (*options.peers, *options.sparse)
+    offered: tuple[_Offered, ...] = (*options.peers, *options.sparse)
     result |= {f"peer {peer.name}": peer.version() for peer in offered}
     print("\n".join(f"{name:20} {value}" for name, value in result.items()))
     print(f"{'inputs':20} standard normal, bf16, seed {options.seed}")
@@ -180,7 +180,9 @@ def _measure_suite(name: str, rows: Sequence[Any], options: Options) -> list[Row
     offered = tuple(p for p in offered if p.name == OURS) if name == "cost" else offered
     measure: Callable[..., list[RowReport]] = measure_group
     if name == SPARSE:
-        from fa4flex.bench.sparse_suite import measure_group as measure
+        from fa4flex.bench import sparse_suite
+
+        measure = sparse_suite.measure_group
     reports: list[RowReport] = []
     longest = 0.0
     for group in groups([row.small() for row in rows] if options.smoke else rows):

@@ -231,11 +231,10 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
 def _measured_json(report: RowReport, measured: Measured) -> dict[str, Any]:
     results: dict[str, Any] = {"reason": measured.why} if measured.why else {}
     if measured.samples is not None and measured.right:
+        rate = {"TFLOP/s": "tflops", "TB/s": "tbytes"}[report.row.unit]
         results = {
             "median_ms": 1e3 * measured.samples.median,
-            {"TFLOP/s": "tflops", "TB/s": "tbytes"}[report.row.unit]: report.flops
-            / measured.samples.median
-            / 1e12,
+            rate: report.flops / measured.samples.median / 1e12,
             "samples_ms": [1e3 * t for t in measured.samples.seconds],
         }
     if measured.accuracy is not None:

@@ -15,6 +15,7 @@ from fa4flex.bench.report import OURS
 from fa4flex.bench.sparse_rows import ListsRow, MapRow, Problem, StepRow, TopkRow, step_lists
 
 OTHER = "is not asked for such rows"
+"""Reason for which a peer is left out of a row's table."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Own(SparsePeer):
         if isinstance(row, ListsRow):
             listing = fa4flex.compile(mask=causal)
             return lambda: listing(q, k, v, blocks=problem.blocks)
+        assert isinstance(row, MapRow)
         if row.new:
             attn = fa4flex.compile()
             return lambda: attn(q, k, v, blocks=row.map_of(problem.blocks.classes.clone()))

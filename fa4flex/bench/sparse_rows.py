@@ -106,11 +106,10 @@ class ListsRow(SparseRow):
     tied: bool = False
 
     def small(self) -> ListsRow:
+        small = replace(self, batch=min(self.batch, 2), heads=2 * self.kv_heads, width=16, shrink=16)
         entries = min(self.entries, 16 if self.keys == 1 else 4)
-        sizes = {"batch": min(self.batch, 2), "q_len": min(self.q_len, 64), "kv_len": 512}
-        heads = 2 * self.kv_heads
-        window = min(self.window, 32)
-        return replace(self, entries=entries, window=window, width=16, heads=heads, shrink=16, **sizes)
+        window, q_len = min(self.window, 32), min(self.q_len, 64)
+        return replace(small, entries=entries, window=window, q_len=q_len, kv_len=512)
 
     @property
     def listed(self) -> int:
@@ -233,7 +232,8 @@ def _selection(problem: Problem, row: TopkRow, ids: Tensor, ours: bool) -> Accur
     return Accuracy(wrong, wrong, 0, 0)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def _attend(qkv: Sequence[Tensor], allowed: Tensor) -> Tensor:
+    q, k, v = qkv
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v
 
@@ -249,8 +249,8 @@ def _rows(problem: Problem, out: Tensor) -> Accuracy:
         allowed = _seen(blocks, b, h, heads, at)
         one = q[b, h, at], k[b, h // group], v[b, h // group]
         found.append(out[b, h, at])
-        exact.append(_attend(*(x.double() for x in one), allowed))
-        plain.append(_attend(*one, allowed))
+        exact.append(_attend([x.double() for x in one], allowed))
+        plain.append(_attend(one, allowed))
     return Accuracy(*worst(found, exact), *worst(plain, exact))
 
 
@@ -264,7 +264,7 @@ def _gradients(problem: Problem, dout: Tensor, found: Sequence[Tensor]) -> Accur
             inputs = [x[0, -1].to(dtype) for x in problem.tensors]
             inputs = [x.detach().requires_grad_() for x in (inputs[0][at], *inputs[1:])]
             with torch.enable_grad():
-                out = _attend(*inputs, _seen(problem.blocks, 0, heads - 1, heads, at))
+                out = _attend(inputs, _seen(problem.blocks, 0, heads - 1, heads, at))
             dq, *others = torch.autograd.grad(out, inputs, dout[0, -1, at].to(out.dtype))
             parts.append(dq)
             sums = [one + x.to(torch.promote_types(x.dtype, torch.float32)) for one, x in zip(sums, others)]

@@ -13,7 +13,7 @@ from fa4flex.bench.environment import state_under_load
 from fa4flex.bench.measure import interleave
 from fa4flex.bench.peers import Absent, Run, absent
 from fa4flex.bench.report import OURS, Measured, RowReport
-from fa4flex.bench.sparse_peers import SparsePeer, gradients
+from fa4flex.bench.sparse_peers import OTHER, SparsePeer, gradients
 from fa4flex.bench.sparse_rows import Problem, SparseRow, judged
 from fa4flex.bench.suites import Draw
 
@@ -34,6 +34,8 @@ def measure_group(
             options.tell(peer.name)
             prepared, accuracy = attempt(peer, problems[row.name])
             why = prepared.reason if isinstance(prepared, Absent) else ""
+            if why == OTHER:
+                continue
             found = Measured(accuracy=accuracy, reason=why, aside=not peer.same)
             measured[row.name][peer.name] = found
             if not isinstance(prepared, Absent) and not found.why:
@@ -44,10 +46,8 @@ def measure_group(
         measured[name][peer_name] = replace(measured[name][peer_name], samples=samples)
     reports = []
     for row in rows:
-        run, samples = runs.get((row.name, OURS)), times.get((row.name, OURS))
-        state = (
-            {} if run is None or samples is None else state_under_load(options.device, run, samples.median)
-        )
+        run, own = runs.get((row.name, OURS)), times.get((row.name, OURS))
+        state = {} if run is None or samples is None else state_under_load(options.device, run, own.median)
         reports.append(RowReport(row, problems[row.name].work, measured[row.name], state))
     return reports
 

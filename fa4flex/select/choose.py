@@ -44,8 +44,12 @@ class _Forced(NamedTuple):
         return self
 
     def most(self, scores: Scores) -> int:
-        """Forced units of a row at most."""
-        own = self.own + -(-(scores.queries - 1) // scores.keys) if self.own else 0
+        """Forced units of a row at most. Rows begin at any multiple of the common divisor of their queries
+        and a unit's keys, behind the offset of the last query: the latest place in a unit reaches farthest."""
+        queries, keys = scores.queries, scores.keys
+        step = math.gcd(queries, keys)
+        latest = keys - step + (scores.kv_len - scores.q_len) % step
+        own = self.own + (latest + queries - 1) // keys if self.own else 0
         return min(self.first + own + self.last, scores.values.shape[3])
 
     def of(self, scores: Scores) -> Tensor:
