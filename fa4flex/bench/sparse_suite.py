@@ -47,7 +47,7 @@ def measure_group(
     reports = []
     for row in rows:
         run, own = runs.get((row.name, OURS)), times.get((row.name, OURS))
-        state = {} if run is None or samples is None else state_under_load(options.device, run, own.median)
+        state = state_under_load(options.device, run, own.median) if run and own else {}
         reports.append(RowReport(row, problems[row.name].work, measured[row.name], state))
     return reports
 

@@ -45,7 +45,8 @@ class _Forced(NamedTuple):
 
     def most(self, scores: Scores) -> int:
         """Forced units of a row at most. Rows begin at any multiple of the common divisor of their queries
-        and a unit's keys, behind the offset of the last query: the latest place in a unit reaches farthest."""
+        and a unit's keys, behind the offset of q_len and kv_len: the latest place in a unit reaches farthest.
+        """
         queries, keys = scores.queries, scores.keys
         step = math.gcd(queries, keys)
         latest = keys - step + (scores.kv_len - scores.q_len) % step
