@@ -85,7 +85,7 @@ def explain(
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
         ("backend", backend.summary(program, chosen)),
-        ("on a CPU", _place(program, chosen) if auto else []),
+        ("on a CPU", _place(program, chosen, bool(lists)) if auto else []),
         ("on a GPU", _gpu(program, q_len, kv_len, arch, problem) if auto or arch else []),
         ("meanwhile", serving),
     )
@@ -430,7 +430,7 @@ def _indices(program: Program, names: Names, chosen: Setting) -> list[str]:
     return [*listed, "a CPU computes indices in 64 bits, so these do not wrap"]
 
 
-def _place(program: Program, chosen: Setting) -> list[str]:
+def _place(program: Program, chosen: Setting, listed: bool = False) -> list[str]:
     precision, tile, gathered = program.variant.precision, _walked(program), _gathered(program, chosen)
     compute = "float32 (float64 for float64 inputs)" if precision.compute == "auto" else precision.compute
     tiles = f"tile {tile[0]} x {tile[1]}"
@@ -439,6 +439,8 @@ def _place(program: Program, chosen: Setting) -> list[str]:
         tiles = (
             f"blocks of {rows} x {keys} gathered; where gradients of captured tensors are asked for, {tiles}"
         )
+    if listed:
+        tiles = "the map of what is listed, as blocks=lists.map() is: tiles of it that are not empty"
     return [
         f"forward and backward, {tiles}",
         *_fused(program),

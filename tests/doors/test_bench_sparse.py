@@ -98,7 +98,8 @@ def test_what_is_wrong_is_seen(name: str, seed: int) -> None:
 
             def moved() -> Any:
                 out = run()
-                return out.add(1) if isinstance(problem.row, TopkRow) else out.roll(1, -1)
+                row = problem.row
+                return out.add(1).remainder(row.units) if isinstance(row, TopkRow) else out.roll(1, -1)
 
             return moved
 

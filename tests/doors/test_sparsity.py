@@ -160,6 +160,7 @@ def test_explanations_of_lists_are_of_what_they_list() -> None:
     # Each tile has one query's 64 heads and its 1,024 keys: 64 rows and 16 tiles of 64.
     assert f"tiles of 64 x 64 compute {1024 * 16 * 64 * 64}, of which 100.0 % are selected" in said
     assert "bound: at best" not in said
+    assert "on a CPU forward and backward, the map of what is listed" in said
     least = 4 * 64 * 1024 * 1024 * 128 / 989.4e12 * 1e6
     told = re.search(r"least time of their products ([0-9.]+) us", said)
     assert told is not None and float(told[1]) == pytest.approx(least, rel=0.01)
