@@ -81,6 +81,14 @@ def test_lists_say_each_key_once_and_none_of_the_future(name: str, seed: int) ->
         assert torch.equal(lists.ids[:, :, 32], lists.ids[:, :, 33]) or row.kv_len != row.q_len
 
 
+def test_lists_of_few_keys_say_each_once(seed: int) -> None:
+    """Where a query has little more keys than entries, two of these may be drawn from one key."""
+    ids = problem_of(ListsRow("few", 2, 2, 1, 200, 200, 64, 1), CPU, seed).blocks.ids
+    for row in ids.flatten(0, 2):
+        live = row[row >= 0]
+        assert live.numel() == live.unique().numel()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_ours_is_right(name: str, seed: int) -> None:
     problem = small(name, seed)
