@@ -4,8 +4,8 @@
     python benchmarks/block_maps.py --smoke     # tiny maps, on a CPU
 
 The rows are maps of `python -m fa4flex bench --suite sparse`, which times this library's own choice beside
-its peers. `--kernels` sets how kernels are planned, each in a process of its own: "blocks" as the library does
-by itself, "usual" by tiles that are made for any mask, "two" and "three" with so many blocks on a
+its peers. `--kernels` sets how kernels are planned, each in a process of its own: "blocks" as the library
+does by itself, "usual" by tiles that are made for any mask, "two" and "three" with so many blocks on a
 multiprocessor, where they have room. Printed are medians of TFLOP/s over the blocks that are visited.
 """
 

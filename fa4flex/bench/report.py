@@ -51,7 +51,7 @@ class Verdict:
 
 
 class AnyRow(Protocol):
-    """What reports ask of a row: its name, what it is compared with, the unit of its rate (10^12 of `flops` a
+    """Row as reports see it: its name, what it is compared with, the unit of its rate (10^12 of `flops` a
     second), and what a file of numbers says of it."""
 
     @property

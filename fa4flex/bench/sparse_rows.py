@@ -24,7 +24,7 @@ visited."""
 
 @dataclass(frozen=True)
 class SparseRow:
-    """What rows of this suite have in common, which is what reports ask of any row."""
+    """Common fields of rows of this suite, those that reports ask of any row."""
 
     name: str
     targets: tuple[Target, ...] = field(default=(), kw_only=True)

@@ -436,7 +436,7 @@ SUITES: dict[str, tuple[Row, ...]] = {
 
 
 class _Named(Protocol):
-    """What rows are selected and gathered by."""
+    """Fields by which rows are selected and gathered."""
 
     @property
     def name(self) -> str: ...

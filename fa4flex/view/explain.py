@@ -225,7 +225,7 @@ def _of_lists(lists: Lists, problem: dict[str, Any]) -> tuple[tuple[int, int], d
 
 
 def _lists(lists: Any) -> list[str]:
-    """What lists of a call say."""
+    """Lists of a call in words."""
     if not isinstance(lists, Lists):
         return []
     rows = f"rows of {lists.queries} queries" if lists.queries > 1 else "each query"

@@ -128,7 +128,7 @@ def counted(program: Program, shape: Shape, lists: Lists, tiling: Tiling) -> Cou
 
 
 def without_kernel(lists: Lists | bool) -> str:
-    """What a GPU does with lists where no kernel gathers what they list."""
+    """Treatment of lists on a GPU where no kernel gathers what they list, in words."""
     if lists is True:
         kept = f"units of {LEAST_UNIT} keys or more are a map of blocks, as blocks=lists.map() is"
         return f"{kept}; shorter ones are refused"

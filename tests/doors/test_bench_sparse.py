@@ -82,7 +82,7 @@ def test_lists_say_each_key_once_and_none_of_the_future(name: str, seed: int) ->
 
 
 def test_lists_of_few_keys_say_each_once(seed: int) -> None:
-    """Where a query has little more keys than entries, two of these may be drawn from one key."""
+    """Two entries may be drawn from one key where a query has little more keys than entries."""
     ids = problem_of(ListsRow("few", 2, 2, 1, 200, 200, 64, 1), CPU, seed).blocks.ids
     for row in ids.flatten(0, 2):
         live = row[row >= 0]
