@@ -7,6 +7,7 @@ in products for dK and dV.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from fa4flex.kernels.bwd_lists_sm90.roles import FREE, SHARED
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put
 from fa4flex.kernels.common.backward import first_row
 from fa4flex.kernels.common.barriers import Pipes, sync
-from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
+from fa4flex.kernels.common.fragment import as_operand, compute_before, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Row, place_of
@@ -41,11 +42,25 @@ class Mine:
     that are computed once per row; lse2, delta: see BackwardArguments; factor: of scores in exponents."""
 
     row: Row
-    fragment: ListFragment
+    fragment: RowFragment
     slopes: tuple[Any, ...]
     lse2: Float32
     delta: Float32
     factor: Any
+
+
+AT_ONCE = 4
+"""Columns whose addresses, elements and terms are alive at once: S, dP and dQ leave no registers for more."""
+
+
+@dataclass(frozen=True)
+class RowFragment(ListFragment):
+    """A ListFragment, a few columns of which are done before the next begin."""
+
+    def _pinned(self, scores: Any, places: Any) -> Any:
+        for c in range(0, len(self.columns), AT_ONCE):
+            yield from itertools.islice(places, AT_ONCE)
+            compute_before(scores[0, c + AT_ONCE - 1])
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,7 @@ class Consumer:
         lse2, delta = (self.statistic(x, arguments, tile, given) for x in (arguments.lse2, arguments.delta))
         return Mine(
             given,
-            ListFragment.of(fragment, seen, own, hooks),
+            RowFragment.of(fragment, seen, own, hooks),
             terms_of(hooks.slope, "row", at.but(q=terms.q[0], q_float=terms.q_float[0])),
             # Rows that are not there see nothing.
             Float32(select_(given.exists, lse2, Float32.inf)),
@@ -174,7 +189,10 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         for r, mine in enumerate(whole.rows):
-            self.differentiate(mine, row_of(scores, r), row_of(dprob, r), found, allowed[r])
+            self.differentiate(mine, row_of(scores, r), row_of(dprob, r), found)
+            mine.fragment.mask(row_of(scores, r), self.listing(whole, found, k_state), allowed[r])
+            multiply_row(row_of(dprob, r), row_of(scores, r))
+        arrive_once(pipes.ids_empty + k_state.index)
         p, ds = (cute.make_rmem_tensor(as_operand(x).shape, kind) for x in (scores, dprob))
         narrow(as_operand(scores), p)
         narrow(as_operand(dprob), ds)
@@ -204,13 +222,18 @@ class Consumer:
         shared, pipes = whole.shared, whole.pipes
         cute.arch.mbarrier_wait(pipes.ids_full + state.index, state.phase)
         fragment = whole.rows[0].fragment
-        told = [
-            keys_of(shared.ids[None, n, state.index], fragment.first_column, fragment.columns)
-            for n in range(self.config.told)
-        ]
-        keys = keys_of(shared.ids[None, 0, state.index], whole.first_key, OFFSETS)
-        arrive_once(pipes.ids_empty + state.index)
-        return Found(told[0], beside if self.config.beside else None, *told[1:]), keys
+        ids = shared.ids[None, 0, state.index]
+        told = keys_of(ids, fragment.first_column, fragment.columns)
+        return Found(told, beside if self.config.beside else None), keys_of(ids, whole.first_key, OFFSETS)
+
+    def listing(self, whole: Whole, found: Found, state: pipeline.PipelineState) -> Any:
+        """The same, with the rows of the lists that list these keys: read late, as they take a register
+        each."""
+        if self.config.united == 1:
+            return found
+        fragment = whole.rows[0].fragment
+        bits = whole.shared.ids[None, 1, state.index]
+        return replace(found, rows=keys_of(bits, fragment.first_column, fragment.columns))
 
     def scores(self, whole: Whole, states: States) -> tuple[cute.Tensor, cute.Tensor]:
         """S and dP, whose products are issued."""
@@ -224,8 +247,8 @@ class Consumer:
         multiply(mma, dprob, products.dout, products.v[None, None, None, v_state.index], False)
         return scores, dprob
 
-    def differentiate(self, mine: Mine, scores: Any, dprob: Any, found: Any, allowed: Any) -> None:
-        """A row (1, column): q.k becomes P, and dP becomes dS."""
+    def differentiate(self, mine: Mine, scores: Any, dprob: Any, found: Any) -> None:
+        """A row (1, column): q.k becomes P, as if no pair were hidden, and dP what dS is P times."""
         fragment, hooks, columns = mine.fragment, self.hooks, range(cute.size(scores, mode=[1]))
         for c in columns:
             dprob[0, c] = dprob[0, c] + mine.delta
@@ -235,9 +258,6 @@ class Consumer:
         fragment.change(hooks, scores, found, True)
         for c in columns:
             scores[0, c] = cute.math.exp2(scores[0, c] * mine.factor - mine.lse2, fastmath=True)
-        fragment.mask(scores, found, allowed)
-        for c in columns:
-            dprob[0, c] = scores[0, c] * dprob[0, c]
 
     @cute.jit
     def store(
@@ -255,6 +275,12 @@ class Consumer:
                     put_chunks(arguments.dq[tile.b, row.q, row.h, None], chunks)
                 else:
                     put_chunks(arguments.dq[tile.q_offset + row.q, row.h, None], chunks)
+
+
+def multiply_row(dprob: cute.Tensor, p: cute.Tensor) -> None:
+    """A row (1, column) of dP becomes dS."""
+    for c in range(cute.size(p, mode=[1])):
+        dprob[0, c] = p[0, c] * dprob[0, c]
 
 
 @cute.jit

@@ -40,10 +40,11 @@ def _consumer() -> Role:
         return Event(action, name, per="block")  # type: ignore[arg-type]
 
     tile = (
-        *(Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")),
+        *(Event("wait", "ids"), Event("read", "ids")),
         *(Event("wait", "k"), Event("issue", "S"), Event("wait", "v"), Event("issue", "dP")),
         *(Event("finish", "S"), Event("finish", "dP"), Event("release", "v")),
-        *(Event("softmax", "scores"), Event("read", "slopes"), Event("sync", "free")),
+        *(Event("softmax", "scores"), Event("read", "slopes"), Event("read", "ids"), Event("release", "ids")),
+        Event("sync", "free"),
         *(Event("write", "p"), Event("write", "ds"), Event("sync", "shared")),
         *(Event("issue", "dV"), Event("issue", "dQ"), Event("finish", "dV"), Event("read", "dv")),
         *(Event("issue", "dK"), Event("finish", "dQ"), Event("finish", "dK"), Event("release", "k")),
