@@ -1,12 +1,12 @@
 """Attention over listed keys beside dense causal attention of the same library, on a GPU.
 
-    python benchmarks/lists.py [--rows blocks tokens ...] [--smoke]
+    python benchmarks/lists.py [--rows blocks tokens ...] [--backward] [--smoke]
 
 Microseconds of a call, TFLOP/s of the products over listed keys, TB/s of the keys and values that are
 gathered, and the time of the dense call over it. Calls follow each other in a CUDA graph; a time is the
 median of several replays. Some rows of each output are compared with float64. Lists ascend, but for
-"shuffled" ones, whose entries are looked up for repeated ones. `--smoke`: tiny sizes, on a CPU where there is
-no GPU.
+"shuffled" ones, whose entries are looked up for repeated ones. `--backward`: both passes of calls with
+gradients of q, k and v. `--smoke`: tiny sizes, on a CPU where there is no GPU.
 """
 
 from __future__ import annotations
@@ -165,14 +165,36 @@ def report(name: str, row: Row) -> None:
     )
 
 
+def report_both(name: str, row: Row) -> None:
+    """Both passes, of seven products of which the forward pass has two."""
+    attn = fa4flex.compile(mask=causal)
+    qkv, lists = drawn(row)
+    inputs, dout = [x.requires_grad_() for x in qkv], torch.randn_like(qkv[0])
+    calls = 1 if row.q_len > 8192 else 4
+
+    def both(**more: Lists) -> Tensor:
+        return torch.autograd.grad(attn(*inputs, **more), inputs, dout)[0]
+
+    took = microseconds(lambda: both(blocks=lists), calls)
+    dense = microseconds(both, calls)
+    fa4flex.synchronize()
+    print(
+        f"{name:>24} {row.heads}:{row.kv_heads} d{row.width}, both passes | {took:10.1f} us"
+        f" {3.5 * row.products / took / 1e6:6.1f} TFLOP/s | dense {dense:10.1f} us, {dense / took:5.2f} x",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="*", default=[], help="rows whose names begin with one of these")
+    parser.add_argument("--backward", action="store_true", help="both passes")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     given = parser.parse_args()
     for name, row in ROWS.items():
         if not given.rows or name.startswith(tuple(given.rows)):
-            report(name, row.small() if given.smoke else row)
+            shown = report_both if given.backward else report
+            shown(name, row.small() if given.smoke else row)
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
 

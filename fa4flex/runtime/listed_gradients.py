@@ -60,9 +60,9 @@ class AttendListed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        given = [None if x is None else x.detach() for x in tensors]
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _Backward.apply(ctx.outline, len(given), *given, out, lse, dout, dlse)
+        # Where a graph of derivatives is made, results depend on all tensors in it.
+        found = _Backward.apply(ctx.outline, len(tensors), *tensors, out, lse, dout, dlse)
         return None, *found, *[None] * (len(tensors) - len(found))
 
 
@@ -75,7 +75,7 @@ class _Backward(torch.autograd.Function):
         if listed_backward.deterministic(outline.engine):
             raise UnsupportedError(
                 "gradients over listed keys of a call that was not deterministic, in one order of sums",
-                "torch.use_deterministic_algorithms(True) before the forward pass, whose backward pass is then"
+                "torch.use_deterministic_algorithms(True) before the forward pass, which is then"
                 " that of a map",
                 "set it earlier, or fa4flex.Schedule(deterministic=True)",
             )

@@ -437,8 +437,8 @@ def _fused(program: Program) -> list[str]:
 
 _LISTED = (
     "with dropout, an output function, a normalizer, an 8-bit cache or torch.compile, for lists given to"
-    " compile(), of more entries, or of whole tiles of 128 queries and keys; and with gradients{others}: units"
-    " of 64 keys or more are a map of blocks, as blocks=lists.map() is; shorter ones are refused"
+    " compile(), of more entries, or of whole tiles of 128 queries and keys; and with gradients{others}:"
+    " units of 64 keys or more are a map of blocks, as blocks=lists.map() is; shorter ones are refused"
 )
 
 _UNLISTED = (

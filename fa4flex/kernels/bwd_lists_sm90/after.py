@@ -30,8 +30,6 @@ def _as_rows(sums: cute.Tensor, gradient: cute.Tensor, scale: Float32) -> Postpr
     given: dict[str, Any] = {"dq_sum": sums, "dq": gradient}
     if cute.rank(gradient) == 3:
         one = cute.make_layout(1)
-        given = {
-            name: cute.make_tensor(x.iterator, cute.prepend(x.layout, one)) for name, x in given.items()
-        }
+        given = {name: cute.make_tensor(x.iterator, cute.prepend(x.layout, one)) for name, x in given.items()}
     fields = {**dict.fromkeys(PostprocessArguments._fields), **given, "scale": scale}
     return PostprocessArguments(**fields)

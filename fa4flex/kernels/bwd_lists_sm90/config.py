@@ -22,7 +22,7 @@ class Config(lists.Config):
     v_stages      tiles of V in flight, of which each is free once its product is done
     """
 
-    v_stages: int = 1  # type: ignore[assignment]  # of forward kernels there are as many as of K
+    v_stages: int = 1
 
     tile_m: ClassVar[int] = lists.ROWS
     stores_dq: ClassVar[bool] = True

@@ -321,8 +321,12 @@ def listed_backward_schema(keys: Keys) -> Schema:
     rows = (row for row in BACKWARD.rows if row.name not in left_out)
     rows = (replace(row, read_by=_OF_LISTS.get(row.name, row.read_by)) for row in rows)
     sums = (
-        Argument(f"{name}_sum", Array("float32", ("batch", "kv_heads", name), together=4), "launch",
-                 read_by=(MAIN, AFTER))
+        Argument(
+            f"{name}_sum",
+            Array("float32", ("batch", "kv_heads", name), together=4),
+            "launch",
+            read_by=(MAIN, AFTER),
+        )
         for name in ("dk", "dv")
     )
     lists = (Argument(row.name, row.look, "call.kv", always if row.held else _never) for row in keys.rows)
