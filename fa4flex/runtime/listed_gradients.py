@@ -13,6 +13,7 @@ from fa4flex.runtime.cuda import listed_backward
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.torch_internals import MappedDimension
 
 
 class Outline(NamedTuple):
@@ -61,8 +62,11 @@ class AttendListed(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        # Where a graph of derivatives is made, results depend on all tensors in it.
-        found = _Backward.apply(ctx.outline, len(tensors), *tensors, out, lse, dout, dlse)
+        saved = Saved(out, lse, dout, dlse)
+        if torch.is_grad_enabled():  # create_graph=True: results depend on all tensors
+            found = _Backward.apply(ctx.outline, len(tensors), *tensors, *saved[:4])
+        else:
+            found = _gradients(ctx.outline, tensors, saved)
         return None, *found, *[None] * (len(tensors) - len(found))
 
 
@@ -71,16 +75,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, outline: Outline, count: int, *given: Any) -> Any:
-        tensors, saved = given[:count], Saved(*given[count:])
-        if listed_backward.deterministic(outline.engine):
-            raise UnsupportedError(
-                "gradients over listed keys of a call that was not deterministic, in one order of sums",
-                "torch.use_deterministic_algorithms(True) before the forward pass, which is then"
-                " that of a map",
-                "set it earlier, or fa4flex.Schedule(deterministic=True)",
-            )
-        found = listed_backward.run_listed_backward(outline.engine, outline.whole(tensors), saved)
-        return found.dq, found.dk, found.dv, found.dsinks
+        return _gradients(outline, given[:count], Saved(*given[count:]))
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
@@ -89,6 +84,25 @@ class _Backward(torch.autograd.Function):
             "first derivatives; or lists as a map, of which there are derivatives of any order",
             "leave out create_graph=True, or pass blocks=lists.map()",
         )
+
+
+def _gradients(outline: Outline, tensors: tuple[Any, ...], saved: Saved) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and sinks; of a batch of upstream gradients (is_grads_batched=True), one after
+    another."""
+    if listed_backward.deterministic(outline.engine):
+        raise UnsupportedError(
+            "gradients over listed keys of a call that was not deterministic, in one order of sums",
+            "torch.use_deterministic_algorithms(True) before the forward pass, which is then that of a map",
+            "set it earlier, or fa4flex.Schedule(deterministic=True)",
+        )
+    arriving = [x for x in (saved.dout, saved.dlse) if x is not None]
+    batch = next((made for x in arriving if (made := MappedDimension.of(x)) is not None), None)
+    if batch is None:
+        found = listed_backward.run_listed_backward(outline.engine, outline.whole(tensors), saved)
+        return found.dq, found.dk, found.dv, found.dsinks
+    rows = zip(*[batch.rows(x) for x in arriving], strict=True)
+    each = [_gradients(outline, tensors, Saved(*saved[:2], *row, *[None] * (2 - len(row)))) for row in rows]
+    return tuple(None if one[0] is None else batch.stacked(one) for one in zip(*each, strict=True))
 
 
 def attend(engine: Engine, ready: Ready, call: Call) -> Results:

@@ -254,6 +254,7 @@ def call_of(unit: int = 64, **composition: Any) -> tuple[Any, list[Tensor], List
     return fa4flex.compile(**composition), [x.requires_grad_() for x in tensors(size)], lists
 
 
+@pytest.mark.slow
 def test_others_are_not_gathered() -> None:
     """Ordered sums, and gradients of captured tensors, have no kernel for short units; blocks of whole tiles
     have the one for maps."""
@@ -286,6 +287,17 @@ def test_what_comes_too_late_is_told() -> None:
                 out.sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+def test_batches_of_upstream_gradients() -> None:
+    attn, qkv, lists = call_of(unit=4)
+    with ptxsim.device("sm_90a", sms=2):
+        out = attn(*qkv, blocks=lists)
+        above = torch.randn(2, *out.shape).bfloat16()
+        found = torch.autograd.grad(out, qkv, above, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(out, qkv, dout, retain_graph=True) for dout in above]
+    for x, *rows in zip(found, *each, strict=True):
+        torch.testing.assert_close(x, torch.stack(rows), atol=2e-2, rtol=1e-2)
 
 
 def test_explained() -> None:

@@ -70,7 +70,7 @@ class Backward:
     @cute.jit
     def __call__(self, arguments: ListsBackwardArguments, stream: cuda.CUstream) -> None:
         self.device(arguments).launch(
-            grid=[tiles_of_launch(arguments, self.config), 1, 1],  # type: ignore[arg-type]
+            grid=[tiles_of_launch(arguments, self.config), 1, 1],
             block=[self.config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.config.blocks,
@@ -132,7 +132,7 @@ class Backward:
         part: Part,
         tile: ListTile,
         entries: Entries | United,
-        shared: Shared,
+        shared: Any,
     ) -> tuple[ListTile, Walk]:
         """The tile with all of its keys, once it is known which entries count."""
         walk = walk_of(entries.found(shared), tile, arguments, self.config)
