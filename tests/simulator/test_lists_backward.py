@@ -10,6 +10,7 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
+from executed import comparing
 from helpers import cumulative, poisoned
 from listed import TIMINGS, Size, allowed_pairs, drawn_lists, drawn_size, tensors
 from torch import Tensor
@@ -305,3 +306,16 @@ def test_explained() -> None:
     sizes = {"q_len": 70, "kv_len": 128, "heads": 2, "kv_heads": 1, "lists": lists}
     assert "backward kernel for listed keys" in str(attn.explain(arch="sm_90a", **sizes))
     assert "backward kernel" not in str(attn.explain(arch="sm_90a", head_dim=256, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("16:1", "70:1, rows of 2"))
+def test_it_does_what_its_graph_says(name: str, seed: int) -> None:
+    heads, kv_heads, list_heads, q_len, more = SHAPES[name]
+    size = Size(heads, kv_heads, list_heads, q_len, 220)
+    with comparing(keep=True) as compared:
+        check("causal", size, drawn_lists(random.Random(seed), size, True, **more))
+    assert compared.launches == 2 and not compared.differences, "\n".join(compared.differences)
+    assert (
+        min(len(compared.kept[-1].trace.signals(compared.kept[-1].topology, (0, 0, w))) for w in (0, 4)) > 2
+    )
