@@ -219,7 +219,7 @@ def of_sequence(lists: Lists, b: int, q_len: int, kv_len: int) -> Lists:
 
 @pytest.mark.slow
 def test_used_lengths(seed: int) -> None:
-    """What lies past an end is NaN, and its gradients are zeros."""
+    """Queries, keys and values past an end are NaN, and their gradients are zeros."""
     rng, size = random.Random(seed), Size(6, 2, 1, 3, 200, batch=3)
     used, queries = (200, 65, 0), (3, 2, 3)
     q, k, v = tensors(size)

@@ -17,7 +17,7 @@ TOGETHER = 16
 
 @dataclass(frozen=True)
 class Config(lists.Config):
-    """That of the forward kernel, and
+    """Configuration of the forward kernel, and besides
 
     v_stages      tiles of V in flight, of which each is free once its product is done
     """

@@ -13,7 +13,7 @@ FREE = NamedRow("free", 4, WARP * WARPGROUP, "products have read those of the ti
 
 
 def barrier_table(k_stages: int, v_stages: int) -> BarrierTable:
-    """That of the forward kernel, with stages of V of their own."""
+    """Barriers of the forward kernel, with stages of V of their own."""
     table = lists.barrier_table(k_stages)
     of_values = tuple(
         replace(row, per=Per(stages=v_stages)) if row.ring == "v" else row for row in table.rows
