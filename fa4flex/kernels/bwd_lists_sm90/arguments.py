@@ -12,9 +12,9 @@ _After: Any = named("KeyGradientArguments", LISTED_BACKWARD.read_by("postprocess
 
 
 class ListsBackwardArguments(_Main):
-    """Fields of BackwardArguments, and lists as a forward kernel has them. dk_sum, dv_sum float32 [B, Hkv, R *
-    width], zero at first: dK / scale and dV by rows of R >= S keys, each as wide as a tile and in the order
-    of SumsConfig; packed [Hkv, R * width] by tokens."""
+    """Fields of BackwardArguments, and lists as a forward kernel has them. dk_sum, dv_sum float32 [B, Hkv,
+    R * width], zero at first: dK / scale and dV by rows of R >= S keys, each as wide as a tile and in the
+    order of SumsConfig; packed [Hkv, R * width] by tokens."""
 
     loader: ClassVar[None] = None
 
