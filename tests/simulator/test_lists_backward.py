@@ -306,6 +306,8 @@ def test_explained() -> None:
     sizes = {"q_len": 70, "kv_len": 128, "heads": 2, "kv_heads": 1, "lists": lists}
     assert "backward kernel for listed keys" in str(attn.explain(arch="sm_90a", **sizes))
     assert "backward kernel" not in str(attn.explain(arch="sm_90a", head_dim=256, **sizes))
+    told = str(attn.explain(arch="sm_90a", direction="backward", **sizes))
+    assert "backward kernel for listed keys" in told
 
 
 @pytest.mark.slow
