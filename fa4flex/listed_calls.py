@@ -15,12 +15,15 @@ from fa4flex.primitives.lists import Lists, listed_map
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.ragged_maps import ragged
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import autocast, launch
+from fa4flex.runtime import autocast, launch, listed_gradients
 from fa4flex.runtime.call import Call, Results, Statistics
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
+from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.launches.ready import Ready
+from fa4flex.runtime.cuda.listed_backward import deterministic, has_backward
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 from fa4flex.runtime.listed_keys import Listed, tiling_of
 from fa4flex.runtime.sources import source_of
@@ -30,6 +33,9 @@ from fa4flex.variant import Variant, changed, query_heads
 TILE = 128
 """Queries and keys of a kernel's tile: lists of whole ones are a map, of which kernels for many rows skip
 tiles."""
+
+MAP_TILE = 64
+"""Queries and keys of the smallest tile of a backward kernel for maps of blocks."""
 
 
 def attend(
@@ -106,9 +112,25 @@ def _attend(
     tiling = tiling_of(lists, query_heads(variant, q), heads)
     if tiling != (False, 1):
         call = call._replace(kv=listed._replace(many=tiling.many, united=tiling.united))
-    if torch.is_grad_enabled() and call.wants_gradients:
+    engine, trains = now.prepared.engine, torch.is_grad_enabled() and call.wants_gradients
+    if trains:
+        if paging is not None or not _may_train(lists, call, engine):
+            return None
+        if "lse" not in statistics:
+            call = call._replace(statistics=("lse", *statistics))
+    ready = _ready(now, call, (brought, lists), varlen, paging)
+    if ready is None or (trains and not has_backward(engine, call)):
         return None
-    return _launched(now, call, (brought, lists), varlen, paging)
+    results: Results = listed_gradients.attend(engine, ready, call) if trains else ready(call)
+    return results
+
+
+def _may_train(lists: Lists, call: Call, engine: Engine) -> bool:
+    """True if kernels might compute gradients of such a call over lists. Of lists whose blocks are whole
+    tiles of kernels for maps, these hold dK and dV in registers."""
+    tiles = lists.queries % MAP_TILE == 0 and lists.unit % MAP_TILE == 0 and not lists.beside
+    captured = any(x.requires_grad for x in call.operands)
+    return not (tiles or captured or "entropy" in call.statistics or deterministic(engine))
 
 
 def _lie_well(kv: Contiguous | Paged, paged: bool) -> bool:
@@ -116,14 +138,14 @@ def _lie_well(kv: Contiguous | Paged, paged: bool) -> bool:
     return not paged or (tma_able(kv.k) and tma_able(kv.v))
 
 
-def _launched(
+def _ready(
     now: launch.Calling,
     call: Call,
     given: tuple[KeySource, Lists],
     varlen: Varlen | None,
     paging: Paging | None,
-) -> Results | None:
-    """The results of a call; None where no kernel is for it. given: keys as they were brought, and lists."""
+) -> Ready | None:
+    """The launch of a call; None where no kernel is for it. given: keys as they were brought, and lists."""
     engine, (brought, lists) = now.prepared.engine, given
     ready = engine.find(call)
     new = ready is MISSING
@@ -137,10 +159,8 @@ def _launched(
         except UnsupportedError:
             ready = None
             engine.keep(call, None)
-    if ready is None:
-        return None
-    results: Results = ready(call)
-    return results
+    found: Ready | None = ready
+    return found
 
 
 def check_lists(

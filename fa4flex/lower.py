@@ -152,7 +152,11 @@ def lower_backward(arguments: Given, needs: Sequence[int] = (), entropy: bool = 
     deterministic = arguments.schedule.deterministic
     sizes = Sizes(inputs, arguments.answers)
     problem = backward_problem(_proved(arguments), facts, deterministic, entropy)
-    queries = None if deterministic else prove_queries(facts, arguments.proved_for, arguments.captured)
+    queries = None
+    if inputs.keys.listed:
+        problem = dispatch.by_pairs(facts, problem, target, arguments.schedule, sizes)
+    elif not deterministic:
+        queries = prove_queries(facts, arguments.proved_for, arguments.captured)
     if queries is not None:
         problem = by_queries(problem, queries)
     problem = replace(problem, **arguments.changes)

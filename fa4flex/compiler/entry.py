@@ -58,9 +58,15 @@ def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     return [before, (kernel, BackwardArguments), *sums, *after]
 
 
+def _listed_backward(kernel: Any, problem: Problem) -> list[Launch]:
+    before: Launch = Preprocess(problem.head_dim_v, kernel.config), PreprocessArguments
+    return [before, (kernel, kernel.arguments), kernel.after]
+
+
 LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "forward": _forward,
     "backward": _backward,
+    "listed_backward": _listed_backward,
     "tangents": lambda kernel, problem: [(kernel, TangentArguments)],
     "tables": lambda kernel, problem: [(kernel, BlockTableArguments)],
     "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],

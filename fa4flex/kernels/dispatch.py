@@ -75,6 +75,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_queries),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("tangents", "sm90", "jvp_sm90", "JVP_SM90"),
+    Unloaded("backward", "sm90", "bwd_lists_sm90", "BWD_LISTS_SM90", _listed),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
     Unloaded("mass", "sm90", "mass_sm90", "MASS_SM90"),
     Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),

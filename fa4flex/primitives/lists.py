@@ -150,7 +150,7 @@ class Lists:
             raise UnsupportedError(
                 f"lists of units of {self.unit} keys on {self.ids.device}",
                 f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper"
-                " GPU a call without gradients, as explain(lists=True) says",
+                " GPU a call that has a kernel for lists, as explain(lists=True) says",
                 f"pass blocks=lists.map(), a captured table of all rows and units, {size} bytes; or select "
                 "larger units",
             )

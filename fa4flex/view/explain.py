@@ -18,7 +18,7 @@ from fa4flex.codegen.analyze.tiles import Proof, TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import TRUE, Expr, apply, brief, const, sym, walk
 from fa4flex.codegen.trace import Pinned
-from fa4flex.errors import Fa4flexError, InputError
+from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import ONE
 from fa4flex.primitives.lists import Lists
@@ -468,10 +468,24 @@ def _fused(program: Program) -> list[str]:
 
 
 _LISTED = (
-    "with gradients, dropout, an output function, a normalizer, an 8-bit cache or torch.compile, for lists"
-    " given to compile(), of more entries, or of whole tiles of 128 queries and keys: units of 64 keys or"
-    " more are a map of blocks, as blocks=lists.map() is; shorter ones are refused",
+    "with dropout, an output function, a normalizer, an 8-bit cache or torch.compile, for lists given to"
+    " compile(), of more entries, or of whole tiles of 128 queries and keys; and with gradients{others}:"
+    " units of 64 keys or more are a map of blocks, as blocks=lists.map() is; shorter ones are refused"
 )
+
+_UNLISTED = (
+    " of captured tensors or the entropy, with ordered sums, or of whole blocks of 64 queries and keys alone"
+)
+"""Gradients over lists that have no kernel, where others have one."""
+
+
+def _listed(view: Any) -> list[str]:
+    """The kernel of gradients over lists, and calls that have none."""
+    try:
+        backward = view.backward.headline()
+    except UnsupportedError:
+        return [_LISTED.format(others="")]
+    return [f"gradients of q, k, v and sinks: {backward}", _LISTED.format(others=_UNLISTED)]
 
 
 def _by_views(view: Any) -> list[str]:
@@ -512,6 +526,6 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
     if "direction" in problem:
         return lines
     if problem.get("lists"):
-        return [*lines, *_LISTED]
+        return [*lines, *_listed(view)]
     passes = {"backward": view.backward, "tangents": view.tangents, "key_mass": view.mass}
     return [*lines, *(f"{name}: {one.in_a_line()}" for name, one in passes.items())]

@@ -241,7 +241,8 @@ class KernelView:
     def _listed(self) -> list[str]:
         """Pairs that Lists select, beside those in the tiles that this kernel gathers for them."""
         lists, problem = self.problem.get("lists"), self.lowered.problem
-        if not isinstance(lists, Lists) or problem.lengths != "dense":
+        forward = self.lowered.direction == "forward"
+        if not isinstance(lists, Lists) or problem.lengths != "dense" or not forward:
             return []
         from fa4flex.kernels.lists_sm90.plan import ListsPlan
 

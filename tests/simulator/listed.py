@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,3 +117,18 @@ def compare(found: Called, exact: Tensor, exact_lse: Tensor) -> None:
     error = (out.double() - exact).abs().max().item()
     assert error <= 2 * rounding * exact.abs().max().item(), error
     torch.testing.assert_close(found.lse.double()[~empty], exact_lse[~empty], atol=1e-4, rtol=0)
+
+
+def allowed_pairs(lists: Lists, size: Size) -> Tensor:
+    """Pairs [B, H, q_len, kv_len] that lists and what is beside them allow, one query after another."""
+    allowed = torch.zeros(size.batch, size.heads, size.q_len, size.kv_len, dtype=torch.bool)
+    group, at = size.heads // size.list_heads, torch.arange(size.kv_len)
+    for b, h, q in itertools.product(range(size.batch), range(size.heads), range(size.q_len)):
+        row = (b if lists.ids.shape[0] > 1 else 0), h // group, q // lists.queries
+        ids = lists.ids[row] if lists.counts is None else lists.ids[row][: int(lists.counts[row])]
+        position, seen = q + size.kv_len - size.q_len, torch.isin(at // lists.unit, ids)
+        seen |= at < lists.sinks
+        seen |= (at > position - lists.window) & (at <= position)
+        first = ((position + 1) // lists.unit + 1 - lists.tail) * lists.unit
+        allowed[b, h, q] = seen | (bool(lists.tail) & (at >= first) & (at <= position))
+    return allowed

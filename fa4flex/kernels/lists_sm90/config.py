@@ -94,6 +94,11 @@ class Config(Gathering):
         return self.lengths != "packed"
 
     @property
+    def v_stages(self) -> int:
+        """Tiles of V in flight."""
+        return self.kv_stages
+
+    @property
     def height(self) -> int:
         """Keys of a tile that a warp gathers."""
         return self.tile_n // self.gather_warps

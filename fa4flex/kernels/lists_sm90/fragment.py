@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute, select_
@@ -84,7 +84,7 @@ class ListFragment(Fragment):
     limited: bool = False
 
     @classmethod
-    def of(cls, plain: Fragment, near: Near | None, mine: Int32 | None, hooks: Hooks) -> ListFragment:
+    def of(cls, plain: Fragment, near: Near | None, mine: Int32 | None, hooks: Hooks) -> Self:
         limited = hooks.spans is not None and hooks.mask is None
         return cls(**vars(plain), near=near, mine=mine, limited=limited)
 

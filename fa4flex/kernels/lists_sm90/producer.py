@@ -152,7 +152,7 @@ class Producer:
         listed = Listed(entries, shared, walk, loader, row, config.tile_n, config.beside)
         rows = self.rows(arguments, tile, shared)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.kv_stages)
-        v_state = k_state.clone()
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.v_stages)
         first, pending = asked(listed, tile.first), asked(listed, tile.first + 1)
         key, seen = key_of(listed, first), first.rows
         entry, slot = ask(listed, key)

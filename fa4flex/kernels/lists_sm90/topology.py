@@ -30,7 +30,7 @@ def lists_topology(
     consumer = _consumer if consumers == 1 else _sharing_consumer
     return Topology(
         # what a block did is told by the first, in which nothing is left out
-        (*(consumer(i) for i in range(consumers)), _producer(united)),
+        (*(consumer(i) for i in range(consumers)), producer(united)),
         (k, v, table.ring("ids", NUMBER * tile_n * (1 + (united > 1)))),
         table.named_barriers(),
         "none",
@@ -39,7 +39,7 @@ def lists_topology(
     )
 
 
-def _producer(united: int) -> Role:
+def producer(united: int) -> Role:
     """Entries of a list that is not ascending are put into a table, and looked up there. Those of several
     lists are compared twice."""
     looked, again = Event("sync", "entries"), Event("sync", "entries", maybe=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from fa4flex.kernels.plan.keys import COLUMNS, CONTIGUOUS, PAGE_TABLE, Keys
+from fa4flex.kernels.plan.keys import COLUMNS, CONTIGUOUS, PAGE_TABLE, Keys, of_lists
 from fa4flex.kernels.plan.looks import (
     Array,
     Blocks,
@@ -309,6 +309,31 @@ BACKWARD = Schema(
         Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.persistent),
     )
 )
+
+_OF_LISTS: dict[str, tuple[str, ...]] = {"dq": (MAIN,), "dk": (AFTER,), "dv": (AFTER,)}
+"""Kernels that read gradients where keys are listed: blocks write dQ, and add to sums of the others."""
+
+
+@lru_cache
+def listed_backward_schema(keys: Keys) -> Schema:
+    """Arguments of a backward pass over listed keys of such a source."""
+    left_out = "dk_parts", "dv_parts", "tables", "turns", "gradients", "counters"
+    rows = (row for row in BACKWARD.rows if row.name not in left_out)
+    rows = (replace(row, read_by=_OF_LISTS.get(row.name, row.read_by)) for row in rows)
+    sums = (
+        Argument(
+            f"{name}_sum",
+            Array("float32", ("batch", "kv_heads", name), together=4),
+            "launch",
+            read_by=(MAIN, AFTER),
+        )
+        for name in ("dk", "dv")
+    )
+    lists = (Argument(row.name, row.look, "call.kv", always if row.held else _never) for row in keys.rows)
+    return Schema((*rows, *sums, *lists))
+
+
+LISTED_BACKWARD = listed_backward_schema(of_lists(CONTIGUOUS, counted=True, beside=True))
 MASS = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
@@ -559,4 +584,6 @@ SCHEMAS: dict[str, Schema] = {
 
 def schema_of(direction: str, keys: Keys) -> Schema:
     """Arguments of a pass over keys of such a source."""
+    if direction == "listed_backward":
+        return listed_backward_schema(keys)
     return forward_schema(keys) if direction == "forward" else SCHEMAS[direction]

@@ -119,7 +119,7 @@ class ReadyBackward:
         taken = counters(q.get_device()) if self.counted else None
         given = pulled, lse2, delta
         self.launch(call, saved, *given, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
-        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, given)
+        dsinks = None if call.sinks is None else of_sinks(call.sinks, call.packed, given)
         if sums is None:
             return Gradients(dq, dk, dv, dsinks, ())
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
@@ -185,7 +185,7 @@ def _parts(parts: int, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
     return dk.new_empty(shape).split(widths, -1)
 
 
-def _of_sinks(sinks: Tensor, packed: bool, rows: tuple[Tensor | None, Tensor, Tensor]) -> Tensor:
+def of_sinks(sinks: Tensor, packed: bool, rows: tuple[Tensor | None, Tensor, Tensor]) -> Tensor:
     """Gradient of the sinks: d lse / d sink is the sink's own share of the denominator, which has no value to
     bring. Rows (pulled, lse2, delta) that are none, or see nothing, have lse2 inf."""
     pulled, lse2, delta = rows

@@ -1,0 +1,1 @@
+"""The Hopper backward pipeline for listed keys."""

@@ -1,0 +1,148 @@
+"""The Hopper backward kernel for listed keys: launch on the host, and on the device the split into roles.
+
+              ,--[ids ring]--.
+4 producers --+--[k ring]----+-> consumer warpgroup --> dq; additions to dk_sum and dv_sum
+              '--[v ring]----'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import cute, pipeline
+from cutlass.memory import SmemAllocator
+
+from fa4flex.kernels.bwd_lists_sm90.after import KeyGradients
+from fa4flex.kernels.bwd_lists_sm90.arguments import KeyGradientArguments, ListsBackwardArguments
+from fa4flex.kernels.bwd_lists_sm90.config import Config
+from fa4flex.kernels.bwd_lists_sm90.consumer import Consumer
+from fa4flex.kernels.bwd_lists_sm90.resources import (
+    Shared,
+    layouts_of,
+    members_of,
+    mmas_of,
+    shared_of,
+)
+from fa4flex.kernels.bwd_lists_sm90.roles import barrier_table
+from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room, sync
+from fa4flex.kernels.common.gathering_rings import tile_ring
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.lists_sm90.entries import Entries, United, entries_of
+from fa4flex.kernels.lists_sm90.producer import Producer
+from fa4flex.kernels.lists_sm90.roles import listed
+from fa4flex.kernels.lists_sm90.tiles import (
+    ListTile,
+    Part,
+    Walk,
+    part_of,
+    tile_of,
+    tiles_of_launch,
+    walk_of,
+    with_run,
+)
+from fa4flex.kernels.plan.target import ALL_SHARED
+
+
+class Backward:
+    """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "listed_backward"
+    """Schema of its arguments."""
+
+    arguments = ListsBackwardArguments
+    """Named tuple that it is called with."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.barriers = barrier_table(config.kv_stages, config.v_stages)
+        self.listed = listed(1)
+        self.producer = Producer(config)
+        self.consumer = Consumer(config, hooks)
+
+    @property
+    def after(self) -> tuple[Any, Any]:
+        """The launches after it, and the named tuple that they are called with."""
+        return KeyGradients(self.config), KeyGradientArguments
+
+    @cute.jit
+    def __call__(self, arguments: ListsBackwardArguments, stream: cuda.CUstream) -> None:
+        self.device(arguments).launch(
+            grid=[tiles_of_launch(arguments, self.config), 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=ALL_SHARED,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def device(self, arguments: ListsBackwardArguments) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        kind = arguments.q.element_type
+        layouts = layouts_of(self.config, kind)
+        members = {"barriers": room(self.barriers), **members_of(layouts, kind, self.config)}
+        storage = SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": members})))
+        shared = shared_of(storage, layouts, self.config)
+        pipes = self.pipes(storage, shared)
+        if warp == 0:
+            initialise(self.barriers, storage)
+        part = part_of(cute.arch.block_idx()[0], arguments, self.config)
+        tile = tile_of(part, arguments, self.config)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        # All of a block: one that ended before the kernel before this one could let the next one begin.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if tile.tokens > 0:
+            self.work(arguments, part, tile, (shared, pipes))
+
+    @cute.jit
+    def work(
+        self,
+        arguments: ListsBackwardArguments,
+        part: Part,
+        tile: ListTile,
+        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
+    ) -> None:
+        """A tile, by its roles."""
+        shared, pipes = handed
+        entries = entries_of(part, arguments, self.config)
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            entries.look(shared, thread)
+            sync(self.listed)
+            tile, walk = self.keys(arguments, part, tile, entries, shared)
+            self.producer.run(arguments, tile, walk, entries, shared, pipes)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.bring_rows(arguments, tile, shared, thread - 128)
+            sync(self.listed)
+            tile, walk = self.keys(arguments, part, tile, entries, shared)
+            mmas = mmas_of(self.config, arguments.q.element_type)
+            self.consumer.visit(arguments, tile, walk, shared, pipes, mmas)
+
+    def keys(
+        self,
+        arguments: ListsBackwardArguments,
+        part: Part,
+        tile: ListTile,
+        entries: Entries | United,
+        shared: Any,
+    ) -> tuple[ListTile, Walk]:
+        """The tile with all of its keys, once it is known which entries count."""
+        walk = walk_of(entries.found(shared), tile, arguments, self.config)
+        return with_run(tile, walk, part, self.config), walk
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        at, table = mbarriers(self.barriers, storage), self.barriers
+        warps = self.config.gather_warps
+        return pipes_of(
+            at,
+            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps),
+            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps),
+        )
