@@ -25,7 +25,7 @@ from fa4flex.kernels.common.fragment import (
     rows_and_columns,
 )
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.products import ROWS, Products, products_of
+from fa4flex.kernels.common.products import ROWS, Mmas, Products, products_of
 from fa4flex.kernels.common.softmax import Running
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.fwd_8bit_sm90.config import HEADROOM, Config
@@ -77,7 +77,7 @@ class Consumer(forward.Consumer):
         """Transposed values have zeros past the end of a sequence."""
         return self.config.lengths != "dense" and not self.config.transposed
 
-    def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
+    def products(self, mma: Mmas, shared: Shared, lane: Int32, group: Int32) -> Products:
         if not self.config.transposed:
             return super().products(mma, shared, lane, group)
         tiles = shared.q[None, None, group], shared.k, shared.v

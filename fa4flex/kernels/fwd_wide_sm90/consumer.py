@@ -20,7 +20,7 @@ from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import multiply, narrow
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import RowEnds
-from fa4flex.kernels.common.products import ROWS, Products
+from fa4flex.kernels.common.products import ROWS, Mmas, Products
 from fa4flex.kernels.common.same_rows import row_number, tell
 from fa4flex.kernels.common.softmax import rescale
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
@@ -59,9 +59,9 @@ class Consumer(forward.Consumer):
     def first_key(self, tile: forward.Tile, key_tile: Int32) -> Int32:
         return key_tile * self.config.tile_n + tile.group * self.config.keys
 
-    def products(self, mma: tuple[Any, Any], shared: Any, lane: Int32, group: Int32) -> Products:
+    def products(self, mma: Mmas, shared: Any, lane: Int32, group: Int32) -> Products:
         """Operands of a warpgroup: its keys of every stage, its columns of values, and all probabilities."""
-        config, (scores, values) = self.config, mma
+        config, scores, values = self.config, mma.scores, mma.values
         n, stages = config.tile_n, config.kv_stages
         k = cute.local_tile(shared.k, (config.keys, config.head_dim, stages), (group, 0, 0))
         v = cute.local_tile(shared.v, (config.columns, n, stages), (group, 0, 0))

@@ -13,7 +13,7 @@ from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.transfer import Views, head_of, load_once, load_stage, partition
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.mass_sm90.config import Config
-from fa4flex.kernels.mass_sm90.resources import Shared
+from fa4flex.kernels.mass_sm90.resources import Shared, Transfers
 
 
 class Producer:
@@ -26,7 +26,7 @@ class Producer:
         self,
         arguments: MassArguments,
         grid: KeyGrid,
-        transfers: cutlass.Constexpr[tuple[Any, Any]],
+        transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
@@ -43,13 +43,13 @@ class Producer:
         self,
         arguments: MassArguments,
         work: KeyWork,
-        transfers: cutlass.Constexpr[tuple[Any, Any]],
+        transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
         """Loads what a tile of keys takes."""
-        (q, k), h = transfers, work.part
+        q, k, h = transfers.q, transfers.k, work.part
         load_once(k, self.keys(k, shared.k, work), pipes.k_full)
         queries = self.scheduler.queries(work, h, arguments)
         views = self.queries(q, shared.q, work, h)
