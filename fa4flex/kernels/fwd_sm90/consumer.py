@@ -281,10 +281,7 @@ class Consumer:
         tile.softmax.start(self.highest(tile, grid))
         tile.softmax.exponentiate(grid)
         self.hand(tile, begun, k_state)
-        v_state = k_state.clone()
-        k_state.advance()
-        self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, True)
 
     @cute.jit
     def step(
@@ -316,10 +313,14 @@ class Consumer:
         if const_expr(self.rescales(tile)):  # noqa: SIM102  one is decided when compiled, one when run
             if raised:
                 rescale(products.out, (tile.softmax,))
-        # Values take the same course through their ring as keys, one tile behind.
+        return self.following(tile, key_tile, k_state, masked)
+
+    def following(self, tile: Tile, key_tile: Int32, k_state: pipeline.PipelineState, masked: bool) -> States:
+        """States behind this key tile. Values take the same course through their ring as keys, one tile
+        behind."""
         v_state = k_state.clone()
         k_state.advance()
-        if const_expr(masked):
+        if masked:
             self.clear_past_end(tile, key_tile, v_state)
         return k_state, v_state
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline, select_
+from cutlass import Boolean, Float32, Int32, cute, pipeline, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -112,11 +112,7 @@ class Consumer(forward.Consumer):
         if raised:
             rescale(products.out, (tile.softmax,))
         self.hand(tile, begun, k_state)
-        v_state = k_state.clone()
-        k_state.advance()
-        if const_expr(masked):
-            self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, masked)
 
     @cute.jit
     def last(self, tile: cutlass.Constexpr[Any], v_state: pipeline.PipelineState) -> None:

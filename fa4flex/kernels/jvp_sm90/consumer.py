@@ -176,12 +176,7 @@ class Consumer(forward.Consumer):
             if i == 0:
                 centre(begun, moments(tile), tile.softmax)
         self.operands(tile, begun)
-        # Values take the same course through their ring as keys, one tile behind.
-        v_state = k_state.clone()
-        k_state.advance()
-        if const_expr(masked):
-            self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, masked)
 
     @cute.jit
     def last(self, tile: cutlass.Constexpr[Tile], v_state: pipeline.PipelineState) -> None:
