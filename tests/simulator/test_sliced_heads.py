@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_decode_fp8 as fp8
 import torch
-from decoding import SIMULATED, Size, attend, check, drawn, split_in
+from decoding import ALWAYS_ON_BOTH, Size, attend, check, drawn, split_in
 from decoding_pages import check as check_pages
 from paged_pools import Size as Pool
 from paged_pools import drawn as drawn_pages
@@ -33,11 +33,7 @@ MODS: dict[str, dict[str, Any]] = {
     "by head": {"mask": lambda b, h, q, kv: (kv >= 2 * h) & (kv < 40 + 3 * h)},
 }
 
-
-@pytest.fixture(params=["sm_90a", "sm_100a"])
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return str(request.param)
+pytestmark = [pytest.mark.usefixtures("chip"), ALWAYS_ON_BOTH]
 
 
 @pytest.mark.parametrize("name", SIZES)
