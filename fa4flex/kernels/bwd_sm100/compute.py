@@ -164,8 +164,8 @@ class Compute:
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
             dropout = KeyDropout.of(self.hooks.dropout, at, first)
-            collector = self.collector(arguments, slab, sums)
-            head = Head(shared, pipes, slab, computed_once(factor), collector, dropout)
+            factor = computed_once(factor)
+            head = Head(shared, pipes, slab, factor, self.collector(arguments, slab, sums), dropout)
             head.collector.begin()
             queries = self.scheduler.queries(work, h, arguments)
             for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
