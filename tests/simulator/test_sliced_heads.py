@@ -33,9 +33,8 @@ MODS: dict[str, dict[str, Any]] = {
     "by head": {"mask": lambda b, h, q, kv: (kv >= 2 * h) & (kv < 40 + 3 * h)},
 }
 
-pytestmark = [pytest.mark.usefixtures("chip"), ALWAYS_ON_BOTH]
 
-
+@ALWAYS_ON_BOTH
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, random.choice([1, 2, 3]))
@@ -43,6 +42,7 @@ def test_sizes(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(fa4flex.compile(**mods), drawn(SIZES[name]))
 
 
+@ALWAYS_ON_BOTH
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", MODS)
@@ -51,6 +51,7 @@ def test_variants(name: str, splits: int, chip: str, monkeypatch: pytest.MonkeyP
     check(fa4flex.compile(**MODS[name]), drawn(Size(heads=22, kv_heads=2, q_len=7, kv_len=301)))
 
 
+@ALWAYS_ON_BOTH
 def test_sinks_and_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of fewer queries than the longest one leave rows of their tiles empty."""
     split_in(monkeypatch, random.choice([1, 3]))
@@ -60,6 +61,7 @@ def test_sinks_and_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> N
     check(fa4flex.compile(mask=causal, sinks=sinks), qkv, varlen=varlen)
 
 
+@ALWAYS_ON_BOTH
 def test_pages(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, random.choice([1, 2]))
     check_pages(fa4flex.compile(score_mod=alibi, mask=causal), drawn_pages(Pool(heads=40, q_len=3)))
