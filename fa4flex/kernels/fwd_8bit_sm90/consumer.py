@@ -194,11 +194,18 @@ class Consumer(forward.Consumer):
             self.add_all(tile, v)
             tile.pipes.v.consumer_release(v_state)
 
-    def weigh(self, tile: Any, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
+    def weigh(
+        self,
+        tile: Any,
+        grid: cute.Tensor,
+        v: cute.Tensor,
+        v_state: pipeline.PipelineState,
+        is_finite: bool,
+    ) -> None:
         """The same; a share of the scores under each product that is waited for."""
         parts, columns = self.config.parts, cute.size(grid, mode=[1])
         if parts == 1:
-            super().weigh(tile, grid, values, is_finite)
+            super().weigh(tile, grid, v, v_state, is_finite)
             return
         count = max(n for n in range(1, parts + 1) if columns % (LEAST_SHARE * n) == 0)
         shares = cute.logical_divide(grid, (None, columns // count))
@@ -209,7 +216,6 @@ class Consumer(forward.Consumer):
                 tile.softmax.exponentiate(mine, is_finite=is_finite)
                 compute_before(mine[1, columns // count - 1])
 
-        v, v_state = values
         warpgroup.wait_group(0)
         self.add_all(tile, v, share)
         tile.pipes.v.consumer_release(v_state)

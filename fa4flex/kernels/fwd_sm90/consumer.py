@@ -306,7 +306,7 @@ class Consumer:
         raised = Boolean(False)
         if const_expr(tile.softmax.online):
             raised = self.raise_maxima(tile, grid)
-        self.weigh(tile, grid, (v, v_state), not masked and self.finite)
+        self.weigh(tile, grid, v, v_state, not masked and self.finite)
         self.narrow(begun, products)
         self.drop(begun, tile)
         if const_expr(self.rescales(tile)):  # noqa: SIM102  one is decided when compiled, one when run
@@ -341,11 +341,18 @@ class Consumer:
         warpgroup.wait_group(0)
         tile.pipes.v.consumer_release(v_state)
 
-    def weigh(self, tile: Tile, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
-        """Scores become probabilities, after the product with the last tile's values (a tile of them and the
-        state of their ring) where these are rescaled by the scores' maxima."""
+    def weigh(
+        self,
+        tile: Tile,
+        grid: cute.Tensor,
+        v: cute.Tensor,
+        v_state: pipeline.PipelineState,
+        is_finite: bool,
+    ) -> None:
+        """Scores become probabilities, after the product with the last tile's values, v, where these are
+        rescaled by the scores' maxima."""
         if tile.softmax.online:
-            self.take_values(tile, *values)
+            self.take_values(tile, v, v_state)
         tile.softmax.exponentiate(grid, is_finite=is_finite)
 
     def raise_maxima(self, tile: Tile, grid: cute.Tensor) -> Boolean:
