@@ -328,9 +328,10 @@ def _check_types(options: dict[str, Any]) -> None:
     for name, value in options.items():
         types, expected, fix = _TYPES[name]
         if not isinstance(value, types):
-            raise InputError(
-                f"{name} is a {'Tensor' if isinstance(value, Tensor) else kind_of(value)}", expected, fix
-            )
+            kind = "Tensor" if isinstance(value, Tensor) else kind_of(value)
+            if name == "blocks" and isinstance(value, Mask):  # as `blocks & mask` is
+                fix = "a map combined with masks is a mask: give it as mask= to compile() or attention()"
+            raise InputError(f"{name} is a {kind}", expected, fix)
 
 
 def default_scale(head_dim: int) -> float:

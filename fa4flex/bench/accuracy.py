@@ -177,7 +177,7 @@ def truth(problem: Problem, seed: int) -> Truth:
     chosen = tuple(picks(problem, seed))
     exact = tuple(zip(*(computed(exact_rows, problem, p, torch.float64) for p in chosen), strict=True))
     plain = zip(*(computed(plain_rows, problem, p) for p in chosen), strict=True)
-    return Truth(chosen, exact, tuple(_worst(*pair) for pair in zip(plain, exact, strict=True)))
+    return Truth(chosen, exact, tuple(worst(*pair) for pair in zip(plain, exact, strict=True)))
 
 
 def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
@@ -190,7 +190,7 @@ def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
     for i, (result, exact, plain) in enumerate(zip(results, known.exact, known.plain, strict=True)):
         group = (1, problem.row.group, problem.row.value_group)[i]
         rows = [result[p.b, p.h // group] if i else result[p.b, p.h, p.rows] for p in known.picks]
-        judged.append(Accuracy(*_worst(rows, exact), *plain))
+        judged.append(Accuracy(*worst(rows, exact), *plain))
     return max(judged, key=lambda one: math.inf if math.isnan(one.ratio) else one.ratio)
 
 
@@ -203,6 +203,7 @@ def poison(like: Tensor, copies: int = 4) -> None:
     del held
 
 
-def _worst(results: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
+def worst(results: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
+    """Largest error of an element, and largest Euclidean error of a row."""
     error = torch.cat([f.double() - e for f, e in zip(results, exact, strict=True)])
     return error.abs().max().item(), error.norm(dim=-1).max().item()

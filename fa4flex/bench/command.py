@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -30,8 +30,11 @@ from fa4flex.bench.report import (
     verdict_text,
     verdicts,
 )
-from fa4flex.bench.suites import Row, blocks_with_work, flops, groups, select_all
+from fa4flex.bench.suites import SPARSE, Row, blocks_with_work, flops, groups, select_all
 from fa4flex.errors import InputError
+
+if TYPE_CHECKING:
+    from fa4flex.bench.sparse_peers import SparsePeer
 
 SMOKE_ROUNDS = 2
 MOST_HOST = 15e-6
@@ -55,6 +58,8 @@ class Options:
     peers: tuple[Peer, ...]
     tell: Callable[[str], None] = lambda name: None
     """Called with a peer's name before it is prepared, and with an empty one before all are timed."""
+    sparse: tuple[SparsePeer, ...] = ()
+    """Peers of the sparse suite, where that is asked for."""
 
     @property
     def clock(self) -> Clock:
@@ -73,7 +78,15 @@ def options_of(arguments: argparse.Namespace, minutes: float | None = None) -> O
     rounds = arguments.rounds if arguments.rounds is not None else SMOKE_ROUNDS if arguments.smoke else ROUNDS
     if rounds < 1:
         raise InputError(f"--rounds {rounds}", "at least 1", "leave it out")
-    offered = peers.SMOKE_PEERS if arguments.smoke else peers.PEERS
+    offered: tuple[Peer, ...] = peers.SMOKE_PEERS if arguments.smoke else peers.PEERS
+    offered = () if arguments.suite == [SPARSE] else offered
+    sparse: tuple[SparsePeer, ...] = ()
+    if SPARSE in arguments.suite:
+        from fa4flex.bench.sparse_peers import peers_of
+
+        sparse = peers_of(arguments.smoke)
+    names = [name for name in arguments.peers.split(",") if name]
+    _check_names(names, (*offered, *sparse))
     seconds = _seconds(arguments, minutes)
     return Options(
         torch.device(arguments.device),
@@ -81,7 +94,8 @@ def options_of(arguments: argparse.Namespace, minutes: float | None = None) -> O
         rounds,
         secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,
         time.monotonic() + seconds,
-        _chosen(offered, [name for name in arguments.peers.split(",") if name]),
+        _chosen(offered, names),
+        sparse=_chosen(sparse, names),
     )
 
 
@@ -98,17 +112,33 @@ def _seconds(arguments: argparse.Namespace, minutes: float | None) -> float:
 def environment_of(options: Options) -> dict[str, str]:
     """Names and versions of the device, packages and peers, which are printed with the seed."""
     result = environment(options.device)
-    result |= {f"peer {peer.name}": peer.version() for peer in options.peers}
+    offered: tuple[_Offered, ...] = (*options.peers, *options.sparse)
+    result |= {f"peer {peer.name}": peer.version() for peer in offered}
     print("\n".join(f"{name:20} {value}" for name, value in result.items()))
     print(f"{'inputs':20} standard normal, bf16, seed {options.seed}")
     return result
 
 
-def _chosen(offered: tuple[Peer, ...], names: Sequence[str]) -> tuple[Peer, ...]:
-    unknown = set(names) - {peer.name for peer in offered}
-    if unknown:
-        known = ", ".join(peer.name for peer in offered)
+class _Offered(Protocol):
+    """A peer of any suite."""
+
+    @property
+    def name(self) -> str: ...
+
+    def version(self) -> str: ...
+
+
+AnyPeer = TypeVar("AnyPeer", bound=_Offered)
+
+
+def _check_names(names: Sequence[str], offered: Sequence[_Offered]) -> None:
+    """Raise InputError for names of no peer of the suites asked for."""
+    if unknown := set(names) - {peer.name for peer in offered}:
+        known = ", ".join(dict.fromkeys(peer.name for peer in offered))
         raise InputError(f"--peers {','.join(sorted(unknown))}", f"some of {known}", "check the spelling")
+
+
+def _chosen(offered: tuple[AnyPeer, ...], names: Sequence[str]) -> tuple[AnyPeer, ...]:
     return tuple(peer for peer in offered if not names or peer.name in names or peer.name == OURS)
 
 
@@ -145,8 +175,14 @@ def _refuse_alien(arguments: argparse.Namespace) -> None:
 # --- suites -------------------------------------------------------------------------------------------------
 
 
-def _measure_suite(name: str, rows: Sequence[Row], options: Options) -> list[RowReport]:
-    offered = options.peers if name != "cost" else tuple(p for p in options.peers if p.name == OURS)
+def _measure_suite(name: str, rows: Sequence[Any], options: Options) -> list[RowReport]:
+    offered: tuple[Any, ...] = options.sparse if name == SPARSE else options.peers
+    offered = tuple(p for p in offered if p.name == OURS) if name == "cost" else offered
+    measure: Callable[..., list[RowReport]] = measure_group
+    if name == SPARSE:
+        from fa4flex.bench import sparse_suite
+
+        measure = sparse_suite.measure_group
     reports: list[RowReport] = []
     longest = 0.0
     for group in groups([row.small() for row in rows] if options.smoke else rows):
@@ -155,7 +191,7 @@ def _measure_suite(name: str, rows: Sequence[Row], options: Options) -> list[Row
             skipped = {peer.name: Measured(reason="not run: time limit") for peer in offered}
             reports += [RowReport(row, 0, skipped) for row in group]
             continue
-        reports += measure_group(group, offered, options)
+        reports += measure(group, offered, options)
         longest = max(longest, time.monotonic() - start)
         print(f"\n{full_table(reports[-len(group) :])}", flush=True)
     return reports

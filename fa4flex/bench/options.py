@@ -7,7 +7,7 @@ from pathlib import Path
 
 SUITE_NAMES = (
     "dense", "variants", "cost", "backward", "backward-variants", "shapes", "backward-shapes", "latency",
-    "random",
+    "random", "sparse",
 )  # fmt: skip
 ROUNDS = 11
 

@@ -16,7 +16,8 @@ _COLOURS = ("#2f6fdf", "#e08a2e", "#5aa469", "#8a8f9c", "#b65fc1", "#c94f4f")
 
 def save(reports: Sequence[RowReport], title: str, path: Path) -> None:
     """One group of bars per row, one colour per peer; the format is that of the path's ending."""
-    names = list(dict.fromkeys(name for report in reports for name in report.peers))
+    every = dict.fromkeys(name for report in reports for name in report.peers)
+    names = [name for name in every if name == OURS or any(report.tflops(name) for report in reports)]
     figure = Figure(figsize=(max(6.0, 1.1 * len(reports) + 2), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -28,7 +29,7 @@ def save(reports: Sequence[RowReport], title: str, path: Path) -> None:
         if name == OURS:
             axes.bar_label(bars, fmt="%.0f", fontsize=7)
     axes.set_xticks(range(len(reports)), [report.row.name for report in reports], rotation=30, ha="right")
-    axes.set_ylabel("TFLOP/s, forward, bf16")
+    axes.set_ylabel(", ".join(dict.fromkeys(report.row.unit for report in reports)))
     axes.set_title(title, fontsize=10, loc="left")
     axes.legend(frameon=False, ncols=len(names), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from fa4flex.bench.accuracy import Accuracy
 from fa4flex.bench.measure import Samples
-from fa4flex.bench.suites import MOST_ERROR, Row, Target
+from fa4flex.bench.suites import MOST_ERROR, Target
 
 OURS = "fa4flex"
 
@@ -16,11 +16,12 @@ OURS = "fa4flex"
 @dataclass(frozen=True)
 class Measured:
     """One peer in one row: times and errors, or the reason why there are none. A wrong result has no
-    times."""
+    times. aside: it computes something else, and is no competitor."""
 
     samples: Samples | None = None
     accuracy: Accuracy | None = None
     reason: str = ""
+    aside: bool = False
 
     @property
     def right(self) -> bool:
@@ -49,11 +50,37 @@ class Verdict:
         return {True: "pass", False: "FAIL", None: "not judged"}[self.passed]
 
 
+class AnyRow(Protocol):
+    """Row as reports see it: its name, what it is compared with, the unit of its rate (10^12 of `flops` a
+    second), and what a file of numbers says of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def targets(self) -> tuple[Target, ...]: ...
+
+    @property
+    def base(self) -> str: ...
+
+    @property
+    def most_cost(self) -> float: ...
+
+    @property
+    def shrink(self) -> int: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    def about(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class RowReport:
-    """A row with every peer's measurement, by the peer's name; fa4flex is among them."""
+    """A row with every peer's measurement, by the peer's name; fa4flex is among them. flops: FLOPs, or bytes
+    where the row's unit is TB/s."""
 
-    row: Row
+    row: AnyRow
     flops: int
     peers: Mapping[str, Measured]
     state: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +97,8 @@ class RowReport:
     @property
     def best_peer(self) -> str | None:
         """The fastest of those that are not fa4flex."""
-        times = {name: t for name in self.peers if name != OURS and (t := self.seconds(name)) is not None}
+        others = (name for name, one in self.peers.items() if name != OURS and not one.aside)
+        times = {name: t for name in others if (t := self.seconds(name)) is not None}
         return min(times, key=times.__getitem__) if times else None
 
     def ratio(self, against: str) -> float | None:
@@ -133,7 +161,7 @@ def _cost(report: RowReport, base: RowReport | None) -> Verdict:
 def full_table(reports: Sequence[RowReport]) -> str:
     """Every peer of every row: TFLOP/s, milliseconds with quartiles, errors; reasons where there is none."""
     lines = [
-        f"{'row':24} {'peer':8} {'TFLOP/s':>8} {'ms':>9} {'quartiles':>17} {'ours/it':>8} "
+        f"{'row':24} {'peer':8} {reports[0].row.unit:>8} {'ms':>9} {'quartiles':>17} {'ours/it':>8} "
         f"{'worst element':>14} {'worst row':>10} {'/plain':>7}"
     ]
     for report in reports:
@@ -159,7 +187,9 @@ def _line(report: RowReport, name: str, measured: Measured) -> str:
 
 def short_table(reports: Sequence[RowReport]) -> str:
     """One line per target."""
-    lines = [f"{'row':24} {'TFLOP/s':>7}  {'':10} value / target"]
+    units = {report.row.unit for report in reports}
+    unit = units.pop() if len(units) == 1 else "rate"
+    lines = [f"{'row':24} {unit:>7}  {'':10} value / target"]
     for report in reports:
         rate = report.tflops(OURS)
         head = f"{report.row.name:24} {_rate(rate) if rate else '-':>7}"
@@ -184,23 +214,9 @@ def as_json(reports: Sequence[RowReport]) -> list[dict[str, Any]]:
 
 
 def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]:
-    row = report.row
     return {
-        "row": row.name,
-        "shape": {
-            "batch": row.batch,
-            "heads": row.heads,
-            "kv_heads": row.heads // row.group,
-            "value_heads": row.heads // row.value_group,
-            "length": row.length,
-            "kv_length": row.keys,
-            "head_dim": row.head_dim,
-            "value_dim": row.values,
-            "sequences": row.sequences,
-        },
-        "mask": row.mask,
-        "score_mod": row.score,
-        "pass": "backward" if row.backward else "forward",
+        "row": report.row.name,
+        **report.row.about(),
         "flops": report.flops,
         "state under load": dict(report.state),
         "peers": {name: _measured_json(report, measured) for name, measured in report.peers.items()},
@@ -215,9 +231,10 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
 def _measured_json(report: RowReport, measured: Measured) -> dict[str, Any]:
     results: dict[str, Any] = {"reason": measured.why} if measured.why else {}
     if measured.samples is not None and measured.right:
+        rate = {"TFLOP/s": "tflops", "TB/s": "tbytes"}[report.row.unit]
         results = {
             "median_ms": 1e3 * measured.samples.median,
-            "tflops": report.flops / measured.samples.median / 1e12,
+            rate: report.flops / measured.samples.median / 1e12,
             "samples_ms": [1e3 * t for t in measured.samples.seconds],
         }
     if measured.accuracy is not None:

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ class Row:
     sequences: int = 0
     mask_size: int = 0
     value_heads: int = 0
+    unit: ClassVar[str] = "TFLOP/s"
 
     @property
     def keys(self) -> int:
@@ -127,6 +128,22 @@ class Row:
     def mask_batched(self) -> bool:
         """True if the mask differs between entries of the batch. No mask here differs between heads."""
         return self.mask == "document"
+
+    def about(self) -> dict[str, Any]:
+        """The row in a file of numbers."""
+        shape = {
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.heads // self.group,
+            "value_heads": self.heads // self.value_group,
+            "length": self.length,
+            "kv_length": self.keys,
+            "head_dim": self.head_dim,
+            "value_dim": self.values,
+            "sequences": self.sequences,
+        }
+        which = "backward" if self.backward else "forward"
+        return {"shape": shape, "mask": self.mask, "score_mod": self.score, "pass": which}
 
     def small(self) -> Row:
         """The row at a size for a dry run on a CPU."""
@@ -404,6 +421,9 @@ def _backward_shapes() -> list[Row]:
     return [*rows, replace(ordered, most_cost=MOST_ORDERING)]
 
 
+SPARSE = "sparse"
+"""The suite whose rows are in sparse_rows.py: maps, lists and selections."""
+
 SUITES: dict[str, tuple[Row, ...]] = {
     "dense": tuple(_dense_rows()),
     "variants": tuple(_VARIANT_ROWS),
@@ -415,10 +435,27 @@ SUITES: dict[str, tuple[Row, ...]] = {
 }
 
 
-def select_all(suites: Sequence[str], patterns: Sequence[str]) -> dict[str, list[Row]]:
+class _Named(Protocol):
+    """Fields by which rows are selected and gathered."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def base(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_Named)
+
+
+def select_all(suites: Sequence[str], patterns: Sequence[str]) -> dict[str, list[Any]]:
     """Rows of each suite by name, by a pattern such as `d128*`, or else by a part of the name; with the bases
     they need. No patterns means all. Raises InputError for a pattern that fits no row of these suites."""
-    rows = {name: SUITES[name] for name in suites if name in SUITES}
+    rows: dict[str, Sequence[Any]] = {name: SUITES[name] for name in suites if name in SUITES}
+    if SPARSE in suites:
+        from fa4flex.bench.sparse_rows import ROWS
+
+        rows[SPARSE] = ROWS
     known = [row.name for name in rows for row in rows[name]]
     unknown = [pattern for pattern in patterns if rows and not _matching(known, pattern)]
     if unknown:
@@ -427,7 +464,7 @@ def select_all(suites: Sequence[str], patterns: Sequence[str]) -> dict[str, list
     return {name: _selected(rows[name], patterns) for name in rows}
 
 
-def _selected(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+def _selected(rows: Sequence[Named], patterns: Sequence[str]) -> list[Named]:
     if not patterns:
         return list(rows)
     wanted = {name for pattern in patterns for name in _matching([row.name for row in rows], pattern)}
@@ -439,9 +476,9 @@ def _matching(names: list[str], pattern: str) -> list[str]:
     return [n for n in names if fnmatch.fnmatchcase(n, pattern)] or [n for n in names if pattern in n]
 
 
-def groups(rows: Sequence[Row]) -> list[list[Row]]:
+def groups(rows: Sequence[Named]) -> list[list[Named]]:
     """Rows to be measured together: those compared with one base, and every other alone."""
-    gathered: dict[str, list[Row]] = {}
+    gathered: dict[str, list[Named]] = {}
     for row in rows:
         gathered.setdefault(row.base or row.name, []).append(row)
     return list(gathered.values())

@@ -243,6 +243,7 @@ CASES: tuple[Case, ...] = (
     Case("grouped heads d128", "forward, backward", dense("8:2", (300, 300), 128, 2, causal), gradients=True),
     Case("two maps d64:128", "forward, backward", dense("8:4:2", (300, 300), (64, 128), 2), gradients=True),
     Case("wide heads d256", "forward, backward", dense(width=256, mods=causal), gradients=True),
+    Case("packed d256", "forward", packed((99, 3, 257), "4:2", 256, variants.causal)),
     Case("d192:128", "forward, backward", dense(width=(192, 128), mods=causal), gradients=True),
     Case("d96", "forward, backward", dense(width=96, mods=causal), gradients=True),
     Case("ordered sums d64", "backward", dense(mods=causal, schedule=ORDERED), gradients=True),

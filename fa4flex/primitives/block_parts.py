@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -29,13 +30,8 @@ def part_of(index: Any, classes: Tensor, sizes: tuple[int, int], lengths: tuple[
     index  ints, slices, lists or integer tensors of batch and heads; ints and slices of rows and columns of
            blocks, which stay in order. An int keeps its dimension.
     """
-    given = _filled(index)
-    for axis, one in enumerate(given[:2]):
-        here = _entries(one, classes, axis)
-        if isinstance(here, Tensor):
-            classes = classes.index_select(axis, here)
-        else:
-            classes = classes[here] if axis == 0 else classes[:, here]
+    given = _filled(index, NAMES)
+    (classes,) = _planes(given[:2], (classes,))
     rows, columns = (_in_order(one, classes.shape[axis], axis) for axis, one in enumerate(given[2:], 2))
     first = rows.start * sizes[0], columns.start * sizes[1]
     ends = (
@@ -46,17 +42,43 @@ def part_of(index: Any, classes: Tensor, sizes: tuple[int, int], lengths: tuple[
     return classes[:, :, rows, columns], (q_len, kv_len), first
 
 
-def _filled(index: Any) -> list[Any]:
+def part_of_lists(index: Any, lists: tuple[Tensor, Tensor | None], sizes: tuple[int, int]) -> Any:
+    """Ids and counts of a part of lists, its number of queries, and its rows as a slice with both ends.
+    sizes: queries of a row, and of all.
+
+    index  batch and heads as in `part_of`, and an int or a slice of rows of the lists
+    """
+    given, (ids, counts), (queries, q_len) = _filled(index, NAMES[:3]), lists, sizes
+    ids, *others = _planes(given[:2], (ids,) if counts is None else (ids, counts))
+    rows = _in_order(given[2], ids.shape[2], 2)
+    left = min(rows.stop * queries, q_len) - rows.start * queries
+    return (ids[:, :, rows], others[0][:, :, rows] if others else None), left, rows
+
+
+def _planes(given: list[Any], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Entries of the batch and heads, by an index for each, of tensors [b, h, ...] of one shape."""
+    for axis, one in enumerate(given):
+        here = _entries(one, tensors[0], axis)
+        if isinstance(here, Tensor):
+            tensors = tuple(x.index_select(axis, here) for x in tensors)
+        else:
+            tensors = tuple(x[here] if axis == 0 else x[:, here] for x in tensors)
+    return tensors
+
+
+def _filled(index: Any, names: tuple[str, ...]) -> list[Any]:
     """One index per dimension: what is left out, or stands for by `...`, is whole."""
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, one in enumerate(given) if one is Ellipsis]
-    if len(given) - len(dots) > len(NAMES) or len(dots) > 1:
+    if len(given) - len(dots) > len(names) or len(dots) > 1:
+        what = "a map" if len(names) == len(NAMES) else "lists"
         raise InputError(
-            f"a map indexed by {len(given)} indices",
-            "at most four, in the order batch, heads, rows, columns of blocks",
+            f"{what} indexed by {len(given)} indices",
+            f"at most {'four' if len(names) == len(NAMES) else 'three'}, in the order {', '.join(names)} of "
+            "blocks",
             "blocks[b, h, rows] is the part of rows of blocks",
         )
-    whole = [slice(None)] * (len(NAMES) - len(given) + len(dots))
+    whole = [slice(None)] * (len(names) - len(given) + len(dots))
     at = dots[0] if dots else len(given)
     return [*given[:at], *whole, *given[at + 1 :]]
 
@@ -113,14 +135,15 @@ def _entries(one: Any, classes: Tensor, axis: int) -> slice | Tensor:
 
 
 def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, (int, numpy.integer)) and not isinstance(x, bool)
 
 
 def _no_index(one: Any, axis: int) -> InputError:
     return InputError(
         f"{NAMES[axis]} indexed by {kind_of(one)}",
         "an int, a slice, a list of ints or an int32 or int64 tensor [n]",
-        "e.g. blocks[0], blocks[:, 2:4] or blocks[:, [0, 3]]",
+        "e.g. blocks[0], blocks[:, 2:4] or blocks[:, [0, 3]]; where a bool tensor is true, "
+        "blocks[:, which.nonzero()[:, 0]]",
     )
 
 
@@ -132,7 +155,7 @@ def _place(at: int, size: int, axis: int) -> int:
             f"{-size} to {size - 1}" + (f": this map is shared by all {NAMES[axis]}" if shared else ""),
             "index a shared dimension by 0, or leave it whole with :" if shared else "index what there is",
         )
-    return at % size
+    return int(at) % size
 
 
 def grown(classes: Tensor, rows: int, columns: int, new: int) -> Tensor:
@@ -206,12 +229,37 @@ def padded(rows: Any) -> Tensor:
     return torch.tensor(flat, dtype=torch.int32).view(*shape, width)
 
 
-def check_longer(name: str, old: int, new: Any) -> int:
-    """`new` as a length of a grown map. Raises InputError for a shorter one."""
+def check_longer(name: str, old: int, new: Any, what: str = "a map") -> int:
+    """`new` as a length of a grown map, or of grown lists. Raises InputError for a shorter one."""
     if not is_count(new) or new < old:
+        columns = ", columns" * (what == "a map")
         raise InputError(
-            f"{name}={new!r} for a map of {name}={old}",
+            f"{name}={new!r} for {what} of {name}={old}",
             f"an int of {old} or more",
-            "slice a map for fewer: blocks[:, :, rows, columns]",
+            f"slice {what} for fewer: blocks[:, :, rows{columns}]",
         )
     return int(new)
+
+
+def unfit(name: str, number: int, wanted: int, expected: str) -> InputError:
+    """Error for a map of another batch, or of other heads, than a call's."""
+    noun = "batch entries" if name == "batch" else name
+    return InputError(
+        f"a block map with {number} {noun} for inputs with {wanted}",
+        expected,
+        _refitted(name, number, wanted),
+    )
+
+
+def _refitted(name: str, number: int, wanted: int) -> str:
+    """Advice for a map of another batch, or of other heads, than a call's."""
+    made = f"make the map with {wanted} {'batch entries' if name == 'batch' else name}"
+    index = "" if name == "batch" else ":, "
+    if number > wanted:
+        return f"{made}, or take a part of it: blocks[{index}:{wanted}]"
+    if wanted % number:
+        return made
+    if name == "heads":
+        return f"{made}, or say that its heads are those of keys: blocks.for_query_heads({wanted})"
+    part = f"blocks.classes.repeat_interleave({wanted // number}, 0)"
+    return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"

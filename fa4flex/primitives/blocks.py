@@ -40,6 +40,7 @@ from fa4flex.primitives.block_parts import (
     listed,
     padded,
     part_of,
+    unfit,
 )
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 from fa4flex.primitives.schedule import Contents
@@ -118,7 +119,7 @@ class BlockMap:
             raise InputError(
                 f"a block map of {kind_of(classes)}",
                 "a bool tensor, or uint8 with 0 empty, 1 partial, 2 full",
-                "convert with .bool() (listed blocks) or .to(torch.uint8) (classes)",
+                "convert it: torch.as_tensor(listed).bool() for listed blocks, .to(torch.uint8) for classes",
             )
         if classes.ndim not in (2, 3, 4):
             raise InputError(
@@ -139,9 +140,9 @@ class BlockMap:
     ) -> BlockMap:
         """From the key blocks that each row of query blocks lists, which become partial blocks.
 
-        ids  an integer tensor [R, entries], [H, R, entries] or [B, H, R, entries] in which -1 lists nothing,
-             or nested lists of ints; blocks that are listed twice are listed. Lengths default to whole
-             blocks, up to the last one that is listed: to know it, the host waits for a device
+        ids  an integer tensor [R, entries], [H, R, entries] or [B, H, R, entries] in which ids below 0 list
+             nothing, or nested lists of ints; blocks that are listed twice are listed. Lengths default to
+             whole blocks, up to the last one that is listed: to know it, the host waits for a device
 
         Blocks past kv_len raise InputError on a CPU, and list nothing on a device.
         """
@@ -289,21 +290,38 @@ class BlockMap:
         if not torch.compiler.is_compiling() and checked_here(self.classes) and (self.classes > FULL).any():
             raise _no_class(self.classes)
         if self.q_len != q_len or self.kv_len != kv_len:
+            other = self._other_lengths(q_len, kv_len)
             raise StateError(
                 f"block_mask was created for q_len={self.q_len}, kv_len={self.kv_len}, "
                 f"but got q_len={q_len}, kv_len={kv_len}",
                 "the lengths that the map was made for",
-                "build the map for these lengths; a mask without a block map serves any length",
+                f"build the map for these lengths{other}; a mask without a block map serves any length",
             )
         own_batch, own_heads = self.classes.shape[:2]
         if own_batch not in (1, batch):
-            raise _unfit("batch", own_batch, batch)
+            raise unfit("batch", own_batch, batch, f"1 (shared) or {batch}")
         if not self._fits_heads(heads):
-            raise _unfit("heads", own_heads, heads)
+            raise unfit("heads", own_heads, heads, self._wanted_heads(heads))
 
     def _fits_heads(self, heads: int) -> bool:
         """True if the map is one for so many query heads."""
         return self.classes.shape[1] in (1, heads)
+
+    def _wanted_heads(self, heads: int) -> str:
+        """Numbers of heads that `_fits_heads` allows."""
+        return f"1 (shared) or {heads}; heads are query heads"
+
+    def _other_lengths(self, q_len: int, kv_len: int) -> str:
+        """Advice how a map of these lengths is made of this one, for an error message."""
+        if min(q_len, kv_len) < 1:
+            return ""
+        (rows, columns), shape = self.block_size, self.classes.shape
+        if (-(-q_len // rows), -(-kv_len // columns)) == tuple(shape[2:]):
+            lengths = f"q_len={q_len}, kv_len={kv_len}"
+            return f", or say it of the same blocks: dataclasses.replace(blocks, {lengths})"
+        if q_len >= self.q_len and kv_len >= self.kv_len:
+            return f", or let it grow: blocks.grown(q_len={q_len}, kv_len={kv_len})"
+        return ", or take a part of it: blocks[:, :, rows, columns]"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -315,6 +333,11 @@ class BlockMap:
     def sparsity(self) -> float:
         """The share of empty blocks, 0 to 1."""
         return self.counts["empty"] / self.classes.numel()
+
+    @property
+    def densities(self) -> Tensor:
+        """float32 [B or 1, H or 1]: the share of blocks that are not empty, 0 to 1. Waits for no device."""
+        return (self.classes != EMPTY).float().mean((2, 3))
 
     def to(self, device: torch.device | str) -> BlockMap:
         """The same map on another device."""
@@ -364,6 +387,9 @@ class BlockMap:
         """The map as torch's BlockMask; `mask` decides in partial blocks (None: they are allowed).
 
         context  num_heads, for a mask that asks for it; lengths are those of the map
+
+        torch's flex_attention reads blocks only under torch.compile: called eagerly, it applies the mask_mod
+        to all pairs, in empty and full blocks as well.
         """
         self._check_alone("to_torch()")
         if unknown := set(context) - {"num_heads"}:
@@ -480,7 +506,7 @@ def _lists_its_block(block_mask: BlockMask) -> bool:
 
 
 def block_size_of(size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
     if len(pair) != 2 or not all(map(is_count, pair)):
         raise InputError(
             f"block_size={size}", "one or two positive ints (query, key tokens)", "e.g. block_size=128"
@@ -551,26 +577,3 @@ def _no_class(classes: Tensor) -> InputError:
     return InputError(
         f"class {int(classes.max())} in the map", "0 empty, 1 partial, 2 full", "map other values to these"
     )
-
-
-def _unfit(name: str, number: int, wanted: int) -> InputError:
-    """Error for a map of another batch, or of other heads, than a call's."""
-    return InputError(
-        f"a block map with {number} {name} for inputs with {wanted}",
-        f"1 (shared) or {wanted}; heads are query heads",
-        _refitted(name, number, wanted),
-    )
-
-
-def _refitted(name: str, number: int, wanted: int) -> str:
-    """Advice for a map of another batch, or of other heads, than a call's."""
-    made = f"make the map with {wanted} {name}"
-    index = "" if name == "batch" else ":, "
-    if number > wanted:
-        return f"{made}, or take a part of it: blocks[{index}:{wanted}]"
-    if wanted % number:
-        return made
-    if name == "heads":
-        return f"{made}, or say that its heads are those of keys: blocks.for_query_heads({wanted})"
-    part = f"blocks.classes.repeat_interleave({wanted // number}, 0)"
-    return f"{made}, or change its classes: dataclasses.replace(blocks, classes={part})"

@@ -10,7 +10,8 @@ A mask beside lists decides about all of these pairs: lists say where to look, a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import CONTEXT, Family, Mod, call_with, check_integers, kind_of, show
 from fa4flex.primitives.block_lists import EMPTY, FULL
-from fa4flex.primitives.block_parts import ascending, listed
+from fa4flex.primitives.block_parts import ascending, check_longer, listed, part_of_lists
 from fa4flex.primitives.blocks import BlockMap, trusted_map
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 from ptxsim.active import simulating
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEAST_UNIT = 64
 """Keys of a unit from which a map of units is what a GPU's kernels read; of smaller units it would be the
@@ -157,6 +161,42 @@ class Lists:
         counts = None if self.counts is None else self.counts.to(device)
         return replace(self, ids=self.ids.to(device), counts=counts)
 
+    # --- parts, growth, pictures ----------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Lists:
+        """The lists of a part, `lists[b, h, rows]`: entries of the batch and heads in any order, and rows
+        that follow each other; an int keeps its dimension. Keys are all that there were. Raises
+        UnsupportedError for rows without the last one beside a tail or a window: those of other tokens."""
+        assert self.q_len is not None
+        (ids, counts), q_len, rows = part_of_lists(index, (self.ids, self.counts), (self.queries, self.q_len))
+        if (self.tail or self.window) and rows.stop < self.ids.shape[2]:
+            raise _other_tokens(self)
+        return replace(self, ids=ids, counts=counts, q_len=q_len)
+
+    def grown(self, q_len: int | None = None, kv_len: int | None = None) -> Lists:
+        """The lists for more queries or keys, as a step of decoding adds them: new rows list nothing, and
+        new keys are in the last unit, where it had fewer, or in units that no row lists."""
+        assert self.q_len is not None
+        q_len = check_longer("q_len", self.q_len, self.q_len if q_len is None else q_len, "lists")
+        kv_len = check_longer("kv_len", self.kv_len, self.kv_len if kv_len is None else kv_len, "lists")
+        ids, counts, units = self.ids, self.counts, -(-self.kv_len // self.unit)
+        if -(-kv_len // self.unit) > units:
+            ids = torch.where(ids < units, ids, -1)
+        if more := -(-q_len // self.queries) - ids.shape[2]:
+            ids = torch.cat((ids, ids.new_full((*ids.shape[:2], more, ids.shape[3]), -1)), 2)
+            counts = (
+                None if counts is None else torch.cat((counts, counts.new_zeros(*ids.shape[:2], more)), 2)
+            )
+        return replace(self, ids=ids, counts=counts, q_len=q_len, kv_len=kv_len)
+
+    def plot(self, b: int = 0, h: int | None = None) -> Figure:
+        """A matplotlib Figure of what is listed: see BlockMap.plot. Raises UnsupportedError for lists whose
+        map would have more than 2**28 blocks."""
+        return resolve_name("fa4flex.view.block_map:figure_of_lists")(self, b, h)
+
+    def _repr_html_(self) -> str:
+        return resolve_name("fa4flex.view.block_map:html_of_lists")(self)
+
     def __repr__(self) -> str:
         counts = "" if self.counts is None else f", {show(self.counts)}"
         numbers = {"kv_len": 0, "q_len": 0, "unit": 1, "queries": 1, "tail": 0, "window": 0, "sinks": 0}
@@ -191,11 +231,7 @@ class ListedMap(BlockMap):
     def _check_part(self, lengths: tuple[int, int], first: tuple[int, int]) -> None:
         moved = first[0] + lengths[0] - self.q_len != first[1] + lengths[1] - self.kv_len
         if (self.sinks and first[1]) or ((self.tail or self.window) and moved):
-            raise UnsupportedError(
-                f"a part of {self!r}, whose tail, window and sinks are those of other tokens there",
-                "parts that leave out as many of the last queries as of the last keys, and no first keys",
-                "slice a map without them, and combine it with a mask: fa4flex.variants.sliding_window",
-            )
+            raise _other_tokens(self)
 
     def _check_alone(self, what: str) -> None:
         if self.beside:
@@ -209,11 +245,29 @@ class ListedMap(BlockMap):
     def _fits_heads(self, heads: int) -> bool:
         return heads % int(self.classes.shape[1]) == 0
 
+    def _wanted_heads(self, heads: int) -> str:
+        return f"a divisor of {heads}, as heads of keys are"
+
+    def _other_lengths(self, q_len: int, kv_len: int) -> str:
+        share = q_len // self.classes.shape[2]
+        if self.block_size[0] == 1 and share > 1 and share * self.classes.shape[2] == q_len:
+            return f", or say how many queries share a row: queries={share}"
+        return super()._other_lengths(q_len, kv_len)
+
     def __repr__(self) -> str:
         numbers = {"tail": self.tail, "window": self.window, "sinks": self.sinks}
         more = "".join(f", {name}={value}" for name, value in numbers.items() if value)
         size = f"{self.block_size}, {self.q_len}, {self.kv_len}"
         return f"ListedMap({show(self.classes)}, {size}{more})"
+
+
+def _other_tokens(given: Lists | ListedMap) -> UnsupportedError:
+    """Error for a part of lists, or of their map, whose queries or keys stand elsewhere than those of all."""
+    return UnsupportedError(
+        f"a part of {given!r}, whose tail, window and sinks are those of other tokens there",
+        "parts that leave out as many of the last queries as of the last keys, and no first keys",
+        "slice a map without them, and combine it with a mask: fa4flex.variants.sliding_window",
+    )
 
 
 def kept_map(lists: Lists) -> BlockMap:

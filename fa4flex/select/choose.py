@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa4flex.contents import checked_here
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of
@@ -43,8 +44,13 @@ class _Forced(NamedTuple):
         return self
 
     def most(self, scores: Scores) -> int:
-        """Forced units of a row at most."""
-        own = self.own + -(-(scores.queries - 1) // scores.keys) if self.own else 0
+        """Forced units of a row at most. Rows begin at any multiple of the common divisor of their queries
+        and a unit's keys, behind the offset of q_len and kv_len: the latest place in a unit reaches farthest.
+        """
+        queries, keys = scores.queries, scores.keys
+        step = math.gcd(queries, keys)
+        latest = keys - step + (scores.kv_len - scores.q_len) % step
+        own = self.own + (latest + queries - 1) // keys if self.own else 0
         return min(self.first + own + self.last, scores.values.shape[3])
 
     def of(self, scores: Scores) -> Tensor:
@@ -135,8 +141,7 @@ def mass(
     """
     chosen = _Chosen.of(scores, _Forced(first, own, last), within)
     _check_limit("share", share, (*scores.values.shape[:3], 1), scores.values.device)
-    if not isinstance(share, Tensor) and not 0 <= share <= 1:
-        raise InputError(f"share={share!r}", "a number from 0 to 1", "e.g. share=0.9")
+    _check_share(share)
     values = chosen.ranked()
     ordered, order = values.sort(dim=-1, descending=True, stable=True)
     largest = torch.finfo(ordered.dtype).max  # units of +inf share all of the weight
@@ -145,6 +150,17 @@ def mass(
     wanted = ((before < share) | (share >= 1)) & (ordered > -math.inf)
     wanted[..., :1] = ordered[..., :1] > -math.inf
     return chosen.map(torch.zeros_like(wanted).scatter(-1, order, wanted))
+
+
+def _check_share(share: float | Tensor) -> None:
+    """Raise InputError for a share below 0 or above 1, where the host can tell."""
+    if isinstance(share, Tensor):
+        seen = not torch.compiler.is_compiling() and checked_here(share) and share.numel()
+        worst = share.flatten()[(share.detach() - 0.5).abs().argmax()].item() if seen else 0.5
+    else:
+        worst = share
+    if not 0 <= worst <= 1:
+        raise InputError(f"share={worst!r}", "a number from 0 to 1", "e.g. share=0.9")
 
 
 def _check_limit(name: str, given: Any, shape: Sequence[int], device: torch.device) -> None:

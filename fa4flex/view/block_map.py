@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
+import torch
 
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.lists import Lists
 from fa4flex.view import svg
 from fa4flex.view.grid import EMPTY, FULL, PARTIAL, Grid
 
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
 
 MOST_DRAWN, MOST_PLOTTED, MOST_ROWS = 4, 16, 16
 """Planes (batch, head) of a notebook's picture and of a figure, and lines of a table."""
+
+MOST_SHOWN, MOST_MADE = 1 << 24, 1 << 28
+"""Blocks of the map of lists that a notebook draws by itself, and that a figure is made of."""
+
+BESIDE = "tail", "window", "sinks"
 
 
 @on_the_host
@@ -28,6 +36,47 @@ def html(blocks: BlockMap) -> str:
     panels = [(name, grid_of(blocks, planes[name])) for name in names[:MOST_DRAWN]]
     facts = [f"{len(panels)} of {len(names)} planes drawn"] if len(panels) < len(names) else []
     return svg.picture(panels, title_of(blocks), facts) + _table(blocks, planes)
+
+
+@on_the_host
+def html_of_lists(lists: Lists) -> str:
+    """HTML of the map of lists; of a large one, the number of entries of each head's rows."""
+    if blocks_of(lists) <= MOST_SHOWN:
+        return html(lists.map())
+    outline = f"{lists.q_len} queries x {lists.kv_len} keys in blocks of {lists.queries} x {lists.unit}"
+    live = (lists.ids >= 0) & (lists.ids * lists.unit < lists.kv_len)
+    if lists.counts is not None:
+        live &= torch.arange(lists.capacity, device=live.device) < lists.counts.unsqueeze(-1)
+    entries = live.sum(-1).cpu().numpy()
+    heads = ("", "entries of a row: fewest", "mean", "most")
+    lines = [
+        (name, int(rows.min()), f"{rows.mean():.1f}", int(rows.max()))
+        for name, rows in _named(entries).items()
+    ]
+    return svg.picture([], outline + beside(lists), ["too many blocks to draw"]) + _rows(heads, lines)
+
+
+def figure_of_lists(lists: Lists, b: int, h: int | None) -> Figure:
+    """A figure of the map of lists. Raises UnsupportedError for one of too many blocks."""
+    if blocks_of(lists) > MOST_MADE:
+        raise UnsupportedError(
+            f"plot() of {lists!r}, whose map has {blocks_of(lists)} blocks",
+            f"{MOST_MADE} blocks at most",
+            "draw a part of the rows: lists[:, :, :64].plot()",
+        )
+    return figure(lists.map(), b, h)
+
+
+def blocks_of(lists: Lists) -> int:
+    """Blocks of the map of lists, a byte each."""
+    batch, heads, rows, _ = lists.ids.shape
+    return batch * heads * rows * -(-lists.kv_len // lists.unit)
+
+
+def beside(blocks: BlockMap | Lists) -> str:
+    """Keys that every query sees beside its blocks, in words that go on; empty for none."""
+    listed = [f"{name} {getattr(blocks, name)}" for name in BESIDE if getattr(blocks, name, 0)]
+    return f"; every query sees besides: {', '.join(listed)}" if listed else ""
 
 
 @on_the_host
@@ -62,18 +111,23 @@ def title_of(blocks: BlockMap) -> str:
     share = 100 * (1 - blocks.sparsity)
     return (
         f"{blocks.q_len} queries x {blocks.kv_len} keys in blocks of {rows} x {columns}, {share:.1f} % listed"
+        f"{beside(blocks)}"
     )
 
 
 def planes_of(blocks: BlockMap) -> dict[str, numpy.ndarray]:
     """Classes [R, C] of every entry of the batch and head, by their names."""
-    classes = _classes(blocks)
-    batch, heads = classes.shape[:2]
+    return _named(_classes(blocks))
+
+
+def _named(values: numpy.ndarray) -> dict[str, numpy.ndarray]:
+    """Values [...] of every entry of the batch and head of [b, h, ...], by their names."""
+    batch, heads = values.shape[:2]
     result = {}
     for b in range(batch):
         for h in range(heads):
             parts = [f"batch {b}"] * (batch > 1) + [f"head {h}"] * (heads > 1)
-            result[", ".join(parts) or "all heads"] = classes[b, h]
+            result[", ".join(parts) or "all heads"] = values[b, h]
     return result
 
 
@@ -93,15 +147,25 @@ def _percent(plane: numpy.ndarray) -> str:
 def _table(blocks: BlockMap, planes: dict[str, numpy.ndarray]) -> str:
     """Density of each plane, and the fewest, the mean and the most blocks of a row."""
     heads = ("", "listed", "full", "partial", "blocks of a row: fewest", "mean", "most")
-    lines = ["".join(f"<th style='text-align:right;padding:0 8px'>{x}</th>" for x in heads)]
-    for name, plane in list(planes.items())[:MOST_ROWS]:
+    lines: list[tuple[Any, ...]] = []
+    for name, plane in planes.items():
         rows = (plane != EMPTY).sum(1)
-        cells = (
-            escape(name), _percent(plane), int((plane == FULL).sum()), int((plane == PARTIAL).sum()),
-            int(rows.min()), f"{rows.mean():.1f}", int(rows.max()),
+        lines.append(
+            (
+                name, _percent(plane), int((plane == FULL).sum()), int((plane == PARTIAL).sum()),
+                int(rows.min()), f"{rows.mean():.1f}", int(rows.max()),
+            )
         )  # fmt: skip
-        lines.append("".join(f"<td style='text-align:right;padding:0 8px'>{x}</td>" for x in cells))
+    return _rows(heads, lines)
+
+
+def _rows(heads: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
+    """A table of the first MOST_ROWS lines of values."""
+    lines = ["".join(f"<th style='text-align:right;padding:0 8px'>{x}</th>" for x in heads)]
+    for cells in values[:MOST_ROWS]:
+        texts = (escape(str(x)) for x in cells)
+        lines.append("".join(f"<td style='text-align:right;padding:0 8px'>{x}</td>" for x in texts))
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    left = len(planes) - MOST_ROWS
+    left = len(values) - MOST_ROWS
     more = f"<div style='opacity:.8'>and {left} more</div>" if left > 0 else ""
     return f"<table style='font:12px/1.5 system-ui,sans-serif;border-collapse:collapse'>{body}</table>{more}"

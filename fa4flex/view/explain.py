@@ -21,16 +21,19 @@ from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import ONE
+from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.normalizer import Normalizer
 from fa4flex.primitives.products import GIVEN, MULTIPLIED
 from fa4flex.runtime.key_sources import MOST_WIDTH
 from fa4flex.variant import Variant
 from fa4flex.view import backend
+from fa4flex.view.block_map import beside
 from fa4flex.view.closed_form import closed_form
+from fa4flex.view.listed import without_kernel
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
 from fa4flex.view.sizes import Setting, setting
-from fa4flex.view.sparsity import in_words
+from fa4flex.view.sparsity import in_words, reads_a_map
 
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
 MOST_LISTED = 4
@@ -66,18 +69,22 @@ def explain(
         from fa4flex.view.gpu import check_names
 
         check_names(problem)
+    lists = problem.get("lists")
+    if isinstance(lists, Lists):
+        (q_len, kv_len), problem = _of_lists(lists, problem)
     chosen = setting(program, q_len, kv_len, problem.get("batch"), problem.get("heads"))
     names = Names.of(program)
     auto = program.variant.backend == "auto"
     sections = (
         ("composed", _composition(program)),
-        ("mask", _mask(program, names, chosen)),
+        ("lists", _lists(lists)),
+        ("mask", _mask(program, names, chosen, bool(lists))),
         ("score", _score(program, names)),
         ("output", _output(program)),
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
         ("backend", backend.summary(program, chosen)),
-        ("on a CPU", _place(program, chosen) if auto else []),
+        ("on a CPU", _place(program, chosen, bool(lists)) if auto else []),
         ("on a GPU", _gpu(program, q_len, kv_len, arch, problem) if auto or arch else []),
         ("meanwhile", serving),
     )
@@ -207,10 +214,37 @@ def _alignment(program: Program) -> list[str]:
 # --- the mask -------------------------------------------------------------------------------------------
 
 
-def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
+def _of_lists(lists: Lists, problem: dict[str, Any]) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Lengths of a call with lists, and its problem with the batch and heads that the lists are of, where it
+    says none."""
+    assert lists.q_len is not None
+    batch, heads = lists.ids.shape[:2]
+    heads = max(heads, problem.get("kv_heads", 1))
+    return (lists.q_len, lists.kv_len), {"batch": batch, "heads": heads, **problem}
+
+
+def _lists(lists: Any) -> list[str]:
+    """Lists of a call in words."""
+    if not isinstance(lists, Lists):
+        return []
+    rows = f"rows of {lists.queries} queries" if lists.queries > 1 else "each query"
+    units = f"units of {lists.unit} keys" if lists.unit > 1 else "keys"
+    return [
+        f"{lists!r}",
+        f"up to {lists.capacity} {units} for {rows}, for q_len={lists.q_len}, kv_len={lists.kv_len} alone"
+        f"{beside(lists)}",
+    ]
+
+
+def _mask(program: Program, names: Names, chosen: Setting, listed: bool = False) -> list[str]:
+    """listed: the mask decides about pairs that lists of a call say, and tiles are theirs."""
     facts, shape = program.facts, chosen.shape
     if facts.mask is TRUE:
-        return ["every key is allowed: nothing to skip, nothing to evaluate"]
+        every = "every key that is listed" if listed else "every key"
+        return [f"{every} is allowed: nothing to skip, nothing to evaluate"]
+    if listed:
+        said = "decides about the pairs that lists say; these say which keys are read"
+        return [f"allowed where {_text(facts.mask, names, 'trace')}", said]
     tiles = _cpu_tiles(program, chosen)
     tile = tiles.tile
     reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
@@ -235,7 +269,7 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     below = [
         *(f"({note})" for note in chosen.notes),
         tile_counts(tiles),
-        *([] if program.variant.blocks is None else [in_words(program, shape, tiles)]),
+        *([in_words(program, shape, tiles)] if reads_a_map(program.variant) else []),
         *_decided(tiles.proof, reasons, names),
     ]
     return [*lines, *(f"  {line}" for line in below)]
@@ -246,11 +280,7 @@ def _block_map(blocks: BlockMap) -> str:
     (rows, keys), counts = blocks.block_size, blocks.counts
     listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
     lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
-    beside = [
-        f"{name} {getattr(blocks, name)}" for name in ("tail", "window", "sinks") if getattr(blocks, name, 0)
-    ]
-    more = f"; every query sees besides: {', '.join(beside)}" if beside else ""
-    return f"a captured table for {lengths} alone, in blocks of {rows} x {keys}: {listed}{more}"
+    return f"a captured table for {lengths} alone, in blocks of {rows} x {keys}: {listed}{beside(blocks)}"
 
 
 def _sharing(program: Program, chosen: Setting) -> str:
@@ -399,7 +429,7 @@ def _indices(program: Program, names: Names, chosen: Setting) -> list[str]:
     return [*listed, "a CPU computes indices in 64 bits, so these do not wrap"]
 
 
-def _place(program: Program, chosen: Setting) -> list[str]:
+def _place(program: Program, chosen: Setting, listed: bool = False) -> list[str]:
     precision, tile, gathered = program.variant.precision, _walked(program), _gathered(program, chosen)
     compute = "float32 (float64 for float64 inputs)" if precision.compute == "auto" else precision.compute
     tiles = f"tile {tile[0]} x {tile[1]}"
@@ -408,6 +438,8 @@ def _place(program: Program, chosen: Setting) -> list[str]:
         tiles = (
             f"blocks of {rows} x {keys} gathered; where gradients of captured tensors are asked for, {tiles}"
         )
+    if listed:
+        tiles = "the map of what is listed, as blocks=lists.map() is: tiles of it that are not empty"
     return [
         f"forward and backward, {tiles}",
         *_fused(program),
@@ -474,7 +506,8 @@ def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None, problem: d
         said = ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
         widths = (problem.get(name, 0) for name in ("head_dim", "head_dim_v"))
         others = not program.facts.softmax or problem.get("latent") or max(widths) > MOST_WIDTH
-        return said + blockwise * bool(others)
+        lists = problem.get("lists")
+        return said + blockwise * bool(others) + ([without_kernel(lists)] if lists else [])
     if "direction" in problem:
         return lines
     if problem.get("lists"):

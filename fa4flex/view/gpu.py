@@ -17,10 +17,11 @@ from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.heads import Shares
 from fa4flex.primitives.lists import Lists
 from fa4flex.primitives.products import GIVEN, MULTIPLIED, check_products, format_name
+from fa4flex.view.listed import Tiling, counted
 from fa4flex.view.mask import tiles_of
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import Setting, setting
-from fa4flex.view.sparsity import in_words
+from fa4flex.view.sparsity import in_words, percent, reads_a_map
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -185,7 +186,9 @@ class KernelView:
                 if problem.in_range
                 else "captured tensors: not every index is proved to lie within them, so indices are wrapped"
             )
-        proved += self._sparsity()
+        if listed := self._listed():  # the least time is that of what is listed
+            lines = [line for line in lines if not line.startswith("bound:")]
+        proved += listed or self._sparsity(any(line.startswith("candidates") for line in lines))
         names = Names.of(self.shown)
         if self.problem.get("direction", "forward") == "forward" and self.program.output is not None:
             applied = "in its epilogue" if self.lowered.problem.output else "by a launch of its own after it"
@@ -219,18 +222,46 @@ class KernelView:
             return f"by PyTorch operations: {error.given}"
         return "by a kernel of its own in each pass"
 
-    def _sparsity(self) -> list[str]:
-        """Selected pairs of a block map, beside those in the tiles that this kernel computes for them."""
+    def _sparsity(self, candidates: bool) -> list[str]:
+        """Selected pairs of a block map, beside those in the tiles that this kernel computes for them.
+        candidates: their times are told above."""
         forward = self.problem.get("direction", "forward") == "forward"
-        tiles = self._tiles() if forward and self.program.variant.blocks is not None else None
+        tiles = self._tiles() if forward and reads_a_map(self.program.variant) else None
         if tiles is None:
             return []
-        plan = self.lowered.plan
-        least = plan.bound(self._size()).seconds * 1e6
+        least = self.lowered.plan.bound(self._size()).seconds * 1e6
+        of_all = (
+            "; candidates' times are those of all tiles, as contents of a table are a call's" * candidates
+        )
         return [
             f"sparsity: {in_words(self.program, self.shape, tiles)}",
-            f"  least time over the tiles that remain {least:.3g} us; candidates' times are those of all "
-            "tiles, as contents of a table are a call's",
+            f"  least time over the tiles that remain {least:.3g} us{of_all}",
+        ]
+
+    def _listed(self) -> list[str]:
+        """Pairs that Lists select, beside those in the tiles that this kernel gathers for them."""
+        lists, problem = self.problem.get("lists"), self.lowered.problem
+        if not isinstance(lists, Lists) or problem.lengths != "dense":
+            return []
+        from fa4flex.kernels.lists_sm90.plan import ListsPlan
+
+        plan, shape = self.lowered.plan, self.shape
+        assert isinstance(plan, ListsPlan)
+        tiling = Tiling(plan.rows, plan.tile_n, plan.united, self.problem.get("kv_heads", shape.heads))
+        found = counted(self.program, shape, lists, tiling)
+        computed = found.tiles * tiling.rows * tiling.keys
+        width = problem.head_dim + problem.head_dim_v
+        least = 2 * computed * width / plan.target.peak_flops
+        gathered = found.tiles * tiling.keys * width * problem.itemsize
+        some = "" if found.share == 1 else f"about, by {percent(100, round(100 / found.share))} of the rows: "
+        whole = shape.batch * shape.heads * shape.q_len * shape.kv_len
+        rate = gathered / max(least, 1e-12) / 1e12
+        return [
+            f"sparsity: {some}{found.selected} pairs selected, {percent(found.selected, whole)} of all; "
+            f"tiles of {tiling.rows} x {tiling.keys} compute {computed}, of which "
+            f"{percent(found.selected, computed)} are selected",
+            f"  least time of their products {least * 1e6:.3g} us, in which L2 has to bring "
+            f"{gathered / 1e9:.3g} GB of keys and values, {rate:.3g} TB/s",
         ]
 
     def in_a_line(self) -> str:

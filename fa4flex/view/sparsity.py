@@ -8,11 +8,23 @@ from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.evaluate import Value, evaluate
+from fa4flex.primitives.base import Mod
 from fa4flex.primitives.block_lists import EMPTY
 from fa4flex.primitives.blocks import BlockedMask
+from fa4flex.primitives.lists import ListedMask
+from fa4flex.variant import Variant
 
 MOST_EVALUATED = 1 << 24
 """Pairs that are evaluated one by one to be counted; of more, the count is between two."""
+
+
+def reads_a_map(variant: Variant) -> bool:
+    """True if a block map, as such or within the mask, decides which pairs are allowed."""
+
+    def within(mod: Mod | None) -> bool:
+        return mod is not None and (isinstance(mod, (BlockedMask, ListedMask)) or any(map(within, mod.parts)))
+
+    return variant.blocks is not None or within(variant.mask)
 
 
 def selected(program: Program, shape: Shape, tiles: TileMap) -> tuple[int, int]:
@@ -57,19 +69,23 @@ def in_words(program: Program, shape: Shape, tiles: TileMap) -> str:
     """Selected pairs, and their share of the pairs in tiles that are computed."""
     least, most = selected(program, shape, tiles)
     _, partial, full = tiles.counts()
+    sharing = (tiles.map_batch, shape.batch, "entry of the batch"), (tiles.map_heads, shape.heads, "head")
+    alike = " and ".join(noun for planes, size, noun in sharing if planes < size)
+    each = f" in each {alike}" * bool(alike)
     computed = (partial + full) * tiles.tile[0] * tiles.tile[1]
     whole = tiles.map_batch * tiles.map_heads * shape.q_len * shape.kv_len
     rows, columns = tiles.tile
     if least != most:
+        share = f"{percent(least, whole)} to {percent(most, whole)}"
         return (
-            f"{least} to {most} pairs selected, {_percent(least, whole)} to {_percent(most, whole)} of all; "
+            f"{least} to {most} pairs selected{each}, {share} of all; "
             f"tiles of {rows} x {columns} compute {computed}"
         )
     return (
-        f"{most} pairs selected, {_percent(most, whole)} of all; tiles of {rows} x {columns} compute "
-        f"{computed}, of which {_percent(most, computed)} are selected"
+        f"{most} pairs selected{each}, {percent(most, whole)} of all; tiles of {rows} x {columns} compute "
+        f"{computed}, of which {percent(most, computed)} are selected"
     )
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.1f} %"

@@ -23,7 +23,7 @@ from fa4flex.bench.measure import Samples, host_overhead, interleave
 from fa4flex.bench.options import SUITE_NAMES
 from fa4flex.bench.peers import Absent, Fa4flex, Problem, Run, attempt, make_problem
 from fa4flex.bench.report import Measured, RowReport, as_json, full_table, short_table, verdicts
-from fa4flex.bench.suites import SUITES, Row, Target, blocks_with_work, flops, groups, select_all
+from fa4flex.bench.suites import SPARSE, SUITES, Row, Target, blocks_with_work, flops, groups, select_all
 from fa4flex.errors import InputError
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def at(row: Row, length: int) -> Row:
 
 
 def test_the_command_line_knows_every_suite() -> None:
-    assert set(SUITE_NAMES) == {*SUITES, "latency", "random"}
+    assert set(SUITE_NAMES) == {*SUITES, "latency", "random", SPARSE}
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -52,7 +52,7 @@ CHIPS = {
     ),
     "sm_100a": Chip(
         SM100A,
-        _COMMON,
+        (*_COMMON, (256, 256)),
         "Forward kernels on sm_100a: columns of tensor memory in use, registers per thread at launch, bytes"
         " spilled and\nof stack per thread, and bytes of shared memory per block.",
     ),

@@ -172,7 +172,7 @@ def test_statistics_repr_and_fits() -> None:
         blocks.fits(9, 17, 1, 1)
     wide = BlockMap(drawn(2, 3, 2, 4), (8, 4), 9, 16)
     wide.fits(9, 16, 2, 3)
-    with pytest.raises(InputError, match="a block map with 2 batch for inputs with 1"):
+    with pytest.raises(InputError, match="a block map with 2 batch entries for inputs with 1"):
         wide.fits(9, 16, 1, 3)
     with pytest.raises(
         InputError, match=r"a block map with 3 heads for inputs with 6\n  expected: 1 .shared. or 6"

@@ -305,7 +305,7 @@ def test_maps_that_do_not_cover_a_sequence_are_refused() -> None:
         fa4flex.compile(blocks=blocks)(*qkv, varlen=Varlen(cu))
     assert "blocks.packed" in str(e.value)
     three = BlockMap(torch.ones(3, 1, 3, 3, dtype=torch.uint8), 4, 12, 12)
-    with pytest.raises(InputError, match="3 batch for inputs with 2"):
+    with pytest.raises(InputError, match="3 batch entries for inputs with 2"):
         fa4flex.compile(blocks=three)(*qkv, varlen=Varlen(cu))
 
 

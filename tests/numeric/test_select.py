@@ -17,6 +17,7 @@ from fa4flex import Lists, reference, select, variants
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.select import Scores, mass, pool, score, threshold, topk
 from fa4flex.select import scoring as scoring_module
+from fa4flex.select.choose import _Forced
 from fa4flex.variants import causal
 
 # --- pooling ------------------------------------------------------------------------------------------------
@@ -239,6 +240,23 @@ def test_threshold_and_mass(number: int, seed: int) -> None:
         assert share == 1.0 or found == chosen | always
 
 
+@pytest.mark.parametrize("number", range(12))
+def test_as_few_units_as_are_forced_may_be_asked_for(number: int, seed: int) -> None:
+    """Blocks of queries as large as units have one own unit, and k=2 leaves room for it and the first."""
+    rng = random.Random(seed + number)
+    queries, keys = rng.choice([1, 2, 3, 4, 6, 8, 16]), rng.choice([1, 2, 4, 5, 8])
+    q_len, kv_len = queries * rng.randint(40, 50), rng.randint(400, 900)
+    q_len = min(q_len, kv_len // queries * queries)
+    rule = _Forced(rng.randint(0, 1), rng.randint(1, 2), 0)
+    values = torch.randn(1, 1, q_len // queries, -(-kv_len // keys))
+    scores = Scores(values, queries, keys, q_len, kv_len)
+    forced = rule.of(scores).sum(-1)
+    assert int(forced.max()) == rule.most(scores)
+    k = rule.most(scores)
+    chosen = topk(scores, k, first=rule.first, own=rule.own)
+    assert torch.equal((chosen.classes()[0, 0] != 0) & rule.of(scores), rule.of(scores))
+
+
 def test_a_share_that_is_reached_exactly() -> None:
     """Two of four equal scores hold a half, the lower ones; a share of 1 takes all that there are."""
     scores = Scores(torch.tensor([[[[0.0, 0.0, -math.inf, 0.0, 0.0]]]]), 1, 1, 1, 5)
@@ -378,7 +396,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Scores(torch.zeros(1, 2, 4, 4).int(), 2, 2, 8, 8), "scores of torch.int32"),
     (lambda: topk(X, 2), "a selection of torch.float32"),
     (lambda: topk(S, 0), "k=0"),
-    (lambda: topk(S, 1, first=1, own=1), r"k=1 with first=1, own=1, last=0: up to 3 units"),
+    (lambda: topk(S, 1, first=1, own=1), r"k=1 with first=1, own=1, last=0: up to 2 units"),
     (lambda: topk(S, 1, own=-1), "own=-1"),
     (lambda: mass(S, 1.5), "share=1.5"),
     (lambda: topk(S, 1, within=X), "within=torch.float32"),

@@ -135,7 +135,7 @@ def test_pages_that_can_be_read_in_place_are() -> None:
             assert config.paged and (config.box_rows, config.ctas) == (rows, 1)
             assert f"brought in {128 // rows} x {rows} keys" in plan.explain()
     assert FWD_SM100.accepts(replace(problem, mask_form="tables"), SM100A, sizes_of())
-    for refused in ({"mask_form": "pairs"}, {"head_dim": 200}, {"head_dim_v": 136}):
+    for refused in ({"mask_form": "pairs"}, {"head_dim": 200}, {"head_dim_v": 136}):  # wide ones are gathered
         assert not FWD_SM100.accepts(replace(problem, **refused), SM100A, sizes_of())  # type: ignore[arg-type]
     assert not planned(128, 128).config().paged and planned(128, 128).box_rows == 0
     with pytest.raises(UnsupportedError, match="sorted by their keys"):
@@ -163,7 +163,7 @@ def test_the_share_of_polynomials_is_by_width_and_topology() -> None:
     paired = planned(128, 128, 257)
     assert paired.exponential == Exponential(degree=3, every=5, count=2, skip=1)
     assert planned(128, 128).exponential == Exponential(3, 8, 2, 1)
-    assert [row.head_dim for row in TABLE] == [64, 128, 192]
+    assert [row.head_dim for row in TABLE] == [64, 128, 192, 256]
     # by hand: two fragments of four; 2 of 8 pairs, or of 16 pairs in groups of 5 the last two of three groups
     assert share(Exponential(3, 8, 2, 1), 128) == 2 * 4 / 64
     assert share(Exponential(3, 5, 2, 1), 128) == 2 * 6 / 64

@@ -56,13 +56,18 @@ class Own(Noticing):
 
 
 def captured_forward(
-    arch: str, size: Size, masked: bool, planned: contextlib.AbstractContextManager[None] | None = None
+    arch: str,
+    size: Size,
+    masked: bool,
+    planned: contextlib.AbstractContextManager[None] | None = None,
+    **options: Any,
 ) -> Own:
-    """The forward kernel, dense or causal, on one multiprocessor, for which `planned`, if given, plans it."""
+    """The forward kernel, dense or causal, on one multiprocessor, or the two of a pair of CTAs, for which
+    `planned`, if given, plans it."""
     torch.manual_seed(0)
     q = torch.randn(size.batch, size.q_len, size.heads, size.dim).bfloat16()
     k, v = (torch.randn(size.batch, size.kv_len, size.heads, size.dim).bfloat16() for _ in range(2))
-    attn = fa4flex.compile(mask=causal if masked else None, layout="bshd")
+    attn = fa4flex.compile(mask=causal if masked else None, layout="bshd", **options)
     seen: list[Launch] = []
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
     with (
@@ -74,5 +79,5 @@ def captured_forward(
     ):
         out: Any = attn(q, k, v)
     (launch,) = seen
-    assert launch.grid == (1, 1, 1)
+    assert launch.grid == launch.cluster
     return Own(launch, q, k, v, out, masked, counters)

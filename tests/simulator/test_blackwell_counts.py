@@ -10,6 +10,7 @@ from cases import Size, fa4_forward
 
 import fa4flex
 import ptxsim
+from fa4flex.primitives.schedule import Schedule
 from fa4flex.variants import causal
 from ptxsim import model
 from ptxsim.run.counts import by_warp, cycles, shared_memory
@@ -26,6 +27,48 @@ def own(size: Size, masked: bool) -> Result:
         attn(q, k, v)
     assert not gpu.findings
     return gpu.results[0]
+
+
+WIDE = {
+    "pair": (Schedule(), Size(q_len=256, kv_len=1280, dim=256)),
+    "alone": (Schedule(tile=(128, 64)), Size(q_len=128, kv_len=640, dim=256)),
+}
+"""Heads of 256: 10 tiles of keys, of 128 for a pair of CTAs, of 64 for one alone."""
+
+
+def wide(name: str) -> None:
+    schedule, size = WIDE[name]
+    q, k, v = (torch.randn(1, 1, n, size.dim).bfloat16() for n in (size.q_len, size.kv_len, size.kv_len))
+    with torch.no_grad():
+        fa4flex.compile(schedule=schedule)(q, k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mma"), [("pair", 2048), ("alone", 1024)])
+def test_clocks_of_heads_of_256(name: str, mma: int) -> None:
+    """Per tile of keys and CTA. Operands of a pair: 16 x (128 x 16 of q and 64 x 16 of k) elements for scores
+    and 8 x (16 x 128) of v; of one CTA as much, for half of the keys. No exponential is a polynomial."""
+    with ptxsim.device("sm_100a", timing="eager") as gpu:
+        wide(name)
+    (result,), tiles = gpu.results, 10
+    ctas = 2 if name == "pair" else 1
+    found = cycles(result)
+    assert not gpu.findings and result.shape.cluster == (ctas, 1, 1)
+    assert found["mma"] == mma * tiles * ctas
+    assert shared_memory(result)["operands of MMAs"] == 1024 * tiles * ctas
+    assert mma / 2 * tiles * ctas <= found["special functions"] < 1.02 * mma / 2 * tiles * ctas
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share"), [("pair", 0.85), ("alone", 0.62)])
+def test_a_step_of_heads_of_256(name: str, share: float) -> None:
+    """Products' share of a step, by the model of time. One CTA reads as much of shared memory for 64 keys as
+    one of a pair for 128, which takes longer than their products."""
+    torch.manual_seed(0)  # which rows raise their maxima shifts some warps by some clocks
+    with model.recording("sm_100a") as recorder:
+        wide(name)
+    found = model.predict(recorder.traces[-1])
+    assert found.utilisation["tensor core"] >= share
 
 
 def arithmetic(result: Result) -> float:

@@ -107,6 +107,11 @@ CASES = {
     "fwd_sm100 masked": Case(BLACKWELL, masked=True, dims=(128, 128)),
     "fwd_sm100 packed": Case(BLACKWELL, lengths=RAGGED, masked=True),
     "fwd_sm100 wide": Case(BLACKWELL, dims=(192, 128), schedule=Schedule(tile=(128, 128))),
+    "fwd_sm100 heads of 256": Case(BLACKWELL, q_len=700, dims=(256, 256), masked=True),
+    "fwd_sm100 heads of 256, cancelling": Case(
+        BLACKWELL, q_len=700, dims=(256, 256), schedule=Schedule(next_tile="launch_control")
+    ),
+    "fwd_sm100 heads of 256, packed": Case(BLACKWELL, lengths=RAGGED, masked=True, dims=(256, 256)),
     "fwd_sm100 cancelling": Case(BLACKWELL, schedule=Schedule(next_tile="launch_control")),
     "fwd_sm100 in pairs": Case(BLACKWELL, q_len=700, dims=(128, 128)),
     "fwd_sm100 in pairs, cancelling": Case(

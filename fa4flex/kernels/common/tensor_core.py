@@ -146,6 +146,11 @@ class Blocks:
         shape = mine.partition_S(cute.make_identity_tensor(blocks.shape[:2])).shape
         return Blocks(copy, mine.partition_D(blocks), shape)
 
+    def moved(self, columns: Int32) -> Blocks:
+        """The same, so many columns on."""
+        memory = cute.make_tensor(self.memory.iterator + columns, self.memory.layout)
+        return Blocks(self.copy, memory, self.shape)
+
     def take(self, block: int, registers: cute.Tensor) -> None:
         cute.copy(self.copy, self.memory[None, None, None, block], self._shaped(registers))
 

@@ -9,14 +9,16 @@ from fa4flex.kernels.plan.tensor_memory import Columns, Range
 
 
 def lay_out_columns(tiles: Tiles, target: Target) -> Columns:
-    """Scores, then outputs. Probabilities, two in a column, lie over the second half of their scores."""
+    """Scores, then outputs. Probabilities, two in a column, lie over the second half of their scores. There
+    is room for the scores of two query tiles, or for those of one in two stages."""
     n, dv, early = tiles.tile_n, tiles.head_dim_v, tiles.early_keys
+    staged = (tiles.score_stages, n) if tiles.score_stages > 1 else ()
     scores, probabilities, outputs = [], [], []
     for i in range(tiles.q_tiles):
         start = i * n + n // 2
-        scores.append(Range(f"S {i}", i * n, n))
-        probabilities.append(Range(f"P {i} early", start, early // 2))
-        probabilities.append(Range(f"P {i} late", start + early // 2, (n - early) // 2))
+        scores.append(Range(f"S {i}", i * n, n, *staged))
+        probabilities.append(Range(f"P {i} early", start, early // 2, *staged))
+        probabilities.append(Range(f"P {i} late", start + early // 2, (n - early) // 2, *staged))
         outputs.append(Range(f"O {i}", 2 * n + i * dv, dv))
     return Columns((*scores, *probabilities, *outputs), target.tensor_columns)
 
@@ -27,4 +29,4 @@ def first_columns(columns: Columns) -> TensorMemory:
     def firsts(letter: str) -> tuple[int, ...]:
         return tuple(r.first for r in columns.ranges if r.name[0] == letter and not r.name.endswith("late"))
 
-    return TensorMemory(firsts("S"), firsts("P"), firsts("O"))
+    return TensorMemory(firsts("S"), firsts("P"), firsts("O"), columns.ranges[0].apart)

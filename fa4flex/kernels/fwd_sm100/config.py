@@ -32,20 +32,24 @@ def staged_columns(width: int, itemsize: int) -> int:
 @dataclass(frozen=True)
 class Registers:
     """Per thread, after the split: of both softmax warpgroups, the correction warpgroup, and the one that
-    holds the warps which load, multiply, store and schedule."""
+    holds the warps which load, multiply, store and schedule. `idle`: of a softmax warpgroup that never has a
+    query tile, where that has fewer than the other."""
 
     softmax: int = 192
     correction: int = 80
     other: int = 48
+    idle: int = field(default=0, metadata={"default": 0})
 
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """First columns, by query tile, of scores, of the probabilities that lie over them, and of outputs."""
+    """First columns, by query tile, of scores, of the probabilities that lie over them, and of outputs. Of
+    scores in several stages, and their probabilities, each stage begins `apart` columns after the last."""
 
     scores: tuple[int, ...]
     probabilities: tuple[int, ...]
     outputs: tuple[int, ...]
+    apart: int = field(default=0, metadata={"default": 0})
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Config:
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     skip                     probability that each row may leave out, by tiles of keys
+    score_stages             places for a query tile's scores: with 2, the next ones are multiplied while the
+                             softmax of these is taken
     """
 
     head_dim: int
@@ -115,6 +121,7 @@ class Config:
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
     skip: float = field(default=0.0, metadata={"default": 0.0})
+    score_stages: int = field(default=1, metadata={"default": 1})
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""

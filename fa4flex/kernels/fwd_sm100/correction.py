@@ -4,6 +4,7 @@ way, and finishes them (FlashAttention-4)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.utils.blackwell_helpers as sm100
@@ -20,6 +21,7 @@ from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
+from fa4flex.kernels.fwd_sm100.mma_ahead import after
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared, chunk_columns, first_row
 from fa4flex.kernels.fwd_sm100.rows import multiply
 
@@ -31,6 +33,16 @@ class Output:
     taken: Blocks
     put: Blocks
     whole: Blocks
+
+
+class Turn(NamedTuple):
+    """Barriers of a key tile: the place of its scale and the phase in which that comes, the barrier that lets
+    the next product begin, and the phase in which the output before it was added to."""
+
+    scale: Int32 | int
+    phase: Int32
+    early: Int32 | int
+    added: Int32
 
 
 class Correction:
@@ -63,20 +75,35 @@ class Correction:
             count = self.scheduler.keys(at, work, arguments).count
             for _ in cutlass.range(1, count, unroll=1):
                 for tile in cutlass.range_constexpr(self.config.q_tiles):
-                    cute.arch.mbarrier_wait(pipes.scale_full + 4 * tile + warp, scale_phase)
+                    turn = self.turn(tile, scale_phase, phase)
+                    cute.arch.mbarrier_wait(pipes.scale_full + 4 * turn.scale + warp, turn.phase)
+                    if const_expr(self.config.score_stages > 1):
+                        cute.arch.mbarrier_wait(pipes.o_full, turn.added)
                     if const_expr(not self.hooks.elementwise):
-                        self.rescale(outputs[tile], shared.scales[row, tile])
-                    self.cluster.arrive(pipes.p_early + tile)
-                scale_phase ^= 1
+                        self.rescale(outputs[tile], shared.scales[row, turn.scale])
+                    self.cluster.arrive(pipes.p_early + turn.early)
+                scale_phase = self.following(scale_phase)
             for tile in cutlass.range_constexpr(self.config.q_tiles):
+                turn = self.turn(tile, scale_phase, phase)
                 place = (row, warp, tile)
                 scale = self.final(shared, pipes, place, phase)
-                cute.arch.mbarrier_wait(pipes.o_full + tile, phase)
-                given = (outputs[tile], place, scale, at)
+                cute.arch.mbarrier_wait(pipes.o_full + tile, turn.added)
+                given = (outputs[tile], place, scale, at, turn.early)
                 out_count = self.hand_out(arguments, work, shared, pipes, given, out_count)
             return scale_phase, out_count
 
         self.scheduler.walk(grid, arguments, pipes.next, correct, (Int32(0), Int32(0)))
+
+    def turn(self, tile: int, count: Int32, of_row: Int32) -> Turn:
+        """`count`: of the scales so far, modulo 2, or modulo TURNS where scores have stages; `of_row`: of the
+        tiles of queries, modulo 2. Each of these has a key tile more than it has scales."""
+        if self.config.score_stages == 1:
+            return Turn(tile, count, tile, of_row)
+        before = (count + of_row) & 1
+        return Turn(count & 1, count >> 1, before ^ 1, before)
+
+    def following(self, count: Int32) -> Int32:
+        return count ^ 1 if self.config.score_stages == 1 else after(count)
 
     def output(self, products: Products, base: cute.Pointer, tile: int, row: Int32) -> Output:
         out = products.outputs_at(base, tile)[(None, None), 0, 0]
@@ -126,12 +153,12 @@ class Correction:
         work: Work,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        given: cutlass.Constexpr[tuple[Output, tuple[Int32, Int32, int], Float32, At]],
+        given: cutlass.Constexpr[tuple[Output, tuple[Int32, Int32, int], Float32, At, Int32 | int]],
         count: Int32,
     ) -> Int32:
         """The finished output leaves tensor memory: for a TMA store by way of shared memory, or straight to
         global memory. Returns how many chunks have been staged so far."""
-        out, (row, _, tile), scale, at = given
+        out, (row, _, tile), scale, at, early = given
         blocks = self.config.head_dim_v // FRAGMENT
         per_chunk = chunk_columns(self.config, arguments.out.element_type) // FRAGMENT
         for block in cutlass.range_constexpr(blocks):
@@ -140,7 +167,7 @@ class Correction:
             cute.arch.fence_view_async_tmem_load()
             if const_expr(block == blocks - 1):
                 # The next tile's output may be written: its first product waits for this.
-                self.cluster.arrive(pipes.p_early + tile)
+                self.cluster.arrive(pipes.p_early + early)
             if const_expr(not self.hooks.elementwise):
                 multiply(part, scale)
             if const_expr(self.hooks.output is not None):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, Exponential
+from fa4flex.kernels.fwd_sm100.tiles import WIDEST, narrow
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import Target
@@ -36,14 +37,17 @@ TABLE = (
     Row(64, Exponential(every=8, skip=1), Exponential(every=8, skip=1)),
     Row(128, Exponential(every=5, skip=1), Exponential(every=8, skip=1)),
     Row(192, Exponential(every=8, skip=0), Exponential(every=16, skip=1)),
+    Row(WIDEST, OFF, OFF),
 )
-"""Two of every `every` pairs of keys, by a polynomial of degree 3."""
+"""Two of every `every` pairs of keys, by a polynomial of degree 3. Products of the widest take twice as long
+as special functions."""
 
 
 def choose_exponential(problem: Problem, target: Target, ctas: int) -> Exponential:
     if target.special_results > ENOUGH:
         return OFF
-    row = next(row for row in TABLE if row.head_dim >= problem.head_dim)
+    width = problem.head_dim if narrow(problem) else WIDEST
+    row = next(row for row in TABLE if row.head_dim >= width)
     return row.paired if ctas == 2 else row.alone
 
 

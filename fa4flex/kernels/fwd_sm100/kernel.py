@@ -34,6 +34,7 @@ from fa4flex.kernels.fwd_sm100.epilogue import Epilogue, store_atom
 from fa4flex.kernels.fwd_sm100.launch_control import Cancelling
 from fa4flex.kernels.fwd_sm100.load import Load
 from fa4flex.kernels.fwd_sm100.mma import Mma
+from fa4flex.kernels.fwd_sm100.mma_ahead import MmaAhead
 from fa4flex.kernels.fwd_sm100.resources import Products, Shared, chunk_columns
 from fa4flex.kernels.fwd_sm100.roles import (
     ALLOCATED,
@@ -68,7 +69,7 @@ class Forward:
             tiles = Cancelling(config, hooks, cluster)
         self.schedule = Scheduler(tiles)
         self.load = Load(config, tiles, cluster)
-        self.mma = Mma(config, tiles, cluster)
+        self.mma = (MmaAhead if config.score_stages > 1 else Mma)(config, tiles, cluster)
         self.softmax = (SkippingSoftmax if config.skip else Softmax)(config, hooks, tiles, cluster)
         self.correction = Correction(config, hooks, tiles, cluster)
         self.epilogue = Epilogue(config, tiles, cluster)
@@ -145,7 +146,8 @@ class Forward:
             "columns": Int32,
         }
         rows = cute.struct.MemRange[Float32, ROWS * config.q_tiles]
-        members |= {"scales": rows, "finals": rows}
+        scales = cute.struct.MemRange[Float32, ROWS * config.q_tiles * config.score_stages]
+        members |= {"scales": scales, "finals": rows}
         names = ("queries", "keys", "values")
         for name, layout in zip(names, products.layouts(), strict=True):
             members[name] = tile_room(products.kind, cute.cosize(layout))
@@ -204,24 +206,32 @@ class Forward:
             memory.relinquish_alloc_permit()
             sync(FINISHED)
             memory.free(base)
-        else:
+        elif const_expr(registers.idle == 0):
             cute.arch.setmaxregister_increase(registers.softmax)
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
             if warp < 4 * self.config.q_tiles:
                 self.softmax.run(arguments, grid, shared, pipes, products, base)
+        elif warp < 4 * self.config.q_tiles:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            memory.wait_for_alloc()
+            self.softmax.run(arguments, grid, shared, pipes, products, memory.retrieve_ptr(Float32))
+        else:
+            cute.arch.setmaxregister_decrease(registers.idle)
+            memory.wait_for_alloc()
         self.cluster.depart()
 
     def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
         q, k, v = products.layouts()
         chunk = self.out_layout(out_kind)
         rows = cute.make_layout((ROWS, self.config.q_tiles))
+        scales = cute.make_layout((ROWS, self.config.q_tiles * self.config.score_stages))
         return Shared(
             storage.queries.get_tensor(q.outer, swizzle=q.inner),
             storage.keys.get_tensor(k.outer, swizzle=k.inner),
             storage.values.get_tensor(v.outer, swizzle=v.inner),
             None if chunk is None else storage.out.get_tensor(chunk.outer, swizzle=chunk.inner),
-            storage.scales.get_tensor(rows),
+            storage.scales.get_tensor(scales),
             storage.finals.get_tensor(rows),
             tuple(
                 tiles.get_tensor(layout.outer, swizzle=layout.inner)

@@ -26,7 +26,7 @@ from fa4flex.kernels.common.tensor_core import elect, zero_here
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.resources import Products, Shared
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared, stage_column
 from fa4flex.kernels.plan.problem import MMA_K
 
 
@@ -140,11 +140,15 @@ class Mma:
         staged: Staged,
         tile: cutlass.Constexpr[int],
         last: Boolean,
+        turn: Int32 | None = None,
     ) -> None:
+        """`turn`: of scores in stages, which one."""
         q, k = operands.q[None, None, None, tile], operands.k[None, None, None, staged.stage]
-        steps = range(self.config.depth)
-        products.scores_product.issue(operands.scores[tile].iterator, q, k, steps, False, staged.zero)
-        self.cluster.commit(pipes.s_full + tile)
+        steps, scores, barrier = range(self.config.depth), operands.scores[tile].iterator, tile
+        if const_expr(turn is not None):
+            scores, barrier = scores + stage_column(self.config, turn), turn
+        products.scores_product.issue(scores, q, k, steps, False, staged.zero)
+        self.cluster.commit(pipes.s_full + barrier)
         if last:
             self.cluster.commit(pipes.q_empty + tile)
 
@@ -158,20 +162,25 @@ class Mma:
         phase: Int32,
         tile: cutlass.Constexpr[int],
         accumulate: Boolean,
+        turn: Int32 | None = None,
     ) -> None:
-        """O += p v, in two parts: the first begins while the last probabilities are computed."""
+        """O += p v, in two parts: the first begins while the last probabilities are computed. `turn`: of
+        probabilities in stages, which one."""
         p, v = operands.p[tile], operands.v[None, None, None, staged.stage]
         product = products.values_product
-        words = product.prepared(operands.out[tile].iterator, p, v, staged.zero)
+        words, barrier = product.prepared(operands.out[tile].iterator, p, v, staged.zero), tile
+        if const_expr(turn is not None):
+            words[1][0] = words[1][0] + stage_column(self.config, turn)
+            barrier = turn
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
         # The lane that issues is elected before all wait: nothing is to be done between wait and product.
         elected = elect()
-        cute.arch.mbarrier_wait(pipes.p_early + tile, phase)
+        cute.arch.mbarrier_wait(pipes.p_early + barrier, phase)
         if elected:
             product.put(words, p, v, range(early), accumulate)
         if const_expr(early < steps):
             elected = elect()
-            cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
+            cute.arch.mbarrier_wait(pipes.p_late + barrier, phase)
             if elected:
                 product.put(words, p, v, range(early, steps), True)
 

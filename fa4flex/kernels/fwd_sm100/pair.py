@@ -47,6 +47,7 @@ def pair_topology(one: Topology, tiles: Tiles) -> Topology:
         mbarriers=tuple(barriers),
         overlaps=tuple((at(a, c), at(b, c)) for c in BOTH for a, b in one.overlaps),
         by_warp=tuple(at(name, c) for c in BOTH for name in one.by_warp),
+        stages=tuple((at(name, c), stages) for c in BOTH for name, stages in one.stages),
         places=tuple(_places(table, asks, c) for c in BOTH),
     )
 

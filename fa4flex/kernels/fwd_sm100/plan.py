@@ -12,7 +12,7 @@ from fa4flex.kernels.fwd_sm100.config import ROWS, Config, Exponential, Register
 from fa4flex.kernels.fwd_sm100.exponential import check_exponential, choose_exponential, explain_exponential
 from fa4flex.kernels.fwd_sm100.pair import pair_topology
 from fa4flex.kernels.fwd_sm100.registers import choose_registers, in_place, piece
-from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, Tiles, choose, pad
+from fa4flex.kernels.fwd_sm100.tiles import Tiles, choose, narrow, pad
 from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.kernels.plan.memory import Memory
@@ -141,6 +141,7 @@ class BlackwellPlan(Checked):
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             skip=self.problem.skip,
+            score_stages=self.tiles.score_stages,
         )
 
     def check_resources(self) -> None:
@@ -166,7 +167,8 @@ class BlackwellPlan(Checked):
             f" v {t.head_dim_v}, K {k_stages} and V {v_stages} deep",
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: {t.q_tiles} softmax, 1 correction and 1 of single warps (load, multiply, store,"
-            f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
+            f" schedule), of {r.softmax}, {r.correction} and {r.other} registers"
+            + (f", and {r.idle} of an idle one" if r.idle else ""),
             f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
             f"  {rescaling(self.rescale_threshold)}",
             *explain_skip(self.problem.skip, "a warp's 32 rows", "exponentials; values are multiplied by 0"),
@@ -208,7 +210,8 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=request.work,
-        dynamic=problem.uneven if following == "auto" else following == "counter",
+        # The CTAs of a pair would each take a number of its own.
+        dynamic=problem.uneven and tiles.ctas == 1 if following == "auto" else following == "counter",
         cancel=following == "launch_control",
         reasons=(*reasons, request.why),
     )
@@ -221,8 +224,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
 
 
 def _in_place(problem: Problem) -> bool:
-    narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
-    return narrow and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
+    return narrow(problem) and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
 
 
 FWD_SM100 = Pipeline(

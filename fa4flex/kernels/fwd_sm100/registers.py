@@ -25,8 +25,14 @@ WIDE_PAIR = Registers(200, 64, 48)
 and there are no tiles of keys to find."""
 
 
+AHEAD = Registers(240, 128, 112, 32)
+"""Registers where one query tile has two stages of scores: the other softmax warpgroup leaves its own."""
+
+
 def choose_registers(tiles: Tiles, request: ForwardRequest) -> Registers:
     """Single warps keep the bounds of two spans of keys per row."""
+    if tiles.score_stages > 1:
+        return AHEAD
     if tiles.head_dim > 128:
         return WIDE_PAIR if tiles.ctas == 2 else WIDE
     form, keys = request.problem.mask_form, request.facts.keys

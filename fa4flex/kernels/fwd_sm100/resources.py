@@ -21,8 +21,8 @@ from fa4flex.kernels.fwd_sm100.config import ROWS, Config, staged_columns
 class Shared:
     """Shared memory. q, k, v as operands of products, (instruction, M or N, K, tile or stage); out (128,
     columns, stage). Both float32 (128, query tile): what a row's output is to be multiplied by, `scales` for
-    the next key tile, `finals` after the last. `tiles`, where keys lie in pages: k and v, laid out as
-    Products.tile_layouts says."""
+    the next key tile, `finals` after the last; `scales` is (128, stage) where scores have stages. `tiles`,
+    where keys lie in pages: k and v, laid out as Products.tile_layouts says."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -103,6 +103,11 @@ def chunk_columns(config: Config, kind: Any) -> int:
 def first_row(config: Config, work: Work, tile: Any, rank: Any) -> Int32:
     """The query that the first row of a CTA's tile holds."""
     return work.tile * config.tile_m + (tile * config.ctas + rank) * ROWS
+
+
+def stage_column(config: Config, stage: Any) -> Any:
+    """Columns to a stage of scores, and of probabilities, from the first one."""
+    return stage * config.memory.apart
 
 
 def column(columns: tuple[int, ...], tile: Any) -> Any:

@@ -31,7 +31,7 @@ or the hardware's answer, for which a warp asks."""
 
 
 class Sizes(Protocol):
-    """Numbers of query tiles of 128 rows, and of stages."""
+    """Numbers of query tiles of 128 rows, and of stages, those of scores among them."""
 
     @property
     def q_tiles(self) -> int: ...
@@ -39,6 +39,8 @@ class Sizes(Protocol):
     def kv_stages(self) -> tuple[int, int]: ...
     @property
     def out_stages(self) -> int: ...
+    @property
+    def score_stages(self) -> int: ...
 
 
 def barrier_table(sizes: Sizes, handed: Handed, ctas: int = 1) -> BarrierTable:
@@ -48,33 +50,36 @@ def barrier_table(sizes: Sizes, handed: Handed, ctas: int = 1) -> BarrierTable:
     """
     n, (k_stages, v_stages) = sizes.q_tiles, sizes.kv_stages
     tile, warp = Per(n), Per(n, by_warp=True)
+    scores, scales = Per(n, sizes.score_stages), Per(n, sizes.score_stages, by_warp=True)
     staged, chunk = sizes.out_stages > 0, Per(stages=max(sizes.out_stages, 1))
     # Of softmax and correction, those that multiply and load, and the one that stores.
     readers = WARPGROUP * (n + 1) + 2 + staged
     if handed == "answer":
         # The warp that asks reads the answer, too. Of a pair, both CTAs do, but only the first multiplies.
         readers = ctas * (readers + 1) - (ctas - 1)
+    # Scores that are there tell that the output before them was added to, unless they are ahead of it.
+    o_full = "the output is complete" if sizes.score_stages == 1 else "the output is added to"
     both, by_all = ctas * WARPGROUP, "softmax, correction, multiply, load, store, scheduler"
     rows = (
         Row("q_full", 1, "load", "queries have come", tile, "q", first=True),
         Row("q_empty", 1, "multiply", "their last scores are multiplied", tile, "q"),
-        Row("s_full", 1, "multiply", "scores are there, and all earlier products are done", tile),
+        Row("s_full", 1, "multiply", "scores are there, and all earlier products are done", scores),
         Row(
             "p_early",
             2 * both,
             "softmax, correction",
             "the first probabilities are there and the output may be added to",
-            tile,
+            scores,
             first=True,
         ),
-        Row("p_late", both, "softmax", "the other probabilities are there", tile, first=True),
-        Row("o_full", 1, "multiply", "the output is complete", tile),
+        Row("p_late", both, "softmax", "the other probabilities are there", scores, first=True),
+        Row("o_full", 1, "multiply", o_full, tile),
         Row(
             "scale_full",
             1,
             "softmax",
             "what the output is to be multiplied by before the next product",
-            warp,
+            scales,
         ),
         Row("final_full", 1, "softmax", "what it is to be multiplied by at last", warp, "finals"),
         Row("final_empty", 1, "correction", "that has been read", warp, "finals"),

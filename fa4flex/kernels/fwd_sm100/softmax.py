@@ -8,7 +8,7 @@ first of them while the last are computed, and the row's sum is taken after all 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -31,7 +31,8 @@ from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
-from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row
+from fa4flex.kernels.fwd_sm100.mma_ahead import after
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared, column, first_row, stage_column
 from fa4flex.kernels.fwd_sm100.rows import (
     Moments,
     Pair,
@@ -58,9 +59,12 @@ class Tile:
 class Place:
     """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; in tensor memory scores
     and probabilities, by fragment, and scores to be read and to be written in place, by piece; and the dtype
-    of probabilities."""
+    of probabilities. `stage`, `scale`: barriers of the scores at hand, and the place of their scale: the
+    query tile's, or one of its stages."""
 
     tile: Int32
+    stage: Int32
+    scale: Int32
     row: Int32
     warp: Int32
     rank: Int32
@@ -94,7 +98,7 @@ class Softmax:
         state = running(1, self.config.statistics)
 
         @cute.jit
-        def normalise(work: Work, phase: Int32, s_phase: Int32) -> Int32:
+        def normalise(work: Work, phase: Int32, turn: Int32) -> Int32:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
@@ -104,10 +108,11 @@ class Softmax:
             for p in cutlass.range_constexpr(len(passes)):
                 masked, first, end = passes[p]
                 for i in cutlass.range(first, end, unroll=1):
-                    self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), masked)
-                    s_phase ^= 1
+                    here, full = self.turned(place, turn, phase)
+                    self.step(tile, here, shared, pipes, (tile_at(keys, i), i, full), masked)
+                    turn = self.following(turn)
             self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
-            return s_phase
+            return turn
 
         self.scheduler.walk(grid, arguments, pipes.next, normalise, Int32(0))
 
@@ -117,6 +122,24 @@ class Softmax:
         if self.config.piece < FRAGMENT:
             return [(True, Int32(0), keys.count)]
         return [(True, Int32(0), keys.masked_count), (False, keys.masked_count, keys.count)]
+
+    def turned(self, place: Place, turn: Int32, of_row: Int32) -> tuple[Place, Int32]:
+        """The place of the key tile of this turn, and the phase of its barriers; of scores in stages, a turn
+        is the number of the key tile modulo TURNS. `of_row`: the number of the tile of queries modulo 2."""
+        if self.config.score_stages == 1:
+            return place, turn
+        stage = turn & 1
+        columns = stage_column(self.config, stage)
+        moved = {
+            name: getattr(place, name).moved(columns)
+            for name in ("scores", "probabilities", "pieces", "changed")
+        }
+        # The first key tile of each row has no scale.
+        scale = (turn + of_row + 1) & 1
+        return replace(place, stage=stage, scale=scale, **moved), turn >> 1
+
+    def following(self, turn: Int32) -> Int32:
+        return turn ^ 1 if self.config.score_stages == 1 else after(turn)
 
     def place(self, products: Products, base: cute.Pointer) -> Place:
         thread = cute.arch.thread_idx()[0]
@@ -131,6 +154,8 @@ class Softmax:
         start = base + column(self.config.memory.probabilities, tile)
         probabilities = cute.flat_divide(cute.make_tensor(start, packed), (ROWS, FRAGMENT // 2))
         return Place(
+            tile,
+            tile,
             tile,
             row,
             cute.arch.make_warp_uniform(row // 32),
@@ -181,7 +206,7 @@ class Softmax:
         largest."""
         kv_first, phase = of_tile
         words = self.allowed(tile, kv_first) if masked else None
-        cute.arch.mbarrier_wait(full + place.tile, phase)
+        cute.arch.mbarrier_wait(full + place.stage, phase)
         return self.taken(tile, place, kv_first, words)
 
     @property
@@ -314,10 +339,10 @@ class Softmax:
         begin meanwhile. Of elementwise weights, it learns that scores were read."""
         later = i > 0
         if const_expr(tile.softmax.online):
-            cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
+            cell = shared.scales.iterator + shared.scales.layout((place.row, place.scale))
             put_where(later, cell, tile.softmax.state.scale[0])
         cute.arch.sync_warp()
-        arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
+        arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.scale + place.warp)
 
     def probabilities(
         self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes, kv_first: Int32
@@ -344,7 +369,7 @@ class Softmax:
         if there in (self.config.early_keys, self.config.tile_n):
             cute.arch.fence_view_async_tmem_store()
             barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
-            self.cluster.arrive(barrier + place.tile)
+            self.cluster.arrive(barrier + place.stage)
 
     def exponentials(self, softmax: Any, row: list[Float32], f: int, moments: Moments | None) -> list[Pair]:
         """Probabilities of fragment f of a row; elementwise weights as they are."""

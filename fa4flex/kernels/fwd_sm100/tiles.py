@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.fwd_sm100.config import ROWS, staged_columns
+from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, staged_columns
 from fa4flex.kernels.fwd_sm100.roles import barrier_table
 from fa4flex.kernels.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.problem import Problem
@@ -19,7 +19,13 @@ WIDTHS = (32, 64, 96, 128, 192)
 WIDEST_OUTPUT = 128
 """Two outputs and two tiles of scores are all of tensor memory."""
 
+WIDEST = 256
+"""Columns to which heads wider than these are padded: one output of this width is half of tensor memory."""
+
 KEYS = 128
+KEYS_ALONE = 64
+"""Keys of a tile of such heads where a CTA works alone: K and V are two deep then, as of 128 keys in a
+pair."""
 RINGS = ((4, 4), (3, 3), (2, 2), (2, 1))
 """Tiles of K and of V in flight, deepest first."""
 
@@ -35,7 +41,7 @@ class Tiles:
     """q_tiles of 128 queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory;
     tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
     memory; CTAs that multiply together, each of which holds its own queries and half of K and V; bytes of an
-    element, and of one of the output."""
+    element, and of one of the output; places for the scores of a query tile: 1, or 2 with one query tile."""
 
     q_tiles: int
     tile_n: int
@@ -46,6 +52,7 @@ class Tiles:
     ctas: int = 1
     itemsize: int = 2
     out_itemsize: int = 2
+    score_stages: int = 1
 
     @property
     def tile_m(self) -> int:
@@ -55,7 +62,7 @@ class Tiles:
     @property
     def early_keys(self) -> int:
         """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
-        return 3 * self.tile_n // 4
+        return 3 * self.tile_n // 4 // FRAGMENT * FRAGMENT
 
     @property
     def out_columns(self) -> int:
@@ -70,7 +77,7 @@ class Tiles:
             "next": ANSWER if cancel else NUMBER,
             "freed": BARRIER,
             "columns": NUMBER,
-            "scales": rows,
+            "scales": rows * self.score_stages,
             "finals": rows,
             "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
             "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
@@ -83,7 +90,12 @@ class Tiles:
 
 def pad(width: int) -> int:
     """The width of the tile in shared memory that holds rows this wide; TMA fills the rest with zeros."""
-    return next(w for w in WIDTHS if w >= width)
+    return next(w for w in (*WIDTHS, WIDEST) if w >= width)
+
+
+def narrow(problem: Problem) -> bool:
+    """True if two outputs and two tiles of scores fit in tensor memory."""
+    return problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
 
 
 def choose(
@@ -91,13 +103,8 @@ def choose(
 ) -> tuple[Tiles, tuple[str, ...]]:
     """The deepest rings that fit, with a staged output where there is room and dense rows to store.
     `counted`: blocks take their tiles from a counter, as the CTAs of a pair cannot."""
-    if problem.head_dim > WIDTHS[-1] or problem.head_dim_v > WIDEST_OUTPUT:
-        raise UnsupportedError(
-            f"heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
-            f"at most {WIDTHS[-1]} and {WIDEST_OUTPUT}: tensor memory holds two outputs beside two tiles of"
-            " scores",
-            "use narrower heads, or run this one on a Hopper GPU or on a CPU",
-        )
+    if not narrow(problem):
+        return _wide(problem, target, sizes, wanted, counted)
     q_tiles, reason = _query_tiles(wanted, target, sizes)
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     staged = STAGED if problem.lengths == "dense" else 0
@@ -120,6 +127,55 @@ def _pays_in_pairs(problem: Problem, widths: Pair, sizes: Sizes) -> bool:
     # Each CTA holds half of V's columns: whole blocks of 64.
     wide = widths[0] > 64 and widths[1] % 128 == 0
     return plain and wide and sizes.q.more_than(ALONE, right="any")
+
+
+_AHEAD = (
+    "one tile of queries per CTA: scores of the next keys are multiplied while the softmax of these is taken"
+)
+
+
+def _wide(
+    problem: Problem, target: Target, sizes: Sizes, wanted: Pair | None, counted: bool
+) -> tuple[Tiles, tuple[str, ...]]:
+    """Tiles of heads of which two outputs do not fit."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > WIDEST:
+        raise UnsupportedError(
+            f"heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
+            f"at most {WIDEST}: the output and two tiles of scores are all of tensor memory",
+            "use narrower heads, or run this one on a Hopper GPU or on a CPU",
+        )
+    tile, ctas = _wide_tile(problem, target, sizes, wanted, counted)
+    widths = pad(problem.head_dim), WIDEST
+    more = {"out_itemsize": problem.out_itemsize, "score_stages": 2}
+    for out_stages in (STAGED if problem.lengths == "dense" else 0, 0):
+        for rings in RINGS:
+            tiles = Tiles(1, tile[1], *widths, rings, out_stages, ctas, **more)
+            if tiles.memory(target).total <= target.shared_memory:
+                return tiles, (_AHEAD, *[_PAIR] * (ctas == 2))
+    raise AssertionError(f"no rings fit heads of {widths}")
+
+
+def _wide_tile(
+    problem: Problem, target: Target, sizes: Sizes, wanted: Pair | None, counted: bool
+) -> tuple[Pair, int]:
+    """Queries and keys of a tile, and the CTAs that have it. Pairs where there are queries for both, and
+    where sequences are dense: values past the ends of others are cleared by the CTA that multiplies, which
+    does not reach the half that the other one holds."""
+    legal = {(ROWS, KEYS_ALONE): 1}
+    if problem.lengths == "dense" and not counted:
+        legal[2 * ROWS, KEYS] = 2
+    tile = wanted
+    if tile is None:
+        tile = min(legal) if sizes.q.at_most(ROWS, right="any") else max(legal)
+    if tile not in legal:
+        raise UnsupportedError(
+            f"tile={tile} for heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
+            f"one of {sorted(legal)}: tiles of 256 queries are those of pairs of CTAs, which take no"
+            " sequences of different lengths, and no tiles from a counter",
+            "use one of these, or leave it at None",
+        )
+    return tile, legal[tile]
 
 
 def _query_tiles(wanted: Pair | None, target: Target, sizes: Sizes) -> tuple[int, str]:

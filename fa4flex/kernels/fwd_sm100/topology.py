@@ -14,6 +14,15 @@ no scale_empty    scales for j + 1 are written after S_i(j + 1), so after O_i(j)
 no o_empty        the correction warps arrive at p_early for the next tile of queries when they have read an
                   output; once at the start, when there is none.
 one `next` slot   its empty barrier counts every warp that reads it, so nobody can be two numbers behind.
+
+Of heads so wide that there is room for the output of one query tile, scores have two stages instead, by
+turns:
+
+    S(0) S(1)   O(0) S(2)   O(1) S(3)   ...
+
+All of this then holds from S(j + 2) to O(j): of scales, too, which have two stages as well. But S(j + 1) that
+is there does not tell that O(j) was added to: o_full does, after each key tile. No more than one tile of
+queries is looked ahead: where it has one tile of keys, the scores after it come when its output was added to.
 """
 
 from __future__ import annotations
@@ -58,7 +67,8 @@ def forward_topology(
     """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
     follow their ends is cleared. Tiles of K and V are brought `box_rows` keys at a time, if given."""
     n, staged, table = tiles.q_tiles, tiles.out_stages > 0, barrier_table(tiles, handed)
-    workers = [_load(n), _multiply(n, ragged), *(_softmax(i) for i in range(n)), _correction(tiles)]
+    multiply = _multiply(n, ragged) if tiles.score_stages == 1 else _multiply_ahead(ragged)
+    workers = [_load(n), multiply, *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
         workers.append(_store(tiles))
     if handed:
@@ -80,8 +90,15 @@ def forward_topology(
             *(f"{name} {i}" for name in ("scales", "finals") for i in range(n)),
             "out",
         ),
+        stages=_stages(tiles),
         places=(table.places(),),
     )
+
+
+def _stages(tiles: Tiles) -> tuple[tuple[str, int], ...]:
+    """Places that scores, what lies over them, and scales have by turns."""
+    names = ("S 0", "P 0 early", "P 0 late", "scales 0") if tiles.score_stages > 1 else ()
+    return tuple((name, tiles.score_stages) for name in names)
 
 
 def _rings(table: BarrierTable, tiles: Tiles, handed: Handed, box_rows: int) -> Iterator[Ring]:
@@ -190,6 +207,59 @@ def _multiply(n: int, ragged: bool) -> Role:
     )
 
 
+def _multiply_ahead(ragged: bool) -> Role:
+    """The warp that multiplies one query tile, whose scores are two tiles of keys ahead of its output."""
+
+    def add(at: int) -> Events:
+        clear = (Event("clear", "v", at),) if ragged else ()
+        commits = Event("commit", "o_full 0", at), Event("commit", "v", at)
+        return Event("wait", "v", at), *clear, *_values(0, at), *commits
+
+    # S'(0) comes before the last output of its predecessor, or after it if that is the first one as well.
+    following = (*_begun(1, 1, starting=0), *_continued(2, 1))
+    return Role(
+        "multiply",
+        1,
+        opening=(Event("sync", "allocated"), *_begun(0, 0), *_continued(1, 0)),
+        body=(*add(-1), *_next_scores()),
+        last=(*add(0), *following),
+        products=_products(0),
+        warp=MULTIPLY,
+    )
+
+
+def _begun(at: int, work: int, starting: int | None = None) -> Events:
+    """The first scores of a tile of queries, if there is one, and the one at hand starts there."""
+    events = (
+        Event("wait", "k", at, ahead=True),
+        _work("wait", "q 0", work, ahead=True),
+        *_scores(0, at, work, True),
+        Event("commit", "k", at, ahead=True),
+    )
+    return tuple(replace(event, starting=starting) for event in events)
+
+
+def _continued(at: int, work: int) -> Events:
+    """The second ones, if it has so many."""
+    events = Event("wait", "k", at), *_scores(0, at, work, False), Event("commit", "k", at)
+    return tuple(replace(event, continuing=at) for event in events)
+
+
+def _next_scores() -> Events:
+    """Scores of the next key tile: of the same tile of queries, or the first of the following one."""
+    wait, commit = Event("wait", "k", 1, ahead=True), Event("commit", "k", 1, ahead=True)
+    issue, told, freed = _scores(0, 1, 0, True)
+    return (
+        wait,
+        replace(_work("wait", "q 0", 1, ahead=True), starting=1),
+        issue,
+        told,
+        replace(freed, continuing=1),
+        replace(freed, tile=1, starting=1),
+        commit,
+    )
+
+
 def _products(i: int) -> tuple[Product, ...]:
     """S = q k', and O += P v in two parts: the first begins while the last probabilities are made."""
     queries, keys, values = _work("read", f"q {i}"), Event("read", "k"), Event("read", "v")
@@ -248,7 +318,7 @@ def _softmax(i: int) -> Role:
 def _correction(tiles: Tiles) -> Role:
     """Arrives at p_early for the first products, too: there is no output yet that they could spoil."""
     n = tiles.q_tiles
-    body = [event for i in range(n) for event in _rescale(i)]
+    body = [event for i in range(n) for event in _rescale(i, tiles)]
     last = [event for i in range(n) for event in _finish(i, tiles)]
     return Role(
         "correction",
@@ -266,9 +336,11 @@ def _correction(tiles: Tiles) -> Role:
     )
 
 
-def _rescale(i: int) -> Events:
+def _rescale(i: int, tiles: Tiles) -> Events:
+    added = (Event("await", f"o_full {i}", -1),) if tiles.score_stages > 1 else ()
     return (
         Event("await", f"scale_full {i}", per="later"),
+        *added,
         Event("read", f"scales {i}", per="later"),
         Event("update", f"O {i}", each=STEPS),
         Event("arrive", f"p_early {i}"),
@@ -280,9 +352,10 @@ def _finish(i: int, tiles: Tiles) -> Events:
     may begin when the last of them is in registers."""
     final = _work("wait", f"finals {i}"), _work("read", f"finals {i}"), _work("release", f"finals {i}")
     read, done = Event("read", f"O {i}", STEPS - 1, each=STEPS), Event("arrive", f"p_early {i}", 1)
+    full = _work("await", f"o_full {i}") if tiles.score_stages == 1 else Event("await", f"o_full {i}")
     if not tiles.out_stages:
-        return *final, _work("await", f"o_full {i}"), read, done
-    events: list[Event] = [*final, _work("await", f"o_full {i}")]
+        return *final, full, read, done
+    events: list[Event] = [*final, full]
     chunks, wide = (
         tiles.head_dim_v // tiles.out_columns,
         tiles.out_columns > FRAGMENT,

@@ -106,7 +106,8 @@ class Row:
 
     def _barrier(self, name: str, cta: int) -> Barrier:
         per_warp = self.per.by_warp
-        return Barrier(name, self.arrivals, self.meaning, per_warp, self.sent, self.senders, self.lanes, cta)
+        sent = self.sent, self.senders
+        return Barrier(name, self.arrivals, self.meaning, per_warp, *sent, self.lanes, cta, self.per.stages)
 
 
 def tile_ring(
@@ -198,7 +199,9 @@ class BarrierTable:
     @property
     def shared(self) -> set[str]:
         """Names of the graph's mbarriers of which both CTAs of a pair use the first one's."""
-        return {name for row in self.rows if row.first for name in row.places(0)}
+        rows = [row for row in self.rows if row.first]
+        own = {barrier.name for row in rows if not row.ring for barrier in row.barriers(0)}
+        return own | {name for row in rows for name in row.places(0)}
 
     def named_barriers(self, cta: int = 0) -> tuple[NamedBarrier, ...]:
         return tuple(barrier for row in self.named for barrier in row.barriers(cta))

@@ -119,9 +119,12 @@ class Memory:
         overlaps: Iterable[tuple[str, str]],
         by_warp: Iterable[str],
         said: Callable[[str, int | None], str],
+        staged: Iterable[str] = (),
     ) -> None:
-        """`said`: the words for a name and the number of its use."""
+        """`said`: the words for a name and the number of its use. Names that are `staged` share bytes stage
+        by stage."""
         self.trace, self.said = trace, said
+        self.staged = set(staged)
         self.by_warp = set(by_warp)
         self.over: dict[str, list[str]] = defaultdict(list)
         for a, b in overlaps:
@@ -139,7 +142,7 @@ class Memory:
         parts = range(WARPS if name in self.by_warp else 1)
         for part in parts if warp is None or len(parts) == 1 else (warp,):
             cell = self._cells(place)[part]
-            touched = [cell, *self._under(name, part, len(parts))]
+            touched = [cell, *self._under(place, part, len(parts))]
             for other in touched:
                 self._require_ordered(step, kind, verb, name, other, number)
             if kind != "write":
@@ -152,9 +155,14 @@ class Memory:
             lifetime = self.trace.lifetimes[name, number]
             (lifetime.reads if kind == "read" else lifetime.writes).append(step)
 
-    def _under(self, name: str, part: int, parts: int) -> list[_Cell]:
+    def _under(self, place: Place, part: int, parts: int) -> list[_Cell]:
         """Cells that share bytes with a part: the same one where there are as many, else all of it."""
-        results = [cells for over in self.over[name] for cells in self.named[over]]
+        name, stage = place
+        results = [
+            cells
+            for over in self.over[name]
+            for cells in ([self._cells((over, stage))] if {name, over} <= self.staged else self.named[over])
+        ]
         return [cell for cells in results for cell in (cells if len(cells) != parts else (cells[part],))]
 
     def require_read(self) -> None:

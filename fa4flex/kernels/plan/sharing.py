@@ -47,8 +47,9 @@ def lifetimes(topology: Topology, columns: Columns) -> networkx.DiGraph:
         written, read = ({run.steps[i].who for i in some} for some in (life.writes, life.reads))
         graph.add_node(content, written=tuple(sorted(written)), read=tuple(sorted(read)))
     shared = set(columns.overlaps) | {(name, name) for name in known}
-    for a, b in shared:
-        both = [c for c in contents if c[0] in (a, b)]
+    stages = dict(topology.stages)
+    for (a, b), stage in ((pair, s) for pair in shared for s in range(stages.get(pair[0], 1))):
+        both = [c for c in contents if c[0] in (a, b) and c[1] % stages.get(c[0], 1) == stage]
         for before, after in pairwise(sorted(both, key=lambda c: min(contents[c].writes))):
             chain = _chain(run, steps, contents[before], contents[after])
             if chain is None:

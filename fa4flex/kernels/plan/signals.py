@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fa4flex.kernels.plan.topology import WARPGROUP, Event, Events, Ring, Role, Topology
+from fa4flex.kernels.plan.topology import WARPGROUP, Barrier, Event, Events, Ring, Role, Topology
 
 Does = Literal["wait", "arrive", "expect", "copy", "send", "commit", "sync", "give"]
 EVERYONE, CLUSTER = "all threads", "cluster"
@@ -77,14 +77,21 @@ def arrivals_of(topology: Topology) -> dict[str, int]:
                 if not ring.shares_empty:
                     results[ring_barrier(ring, "empty", stage, warp)] = ring.empty_arrivals
     for barrier in topology.mbarriers:
-        for warp in range(WARPGROUP if barrier.per_warp else 1):
-            results[_own(barrier.name, barrier.per_warp, warp)] = barrier.counted
+        for stage in range(barrier.stages):
+            for warp in range(WARPGROUP if barrier.per_warp else 1):
+                results[own_barrier(barrier, stage, warp)] = barrier.counted
     return results
 
 
 def ring_barrier(ring: Ring, side: str, stage: int, warp: int = 0) -> str:
     name = ring.full_of if ring.full_of and side == "full" else ring.name
     return _own(f"{name} {side}" + (f" {stage}" if ring.stages > 1 else ""), ring.per_warp, warp)
+
+
+def own_barrier(barrier: Barrier, use: int, warp: int = 0) -> str:
+    """Name of the mbarrier that a use of a barrier takes."""
+    stage = f" {use % barrier.stages}" if barrier.stages > 1 else ""
+    return _own(barrier.name + stage, barrier.per_warp, warp)
 
 
 def _own(name: str, per_warp: bool, warp: int) -> str:
@@ -128,7 +135,7 @@ def _signals(topology: Topology, role: Role, warp: int, event: Event) -> Iterato
         yield from _of_ring(topology, rings[event.target], warp, event)
     elif event.target in own:
         guard = own[event.target]
-        at = _own(guard.name, guard.per_warp, warp)
+        at = own_barrier(guard, event.tile, warp)
         if event.action == "commit":
             yield Signal("commit", at)
         elif event.action == "arrive" and guard.sent and role.cta != guard.cta:
@@ -138,7 +145,7 @@ def _signals(topology: Topology, role: Role, warp: int, event: Event) -> Iterato
         elif event.action == "await":
             if guard.sent:
                 yield Signal("expect", at, amount=guard.sent * guard.senders)
-            yield Signal("wait", at, event.tile & 1, again=event.again)
+            yield Signal("wait", at, event.tile // guard.stages & 1, again=event.again)
 
 
 def _of_ring(topology: Topology, ring: Ring, warp: int, event: Event) -> Iterator[Signal]:

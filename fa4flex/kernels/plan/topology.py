@@ -76,6 +76,8 @@ class Event:
                        queries, of the later key tile) plus `tile`: -1 is the one before
     ahead              it is left out where there is no such tile
     ending             it is left out unless the key tile so far from the one at hand ends its row
+    starting           likewise, unless that starts its row
+    continuing         likewise, unless that is there and does not start its row
     staged             of named barriers with stages, it takes the one of its use
     maybe              what the data says may leave it out, for all who would come
     instead            it happens only where what may be left out is
@@ -90,6 +92,8 @@ class Event:
     each: int = 1
     ahead: bool = False
     ending: int | None = None
+    starting: int | None = None
+    continuing: int | None = None
     staged: bool = False
     maybe: bool = False
     again: bool = False
@@ -107,7 +111,9 @@ class Event:
             words += " unless its tile is left out" * self.maybe
         else:
             words += " where a sequence ends" * self.maybe
-        return words if self.ending is None else f"{words} if it ends a row"
+        words += " if it ends a row" * (self.ending is not None)
+        words += " if it starts a row" * (self.starting is not None)
+        return words + " if the row goes on" * (self.continuing is not None)
 
     @property
     def is_timeless(self) -> bool:
@@ -135,6 +141,18 @@ class Rows:
     def ends(self, key_tile: int) -> bool:
         return any(sum(self.counts[: i + 1]) - 1 == key_tile for i in range(len(self.counts)))
 
+    def takes_part(self, event: Event, key_tile: int) -> bool:
+        """True unless the event is left out for where the rows of key tiles begin or end."""
+        ending, starting, continuing = (
+            None if offset is None else key_tile + offset
+            for offset in (event.ending, event.starting, event.continuing)
+        )
+        return (
+            (ending is None or self.ends(ending))
+            and (starting is None or self.starts(starting))
+            and (continuing is None or (continuing < self.total and not self.starts(continuing)))
+        )
+
     def row(self, key_tile: int) -> int:
         """The tile of queries that a key tile belongs to."""
         return next(i for i in range(len(self.counts)) if key_tile < sum(self.counts[: i + 1]))
@@ -155,9 +173,7 @@ class Rows:
         }
         if event.ahead and number >= event.each * total[event.per]:
             return None
-        if event.ending is not None and not self.ends(key_tile + event.ending):
-            return None
-        return replace(event, tile=number)
+        return replace(event, tile=number) if self.takes_part(event, key_tile) else None
 
 
 @dataclass(frozen=True)
@@ -295,7 +311,8 @@ class Ring:
 
 @dataclass(frozen=True)
 class Barrier:
-    """An mbarrier that guards no ring. With `per_warp`, each warp of the roles has its own.
+    """An mbarrier that guards no ring. With `per_warp`, each warp of the roles has its own. Of `stages`, uses
+    take one after the other.
 
     sent, senders    in kernels, so many warps of the other CTA send bytes instead of arriving, and whoever
                      waits announces them
@@ -311,6 +328,7 @@ class Barrier:
     senders: int = 0
     lanes: int = 1
     cta: int = 0
+    stages: int = 1
 
     @property
     def counted(self) -> int:
@@ -449,7 +467,7 @@ class Topology:
     def mbarrier_count(self) -> int:
         """Rings have a full and an empty one per stage."""
         rings = sum((1 if ring.shares_empty else 2) * ring.stages * _copies(ring) for ring in self.rings)
-        return rings + sum(_copies(barrier) for barrier in self.mbarriers)
+        return rings + sum(barrier.stages * _copies(barrier) for barrier in self.mbarriers)
 
     @property
     def unused(self) -> int:

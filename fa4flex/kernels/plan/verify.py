@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache, partial
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.happens_before import Kind, Known, Memory, Place, Trace
+from fa4flex.kernels.plan.signals import own_barrier
 from fa4flex.kernels.plan.topology import WARP, Event, NamedBarrier, Product, Ring, Role, Rows, Topology
 
 Pick = Callable[[int], int]
@@ -63,6 +64,8 @@ def prove(topology: Topology) -> None:
     twice = 2 * max(ring.stages for ring in topology.rings) + 1
     empty = [0] * any(role.empty for role in topology.roles)
     works = [[1], [twice], *[[none] for none in empty]] if topology.one_tile else [[*empty, 1, *empty, twice]]
+    if any(event.continuing is not None for role in topology.roles for event in role.opening):
+        works.append([twice])  # a first row with no row before it
     for pipeline in dict.fromkeys((topology, topology.least)):
         for rows in works:
             simulate(pipeline, rows, round_robin())
@@ -82,11 +85,12 @@ def trace(topology: Topology, key_tiles: Sequence[int], pick: Pick) -> Trace:
 
 @dataclass
 class Mbarrier:
-    """An arrival barrier in shared memory: a phase ends when its arrivals and its bytes have come. `over`:
-    what is known once each phase has ended."""
+    """An arrival barrier in shared memory: a phase ends when its arrivals and its bytes have come. `of`: the
+    name without its stage. `over`: what is known once each phase has ended."""
 
     arrivals: int
     name: str = ""
+    of: str = ""
     phases: int = 0
     arrived: int = 0
     bytes_due: int = 0
@@ -192,7 +196,10 @@ class _Machine:
         self.topology = topology
         self.rows = Rows(tuple(key_tiles))
         self.trace = Trace()
-        self.memory = Memory(self.trace, topology.overlaps, topology.by_warp, topology.said)
+        self.stages = dict(topology.stages)
+        self.memory = Memory(
+            self.trace, topology.overlaps, topology.by_warp, topology.said, self.stages.keys()
+        )
         self.rings = {ring.name: ring for ring in topology.rings}
         self.guards = {barrier.name: barrier for barrier in topology.mbarriers}
         self.per_warp = {ring.name for ring in topology.rings if ring.per_warp}
@@ -206,7 +213,6 @@ class _Machine:
             for stage in range(barrier.stages)
         }
         self.meetings = {barrier.name: barrier for barrier in topology.barriers}
-        self.stages = dict(topology.stages)
         self.copies: list[_Copy] = []
         self.asynchronous: set[str] = set()
         self.seen: dict[tuple[str, int, str], int] = {}
@@ -266,7 +272,7 @@ class _Machine:
                     opened[name] += actor.arrivals * (WARP if event.action == "give" else 1)
         left: dict[str, list[Mbarrier]] = defaultdict(list)
         for barrier in (*self.named.values(), *self.mbarriers.values()):
-            left[barrier.name].append(barrier)
+            left[barrier.of or barrier.name].append(barrier)
         for name, barriers in left.items():
             arrived, due = sum(b.arrived for b in barriers), sum(b.bytes_due for b in barriers)
             if arrived != opened[name] or due:
@@ -281,8 +287,8 @@ class _Machine:
     def _name(self, actor: _Actor, target: str) -> str:
         return f"{target} of warp {actor.warp}" if target in self.per_warp else target
 
-    def _mbarrier(self, name: str, arrivals: int) -> Mbarrier:
-        return self.mbarriers.setdefault(name, Mbarrier(arrivals, name))
+    def _mbarrier(self, name: str, arrivals: int, of: str = "") -> Mbarrier:
+        return self.mbarriers.setdefault(name, Mbarrier(arrivals, name, of))
 
     def _stage(self, ring: Ring, number: int) -> tuple[Place, int]:
         """The stage that a use of a ring takes, and which of its phases that is."""
@@ -294,7 +300,9 @@ class _Machine:
         """The full or empty barrier of a ring's stage, or a barrier by itself, and the phase of this use."""
         name = self._name(actor, target)
         if target not in self.rings:
-            return self._mbarrier(name, self.guards[target].arrivals), number
+            guard = self.guards[target]
+            staged = own_barrier(guard, number, actor.warp or 0)
+            return self._mbarrier(staged, guard.arrivals, name), number // guard.stages
         ring = self.rings[target]
         (_, stage), phase = self._stage(ring, number)
         arrivals = ring.full_arrivals if side == "full" else ring.empty_arrivals
