@@ -28,6 +28,7 @@ from fa4flex.runtime import block_lists as runtime_lists
 from fa4flex.runtime import compute
 from fa4flex.runtime.cuda import block_lists as cuda_lists
 from fa4flex.runtime.cuda import engine, in_place
+from fa4flex.runtime.cuda.device import kept_kernels
 from fa4flex.runtime.cuda.launches import ready, ready_backward
 
 SAMPLES, CALLS = 12, 50
@@ -49,7 +50,7 @@ def stand_in() -> None:
     zeros = torch.zeros(COUNTERS, dtype=torch.int32)
     for module in (ready, ready_backward):
         mock.patch.object(module, "counters", lambda device: zeros).start()
-    for module in (engine, in_place, cuda_lists):
+    for module in (engine, in_place, kept_kernels):
         mock.patch.object(module, "target_of", lambda device: SM90A).start()
     for module in (contents, varlen_module, paging_module, blocks):
         mock.patch.object(module, "checked_here", lambda x: False).start()
@@ -58,8 +59,8 @@ def stand_in() -> None:
     for module in (lower, cuda_lists):
         mock.patch.object(module, "compile_kernel", Standin).start()
     mock.patch.object(lower, "compile_ahead", lambda *given: None).start()
-    for module in (compute, runtime_lists):
-        mock.patch.object(module, "on_gpu", lambda q: True).start()
+    mock.patch.object(compute, "on_gpu", lambda q: True).start()
+    mock.patch.object(runtime_lists, "by_kernels", lambda *given: True).start()
 
 
 # --- measuring ----------------------------------------------------------------------------------------------

@@ -246,6 +246,14 @@ def either_steps(seed: int) -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Compilations of other tests count against a limit."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """`golden(text)`: text must equal tests/golden/<test name>.txt, which --update-golden rewrites."""
     path = GOLDEN / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name.lower()).strip('_')}.txt"

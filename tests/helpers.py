@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -12,6 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+import ptxsim
+from fa4flex.primitives.base import call_mod
 from fa4flex.primitives.weights import SOFTMAX
 from fa4flex.runtime import compute
 from fa4flex.runtime.gradients import Outline
@@ -28,6 +31,17 @@ Width = int | tuple[int, int]
 def widths(width: Width) -> tuple[int, int]:
     """Head widths of q and k, and of v."""
     return width if isinstance(width, tuple) else (width, width)
+
+
+def drawn_timing() -> tuple[str, int]:
+    """One of the simulator's timings, and its seed."""
+    return random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+
+
+def drawn_device(chip: str = "sm_90a") -> Any:
+    """A simulated GPU of SMS multiprocessors with a drawn timing."""
+    timing, seed = drawn_timing()
+    return ptxsim.device(chip, seed, timing, sms=SMS)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -169,3 +183,9 @@ def added(mod: Callable[..., Any], shape: tuple[int, int, int, int]) -> Tensor:
     bias = scored(mod, zero)
     torch.testing.assert_close(scored(mod, other) - other, bias)
     return bias
+
+
+def evaluate(mask: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    """Pairs [B, H, Sq, Skv] that a mask allows, one by one."""
+    indices = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)), indexing="ij")
+    return call_mod(mask, tuple(indices), {"q_len": q_len, "kv_len": kv_len, "num_heads": heads})

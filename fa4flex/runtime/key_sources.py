@@ -338,7 +338,23 @@ class _Scaled(NamedTuple):
     paged_keys: Tensor | None = None
 
 
-class EightBit(_Scaled, KeySource):
+class PerhapsPaged(KeySource):
+    """Keys that lie in pages where there is a page table."""
+
+    __slots__ = ()
+    page_table: Tensor | None
+    paged_keys: Tensor | None
+
+    @property
+    def seqused_k(self) -> Tensor | None:
+        return self.paged_keys
+
+    @property
+    def sequences(self) -> int | None:
+        return None if self.page_table is None else self.page_table.shape[0]
+
+
+class EightBit(_Scaled, PerhapsPaged):
     """k, v of e4m3, contiguous or in pages, and float32 scales of both, None for 1.
 
     In place, scales are as kernels index them, [sequences or pages, heads], or [sequences or pages, heads,
@@ -349,14 +365,6 @@ class EightBit(_Scaled, KeySource):
 
     __slots__ = ()
     values = "k_per", "v_per"
-
-    @property
-    def seqused_k(self) -> Tensor | None:
-        return self.paged_keys
-
-    @property
-    def sequences(self) -> int | None:
-        return None if self.page_table is None else self.page_table.shape[0]
 
     def keys(self, rows: int) -> Keys:
         page_size = 0 if self.page_table is None else self.k.shape[rows]

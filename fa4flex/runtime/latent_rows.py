@@ -22,27 +22,12 @@ from fa4flex.runtime.key_sources import (
     Copied,
     KeySource,
     Paged,
+    PerhapsPaged,
     Results,
     read_in_pages,
     same,
 )
 from fa4flex.variant import Variant
-
-
-class _PerhapsPaged(KeySource):
-    """Rows that lie in pages where there is a page table."""
-
-    __slots__ = ()
-    page_table: Tensor | None
-    paged_keys: Tensor | None
-
-    @property
-    def seqused_k(self) -> Tensor | None:
-        return self.paged_keys
-
-    @property
-    def sequences(self) -> int | None:
-        return None if self.page_table is None else self.page_table.shape[0]
 
 
 class _Rows(NamedTuple):
@@ -52,7 +37,7 @@ class _Rows(NamedTuple):
     paged_keys: Tensor | None = None
 
 
-class LatentRows(_Rows, _PerhapsPaged):
+class LatentRows(_Rows, PerhapsPaged):
     """k [B, S, 1, width], packed [T, 1, width] or pages [pages, page_size, 1, width]; v its first columns,
     a view of it."""
 
@@ -190,7 +175,7 @@ class _Encoded(NamedTuple):
     paged_keys: Tensor | None = None
 
 
-class EncodedRows(_Encoded, _PerhapsPaged):
+class EncodedRows(_Encoded, PerhapsPaged):
     """k and v the bytes of latent rows of a format [B, S, 1, bytes], packed [T, 1, bytes] or
     [pages, page_size, 1, bytes], times `scale`. For each call they are dequantised to the dtype that a CPU
     computes in, or that of the queries on a GPU."""

@@ -35,7 +35,6 @@ from fa4flex.view.names import Names, describe_numbers, describe_operands, name_
 from fa4flex.view.sizes import Setting, setting
 from fa4flex.view.sparsity import in_words, reads_a_map
 
-Section = tuple[str, Sequence[str]]
 LABEL_WIDTH, TEXT_WIDTH = 12, 98
 MOST_LISTED = 4
 """Integers beyond 32 bits that are listed."""

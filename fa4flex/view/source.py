@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fa4flex.codegen.analyze.facts import SCORE
 from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.build import Program
+from fa4flex.codegen.emit.writer import with_comments
 from fa4flex.codegen.expr import TRUE, Expr, walk
 from fa4flex.codegen.ops import INFIX, PREFIX
 from fa4flex.codegen.trace.origin import definition_line
@@ -30,7 +29,7 @@ GPU_STAGES: dict[str, Callable[[KernelView], str]] = {
     "mass": lambda view: view.mass.source.text,
     "ptx": lambda view: view.ptx(),
 }
-COMMENT_COLUMN, CODE_WIDTH = 48, 64
+CODE_WIDTH = 64
 
 
 def source(program: Program, stage: str = "trace", **problem: Any) -> str:
@@ -112,24 +111,9 @@ class Listing:
         return f"{node.op.rstrip('_')}({', '.join(args)})"
 
 
-def _with_comments(lines: Iterable[tuple[str, Origin | None]]) -> list[str]:
-    """Each line with `# file:line: the user's code`; the code where the line differs from the one above."""
-    printed, before = [], None
-    for text, origin in lines:
-        if origin is None:
-            printed.append(text)
-            continue
-        shown = f"# {os.path.basename(origin.file)}:{origin.line}"
-        if origin != before and origin.text:
-            shown += f": {textwrap.shorten(origin.text, CODE_WIDTH, placeholder=' ...')}"
-        before = origin
-        printed.append(f"{text:<{COMMENT_COLUMN}}  {shown}")
-    return printed
-
-
 def _function(head: str, listing: Listing, result: str, defined: Origin | None = None) -> str:
     body = [(f"    {text}", origin) for text, origin in listing.lines]
-    return "\n".join([*_with_comments([(f"def {head}:", defined), *body]), f"    return {result}"])
+    return "\n".join([*with_comments([(f"def {head}:", defined), *body], CODE_WIDTH), f"    return {result}"])
 
 
 def _defined(mod: object) -> Origin | None:

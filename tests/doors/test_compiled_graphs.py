@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,7 @@ from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 H, S, D, BLOCK = 2, 64, 16, 16
 CALLS = 6
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def qkv(length: int = S) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,7 @@ T = torch.linspace(-1, 1, 12)
 SEEN: list[int] = []
 COUNT = 0
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def printing(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

@@ -22,11 +22,7 @@ pytestmark = pytest.mark.slow
 PAGE, PAGES, COLUMNS, BATCH, HEADS, KV_HEADS, D = 16, 30, 9, 2, 4, 2, 64
 OPERATOR = "fa4flex::attention_in_pages"
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    """Compilations of other tests count against a limit."""
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]

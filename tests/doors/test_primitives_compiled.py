@@ -18,10 +18,7 @@ SLOPES = torch.tensor([0.5, 0.25])
 Q, KV, ZERO = torch.arange(SIZE).view(-1, 1), torch.arange(SIZE), torch.tensor(0)
 BLOCKS = fa4flex.BlockMap.from_dense(torch.tril(torch.ones(2, 2)).bool(), 4)
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:

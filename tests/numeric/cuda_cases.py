@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from helpers import called, worst
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from variant_files import cases_of
 
@@ -141,6 +142,36 @@ FEW: dict[str, Draw] = {
 }
 """Compositions, one for each kind of code: no mods, spans, row terms, elementwise, ids, tables by diagonal,
 block tables."""
+
+# --- how tensors lie ----------------------------------------------------------------------------------------
+
+
+def transposed(sizes: Sizes) -> list[Tensor]:
+    """[b, h, s, d] views of contiguous [b, s, h, d]."""
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in sizes.qkv()]
+
+
+def one_projection(sizes: Sizes) -> list[Tensor]:
+    """q, k and v as slices of one tensor [b, s, 3, h, d]."""
+    fused = torch.randn(sizes.batch, sizes.q_len, 3, sizes.heads, sizes.dim, dtype=sizes.dtype)
+    return [x.transpose(1, 2) for x in fused.unbind(2)]
+
+
+def shared_keys(sizes: Sizes) -> list[Tensor]:
+    """Keys and values expanded over the batch: stride 0."""
+    q, k, v = sizes.qkv()
+    return [q, k[:1].expand_as(k), v[:1].expand_as(v)]
+
+
+def random_map(sizes: Sizes, mask_mod: Any = None) -> BlockMask:
+    rows, columns = -(-sizes.q_len // 128), -(-sizes.kv_len // 128)
+    counts = torch.randint(0, columns + 1, (sizes.batch, 1, rows), dtype=torch.int32)
+    order = torch.rand(sizes.batch, 1, rows, columns).argsort(-1).to(torch.int32)
+    lengths = (sizes.q_len, sizes.kv_len)
+    return BlockMask.from_kv_blocks(
+        counts, order, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=lengths, compute_q_blocks=False
+    )
+
 
 # --- the same maths by plain PyTorch ------------------------------------------------------------------------
 

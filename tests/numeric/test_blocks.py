@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import evaluate
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import fa4flex
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import call_mod
 from fa4flex.primitives.blocks import BlockMap
-from fa4flex.primitives.mask import Mask
 from fa4flex.variants import causal, sliding_window
 
 GARBAGE = 10_000
-
-
-def evaluate(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    indices = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)), indexing="ij")
-    return call_mod(mask, tuple(indices), {"q_len": q_len, "kv_len": kv_len, "num_heads": heads})
 
 
 def meaning(classes: Tensor, size: tuple[int, int], lengths: tuple[int, int], inner: Any) -> Tensor:

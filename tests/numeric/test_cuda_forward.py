@@ -29,15 +29,19 @@ from cuda_cases import (
     judge,
     judge_exact_lse,
     mask,
+    one_projection,
     oracle_takes,
     plain,
     plain_packed,
+    random_map,
     run,
     score,
+    shared_keys,
     table,
+    transposed,
 )
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import fa4flex
 from fa4flex import Varlen, reference
@@ -120,17 +124,6 @@ def test_longer_sequences(name: str) -> None:
     FEW[name].check(Sizes(2, 8, 2, 2100, 2177, 128, 128))
 
 
-def transposed(sizes: Sizes) -> list[Tensor]:
-    """[b, h, s, d] views of contiguous [b, s, h, d]."""
-    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in sizes.qkv()]
-
-
-def one_projection(sizes: Sizes) -> list[Tensor]:
-    """q, k and v as slices of one tensor [b, s, 3, h, d]."""
-    fused = torch.randn(sizes.batch, sizes.q_len, 3, sizes.heads, sizes.dim, dtype=sizes.dtype)
-    return [x.transpose(1, 2) for x in fused.unbind(2)]
-
-
 def slices(sizes: Sizes) -> list[Tensor]:
     """Every second head, some rows and half of the columns of larger tensors."""
     return [
@@ -139,12 +132,6 @@ def slices(sizes: Sizes) -> list[Tensor]:
         ]
         for x in sizes.qkv()
     ]
-
-
-def shared_keys(sizes: Sizes) -> list[Tensor]:
-    """Keys and values expanded over the batch: stride 0."""
-    q, k, v = sizes.qkv()
-    return [q, k[:1].expand_as(k), v[:1].expand_as(v)]
 
 
 @pytest.mark.parametrize("form", [transposed, one_projection, slices, shared_keys])
@@ -239,20 +226,10 @@ def test_sinks(name: str, shift: float) -> None:
     check(sizes, composition, approximate=FEW[name].approximate)
 
 
-def _random_map(sizes: Sizes, mask_mod: Any = None) -> BlockMask:
-    rows, columns = -(-sizes.q_len // 128), -(-sizes.kv_len // 128)
-    counts = torch.randint(0, columns + 1, (sizes.batch, 1, rows), dtype=torch.int32)
-    order = torch.rand(sizes.batch, 1, rows, columns).argsort(-1).to(torch.int32)
-    lengths = (sizes.q_len, sizes.kv_len)
-    return BlockMask.from_kv_blocks(
-        counts, order, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=lengths, compute_q_blocks=False
-    )
-
-
 @pytest.mark.parametrize("mod", [None, sparse_rows], ids=["map", "map and mod"])
 def test_block_maps(mod: Any) -> None:
     sizes = Sizes()
-    check(sizes, {"mask": _random_map(sizes, mod)})
+    check(sizes, {"mask": random_map(sizes, mod)})
 
 
 def test_a_block_mask_of_torch() -> None:

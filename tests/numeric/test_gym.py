@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from cuda_cases import PlainGather
 from gym import Instance, mask_instances, score_instances
 from helpers import DRAWS, gradients, no_worse, worst
 from mask_zoo import tile_classes
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import fa4flex
 from fa4flex import reference
@@ -32,16 +32,6 @@ def results(call: object, tensors: list[Tensor], upstream: list[Tensor]) -> list
     out, lse = call()  # type: ignore[operator]
     lse = torch.where(lse.isfinite(), lse, 0)
     return [out, lse, *gradients([out, lse], tensors, upstream)]
-
-
-class PlainGather(TorchFunctionMode):
-    """Indexing by 0-d tensors as a gather that vmap can batch, in the table's own dtype."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function is Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return torch.ops.aten.index(args[0], [torch.as_tensor(i).long() for i in index])
-        return function(*args, **(kwargs or {}))
 
 
 def plain(

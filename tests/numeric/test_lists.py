@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import close, cumulative
+from helpers import close, cumulative, evaluate
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 import fa4flex
 from fa4flex import BlockMap, Lists, Paging, Varlen, reference
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.base import call_mod
 from fa4flex.variants import causal, sliding_window
-
-
-def evaluate(mask: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    indices = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)), indexing="ij")
-    return call_mod(mask, tuple(indices), {"q_len": q_len, "kv_len": kv_len, "num_heads": heads})
 
 
 def drawn_lists(heads: int, rng: random.Random, **more: Any) -> Lists:

@@ -9,6 +9,7 @@ from itertools import product
 
 import networkx
 import pytest
+from blackwell_plans import with_ring
 
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
@@ -208,11 +209,6 @@ def test_copies_add_up_to_the_bytes_announced() -> None:
 
 def with_role(pipeline: Topology, i: int, role: Role) -> Topology:
     return replace(pipeline, roles=(*pipeline.roles[:i], role, *pipeline.roles[i + 1 :]))
-
-
-def with_ring(pipeline: Topology, name: str, **changes: int) -> Topology:
-    rings = tuple(replace(r, **changes) if r.name == name else r for r in pipeline.rings)  # type: ignore[arg-type]
-    return replace(pipeline, rings=rings)
 
 
 def dropped(pipeline: Topology) -> Iterator[tuple[Event, str, Topology]]:

@@ -29,14 +29,18 @@ from numeric.cuda_cases import (
     judge,
     judge_exact_lse,
     mask,
+    one_projection,
     oracle_takes,
     plain,
     plain_packed,
+    random_map,
     score,
+    shared_keys,
     table,
+    transposed,
 )
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxRequest
 
 import fa4flex
 import ptxsim
@@ -226,17 +230,6 @@ def _widths() -> Iterator[tuple[str, Maker]]:
 # --- how tensors lie ----------------------------------------------------------------------------------------
 
 
-def transposed(sizes: Sizes) -> Any:
-    """[b, h, s, d] views of contiguous [b, s, h, d]."""
-    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in sizes.qkv()]
-
-
-def one_projection(sizes: Sizes) -> Any:
-    """q, k and v as slices of one tensor [b, s, 3, h, d]."""
-    fused = torch.randn(sizes.batch, sizes.q_len, 3, sizes.heads, sizes.dim, dtype=sizes.dtype)
-    return [x.transpose(1, 2) for x in fused.unbind(2)]
-
-
 def among_nans(sizes: Sizes) -> Any:
     """Slices of larger tensors, with NaN or infinity before, behind and beside them."""
 
@@ -248,12 +241,6 @@ def among_nans(sizes: Sizes) -> Any:
         return larger[:, ::2, 5 : 5 + s, :d]
 
     return [within(x) for x in sizes.qkv()]
-
-
-def shared_keys(sizes: Sizes) -> Any:
-    """Keys and values expanded over the batch: stride 0."""
-    q, k, v = sizes.qkv()
-    return [q, k[:1].expand_as(k), v[:1].expand_as(v)]
 
 
 def far_columns(sizes: Sizes) -> Any:
@@ -317,16 +304,6 @@ def waves(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def large(sizes: Sizes) -> Any:
     q, k, v = sizes.qkv()
     return [q * 64, k * 64, v]
-
-
-def random_map(sizes: Sizes, mask_mod: Any = None) -> BlockMask:
-    rows, columns = -(-sizes.q_len // 128), -(-sizes.kv_len // 128)
-    counts = torch.randint(0, columns + 1, (sizes.batch, 1, rows), dtype=torch.int32)
-    order = torch.rand(sizes.batch, 1, rows, columns).argsort(-1).to(torch.int32)
-    lengths = (sizes.q_len, sizes.kv_len)
-    return BlockMask.from_kv_blocks(
-        counts, order, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=lengths, compute_q_blocks=False
-    )
 
 
 def _edges() -> Iterator[tuple[str, Maker]]:

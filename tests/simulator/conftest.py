@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from decoding import chip  # noqa: F401
 from executed import Compared, comparing
 
 from ptxsim.doors.device import Gpu

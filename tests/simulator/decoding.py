@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from helpers import drawn_timing
 from torch import Tensor
 
 import fa4flex
@@ -17,6 +17,16 @@ from fa4flex.kernels.plan import splitting
 
 SIMULATED = {"chip": "sm_90a"}
 """Simulated GPU that calls run on."""
+
+ALWAYS_ON_BOTH = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"], indirect=True)
+"""Mark of tests that run on Blackwell by default, too."""
+
+
+@pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)])
+def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Chip of SIMULATED while a test runs."""
+    monkeypatch.setitem(SIMULATED, "chip", request.param)
+    return str(request.param)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def split_in(monkeypatch: pytest.MonkeyPatch, count: int, even: int | None = Non
 
 def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = attn(*qkv, return_lse=True, **more)
     assert any("decode" in result.kernel for result in gpu.results), "another kernel was launched"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from decoding import SIMULATED
+from helpers import drawn_timing
 from paged_pools import Drawn, compare
 from torch import Tensor
 
@@ -16,7 +15,7 @@ import ptxsim
 def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found, and nothing else is
     launched."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = given(attn, return_lse=True)
     kernels = [result.kernel for result in gpu.results]

@@ -26,14 +26,8 @@ TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 
 
 @dataclass(frozen=True, eq=False)
-class Own(Captured):
-    """A launch of this library's kernel. A launch that does not end leaves its counters as they are."""
-
-    counters: Tensor
-
-    def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        self.counters.zero_()
-        return super().run(timing, seed, program)
+class Noticing(Captured):
+    """A launch that tells whether a synchronisation less is noticed."""
 
     def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
         """True if nothing is found or remarked, and the results are right."""
@@ -48,6 +42,17 @@ class Own(Captured):
         assert clean_to_its_end(self.clean, "late", 1)
         result = self.run("eager", 0)
         return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
+
+
+@dataclass(frozen=True, eq=False)
+class Own(Noticing):
+    """A launch of this library's kernel. A launch that does not end leaves its counters as they are."""
+
+    counters: Tensor
+
+    def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
+        self.counters.zero_()
+        return super().run(timing, seed, program)
 
 
 def captured_forward(

@@ -11,7 +11,7 @@ import decoding
 import decoding_pages
 import pytest
 import torch
-from decoding import SIMULATED, split_in
+from decoding import ALWAYS_ON_BOTH, split_in
 from paged_pools import Size, drawn
 from torch import Tensor
 
@@ -20,13 +20,7 @@ import ptxsim
 from fa4flex import BlockMap, Schedule, Varlen
 from fa4flex.variants import causal, document, softcap, tree
 
-CHIPS = "sm_90a", "sm_100a"
-
-
-@pytest.fixture(autouse=True, params=CHIPS)
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return str(request.param)
+pytestmark = [pytest.mark.usefixtures("chip"), ALWAYS_ON_BOTH]
 
 
 def remainders(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
-from helpers import SMS, forward_on_cpu, of_backward, of_passes, worst
+from helpers import SMS, drawn_timing, forward_on_cpu, of_backward, of_passes, worst
 from test_simulated_lengths import KINDS, Spans, Width, described, drawn, sequences
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
     varlen, spans = described(kind)
     qkv, dout, _ = drawn(kind, width, spans)
     attn = fa4flex.compile(score_mod=mod(table), mask=mask, schedule=Schedule(deterministic=deterministic))
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     where = f"{arch}, {name}, {kind}, width {width}, {deterministic=}, {timing} {seed}"
 
     def forward(*x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cutlass import Int32
-from helpers import Width, widths
+from helpers import Width, drawn_timing, widths
 from own_backward import Own, captured, kept_arguments
 from pairs import few_tiles, long_steps, many_keys
 from test_simulated_backward import COMPOSED, judged
@@ -49,7 +49,7 @@ def cleared(name: str, lengths: tuple[int, int], width: Width, kv_heads: int) ->
     q_len, kv_len = lengths
     wide, wide_v = widths(width)
     shapes = ((1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
-    timing, seed = random.choice((("eager", 0), ("late", 1), ("random", random.randrange(99))))
+    timing, seed = drawn_timing()
     where = f"{name}, {lengths}, width {width}, {kv_heads} KV heads, {timing} {seed}"
     given: list[tuple[Any, ...]] = []
     device = ptxsim.device("sm_90a", seed, timing, sms=BLOCKS, together=BLOCKS)

@@ -18,13 +18,8 @@ from fa4flex import Sinks, Varlen
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(8, 700) / 2
-CHIPS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)]
 
-
-@pytest.fixture(autouse=True, params=CHIPS)
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("chip")
 
 
 def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]

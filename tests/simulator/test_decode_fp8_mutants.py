@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import Captured
-from mutants import Mutant, can_matter, clean_to_its_end, mutants
-from own_forward import TIMINGS
+from mutants import Mutant
+from own_forward import Noticing
 from torch import Tensor
 
 import fa4flex
@@ -21,27 +20,13 @@ from fa4flex.variants import causal
 from ptxsim.active import simulated
 from ptxsim.doors.capture import capturing
 from ptxsim.doors.launch import Launch
-from ptxsim.run.program import Program
 
 
 @dataclass(frozen=True, eq=False)
-class Own(Captured):
+class Own(Noticing):
     """A launch over a cache without scales, whose dequantised keys and values are k and v."""
 
     cache: tuple[Tensor, Tensor]
-
-    def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
-        result = self.run(timing, seed, program)
-        return not result.findings and not result.remarks and self.error <= 2 * self.plain_error
-
-    def noticed(self, mutant: Mutant) -> bool:
-        """True if some timing shows the mutant."""
-        return not all(clean_to_its_end(self.clean, *timing, mutant.program) for timing in TIMINGS)
-
-    def that_matter(self) -> list[Mutant]:
-        assert clean_to_its_end(self.clean, "late", 1)
-        result = self.run("eager", 0)
-        return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 
 
 @lru_cache

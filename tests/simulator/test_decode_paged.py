@@ -30,13 +30,7 @@ def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return score + TABLE[h, q_idx - kv_idx + 600]
 
 
-CHIPS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)]
-
-
-@pytest.fixture(autouse=True, params=CHIPS)
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("chip")
 
 
 def test_reads_past_a_table_are_found() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMS, Width, backward_launches, of_backward, widths
+from helpers import SMS, Width, backward_launches, drawn_timing, of_backward, widths
 from test_grouped_backward import in_parts
 from test_simulated_backward import COMPOSED, judged
 
@@ -40,7 +40,7 @@ def close(
     **options: Any,
 ) -> None:
     q_len, kv_len = lengths
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     where = f"{name}, {lengths}, width {width}, {kv_heads} KV heads, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((2, 4, q_len, wide), (2, kv_heads, kv_len, wide), (2, kv_heads, kv_len, wide_v))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from captured_cases import CASES, Grid
-from helpers import SMS, Width, forward_on_cpu, of_backward, widths
+from helpers import SMS, Width, drawn_timing, forward_on_cpu, of_backward, widths
 from pairs import few_tiles
 from test_grouped_backward import in_parts
 from test_simulated_backward import COMPOSED, judged
@@ -36,7 +36,7 @@ def close(
     **options: Any,
 ) -> None:
     q_len, kv_len = lengths
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     where = f"{name}, {lengths}, width {width}, {kv_heads} KV heads, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))

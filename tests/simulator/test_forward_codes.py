@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import drawn_timing
 from torch import Tensor
 
 import fa4flex
@@ -102,7 +103,7 @@ def _rounded(p: Tensor, codes: Quantized) -> Tensor:
 
 def attend(attn: fa4flex.Attention, codes: Quantized, promote: bool = True) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     variant = attn.variant if promote else changed(attn.variant, precision=ONE_LEVEL)
     with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
         results = quantized_kernels.attend(variant, codes, ("lse",))

@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from decoding import ALWAYS_ON_BOTH, SIMULATED
+from helpers import drawn_timing
 from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 from torch import Tensor
 
@@ -22,8 +24,7 @@ from fa4flex.runtime.sources import source_of
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 from ptxsim.watch.findings import Finding
 
-SIMULATED = {"chip": "sm_90a"}
-"""Simulated GPU that calls run on."""
+pytestmark = pytest.mark.usefixtures("chip")
 
 KERNELS = {"sm_90a": ("fwd_sm90", "mixed_sm90"), "sm_100a": ("fwd_sm100",)}
 """Names of the kernels for many rows."""
@@ -34,17 +35,6 @@ CAUSAL = fa4flex.compile(mask=causal)
 
 def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return score + TABLE[h, q_idx - kv_idx + 600]
-
-
-CHIPS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)]
-ALWAYS_ON_BOTH = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"], indirect=True)
-"""Mark of tests that run on Blackwell by default, too: they share a kernel."""
-
-
-@pytest.fixture(autouse=True, params=CHIPS)
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return request.param
 
 
 def chunks(given: Drawn, lengths: tuple[int, ...], used: tuple[int, ...] | None = None) -> Drawn:
@@ -68,7 +58,7 @@ SMS = 2
 def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found, and nothing is
     gathered."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with (
         torch.no_grad(),
         patch.object(Paging, "gather", side_effect=AssertionError("pages were gathered")),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from executed import Compared
-from helpers import SMS, cumulative, of_passes, poisoned
+from helpers import SMS, cumulative, drawn_device, of_passes, poisoned
 from torch import Tensor
 
 import fa4flex
@@ -99,14 +99,9 @@ def by_kernel(gpu: Any) -> None:
     assert [KINDS["mass"] in one.kernel for one in of_passes(gpu)] == [True]
 
 
-def drawn(arch: str = "sm_90a") -> Any:
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    return ptxsim.device(arch, seed, timing, sms=SMS)
-
-
 def judged(composition: dict[str, Any], q: Tensor, k: Tensor, device: Any = None, **options: Any) -> None:
     lse = lse_of(q, k, composition)
-    with torch.no_grad(), poisoned(), drawn() if device is None else device as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() if device is None else device as gpu:
         found = fa4flex.key_mass(q, k, lse, **composition, **options)
     by_kernel(gpu)
     close(found, true(q, k, lse, composition))
@@ -162,7 +157,7 @@ def test_layout_and_strides(seed: int) -> None:
     q, k = tensors(130, 150, 64)
     lse = lse_of(q, k, {"mask": ends})
     rows = q.transpose(1, 2).contiguous(), torch.cat([k, k], -1)[..., :64].transpose(1, 2)
-    with torch.no_grad(), poisoned(), drawn() as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() as gpu:
         found = fa4flex.key_mass(*rows, lse, mask=ends, layout="bshd", reduce="kv_heads")
     by_kernel(gpu)
     close(found, true(q, k, lse, {"mask": ends}).unflatten(1, (2, 2)).sum(2))
@@ -180,7 +175,7 @@ def test_block_maps(seed: int) -> None:
 
     q, k = tensors(256, 256, 64)
     lse = lse_of(q, k, {"mask": mask})
-    with torch.no_grad(), poisoned(), drawn() as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() as gpu:
         found = fa4flex.key_mass(q, k, lse, mask=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, blocks=blocks)
     by_kernel(gpu)
     close(found, true(q, k, lse, {"mask": mask}))
@@ -218,7 +213,7 @@ def test_packed_sequences(name: str, used: bool, seed: int) -> None:
             exact[:, j : j + m] = true(x, y, lse[None, :, i : i + n], composition, b)[0]
     lengths = [torch.tensor(x) for x in USED] if used else [None, None]
     varlen = Varlen(cu_q, cu_k, *lengths)
-    with torch.no_grad(), poisoned(), drawn() as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() as gpu:
         found = fa4flex.key_mass(q, k, lse, varlen=varlen, **composition)
     by_kernel(gpu)
     close(found, exact)
@@ -236,7 +231,7 @@ def test_padded_batches(name: str, seed: int) -> None:
             lse[b : b + 1, :, :i] = lse_of(x, y, composition, b)
             exact[b] = torch.nn.functional.pad(true(x, y, lse[b : b + 1, :, :i], composition, b), (0, m - j))
     varlen = Varlen(seqused_q=torch.tensor(USED[0]), seqused_k=torch.tensor(USED[1]))
-    with torch.no_grad(), poisoned(), drawn() as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() as gpu:
         found = fa4flex.key_mass(q, k, lse, varlen=varlen, **composition)
     by_kernel(gpu)
     close(found, exact)
@@ -252,7 +247,7 @@ def test_contents_change_between_calls(seed: int) -> None:
 
     attn = fa4flex.compile(score_mod=score, mask=near)
     composition = {"score_mod": score, "mask": near}
-    with torch.no_grad(), poisoned(), drawn() as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() as gpu:
         for length, number in ((140, 0.5), (140, 0.5), (200, 0.25)):
             slope = number
             table.normal_()
@@ -274,7 +269,7 @@ def test_in_compiled_graphs(seed: int) -> None:
     def function(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
         return fa4flex.key_mass(q, k, lse, mask=ends, reduce="heads")
 
-    with torch.no_grad(), poisoned(), drawn() as gpu:
+    with torch.no_grad(), poisoned(), drawn_device() as gpu:
         found = function(q, k, lse)
     by_kernel(gpu)
     close(found, true(q, k, lse, {"mask": ends}).sum(1))
@@ -289,7 +284,7 @@ def test_gradients_beside_the_kernel(seed: int) -> None:
     own = [x.clone().requires_grad_() for x in (q, k, lse)]
     exact = [x.detach().double().requires_grad_() for x in (q, k, lse)]
     upstream = torch.randn(1, 4, 90)
-    with drawn() as gpu:
+    with drawn_device() as gpu:
         found = fa4flex.key_mass(*own, **composition)
         got = torch.autograd.grad(found, own, upstream)
     by_kernel(gpu)
@@ -313,7 +308,7 @@ def test_other_calls_are_computed_by_pytorch(why: str, seed: int, monkeypatch: p
     q, k = tensors(20, 30, WIDEST + 8 if why == "wider heads" else 64)
     lse = lse_of(q, k, {"mask": near})
     options = {"backend": "flex"} if why == "flex" else {}
-    with torch.no_grad(), drawn("sm_100a" if why == "Blackwell" else "sm_90a") as gpu:
+    with torch.no_grad(), drawn_device("sm_100a" if why == "Blackwell" else "sm_90a") as gpu:
         found = fa4flex.key_mass(q, k, lse, mask=near, **options)
     assert pieces and not gpu.results
     torch.testing.assert_close(found.double(), true(q, k, lse, {"mask": near}), rtol=1e-4, atol=1e-5)

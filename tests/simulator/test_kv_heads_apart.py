@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from captured_cases import over_draws, plain
-from helpers import SMS, Width, cumulative, widths, worst
+from helpers import Width, cumulative, drawn_device, widths, worst
 from paged_pools import guarded
 from test_simulated_backward import judged
 from torch import Tensor
 
 import fa4flex
-import ptxsim
 from fa4flex import Paging, Sinks, Varlen, reference
 from fa4flex.kernels.plan import splitting
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -45,11 +44,6 @@ def drawn(
     return [torch.randn(2, *size).to(dtype) for size in sizes]
 
 
-def device(arch: str) -> Any:
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    return ptxsim.device(arch, seed, timing, sms=SMS)
-
-
 def right(where: str, composition: dict[str, Any], found: tuple[Tensor, Tensor], qkv: list[Tensor]) -> None:
     """At most twice the error of the same maths in PyTorch."""
 
@@ -70,7 +64,7 @@ def test_forward(arch: str, heads: Heads) -> None:
     name, width = random.choice(sorted(COMPOSED)), random.choice((64, 128, (64, 128)))
     qkv = drawn(heads, random.choice(((130, 200), (70, 300))), width)
     attn = fa4flex.compile(**COMPOSED[name])
-    with torch.no_grad(), device(arch) as gpu:
+    with torch.no_grad(), drawn_device(arch) as gpu:
         found = attn(*qkv, return_lse=True)
     assert any("fwd_" in result.kernel for result in gpu.results) and not gpu.findings, gpu.report()
     right(f"{name}, {heads}, {width}", COMPOSED[name], found, qkv)
@@ -85,7 +79,7 @@ def test_few_queries(arch: str, heads: Heads, monkeypatch: pytest.MonkeyPatch) -
     composition = {"mask": causal, "score_mod": alibi}
     qkv = drawn(heads, (random.choice((1, 2)), 200), 64)
     attn = fa4flex.compile(**composition)
-    with torch.no_grad(), device(arch) as gpu:
+    with torch.no_grad(), drawn_device(arch) as gpu:
         found = attn(*qkv, return_lse=True)
     kernels = [result.kernel for result in gpu.results]
     assert any("decode" in name for name in kernels) and any("combine" in name for name in kernels)
@@ -105,7 +99,7 @@ def test_gradients(arch: str, heads: Heads) -> None:
     (wide, wide_v), (hq, hk, hv) = random.choice(((64, 64), (64, 128), (128, 64))), heads
     shapes = ((1, hq, q_len, wide), (1, hk, kv_len, wide), (1, hv, kv_len, wide_v))
     where = f"{name}, {heads}, {q_len} x {kv_len}, {wide}, {wide_v}, {arch}"
-    gpu = judged(where, composition, shapes, device(arch))
+    gpu = judged(where, composition, shapes, drawn_device(arch))
     adding = sum("sum_parts" in result.kernel for result in gpu.results)
     assert adding >= 1, where
 
@@ -138,7 +132,7 @@ def test_gradients_of_packed_sequences(arch: str) -> None:
 
     exact, budgets = over_draws(once, (*given, dout))
     inputs = [x.requires_grad_() for x in given]
-    with device(arch) as gpu:
+    with drawn_device(arch) as gpu:
         out = fa4flex.compile(mask=causal)(*inputs, varlen=Varlen(cu_q, cu_k))
         found = torch.autograd.grad(out, inputs, dout)
     assert not gpu.findings, gpu.report()
@@ -166,7 +160,7 @@ def test_pages(arch: str, page_size: int, q_len: int) -> None:
     k, v = (torch.randn(len(pages), page_size, h, width).bfloat16() for h in (hk, hv))
     q = torch.randn(2, hq, q_len, width).bfloat16()
     attn = fa4flex.compile(mask=causal, score_mod=alibi)
-    with torch.no_grad(), device(arch) as gpu:
+    with torch.no_grad(), drawn_device(arch) as gpu:
         given = guarded(k), guarded(v)
         out, lse = attn(q, *given, paging=Paging(guarded(table), guarded(used)), return_lse=True)
     assert len({result.kernel for result in gpu.results if "combine" not in result.kernel}) == 1
@@ -186,7 +180,7 @@ def test_mixed_batches_go_by_another_kernel() -> None:
     k, v = (torch.randn(8, 16, h, 64).bfloat16() for h in (hk, hv))
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     q = torch.randn(42, hq, 64).bfloat16()
-    with torch.no_grad(), device("sm_90a") as gpu:
+    with torch.no_grad(), drawn_device("sm_90a") as gpu:
         out = fa4flex.compile(mask=causal)(q, k, v, varlen=Varlen(cu), paging=Paging(table, used))
     assert not gpu.findings and not any("mixed" in result.kernel for result in gpu.results)
     for n, ((first, last), length) in enumerate(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from executed import Compared, Trace, comparing
+from helpers import drawn_timing
 from paged_pools import Drawn, Size, compare, drawn
 from test_forward_paged import chunks, expected
 from torch import Tensor
@@ -53,7 +54,7 @@ MODS: dict[str, dict[str, Any]] = {
 
 
 def attend(attn: fa4flex.Attention, given: Drawn, sms: int) -> tuple[Tensor, Tensor]:
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with torch.no_grad(), ptxsim.device("sm_90a", seed, timing, sms=sms) as gpu:
         out, lse = given(attn, return_lse=True)
     others = "sequences", "combine"

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from executed import Compared
+from helpers import drawn_timing
 from paged_pools import Drawn, Size, compare, drawn
 from test_forward_paged import chunks, expected
 from test_mixed import CAUSAL, MODS, graph_of_few
@@ -34,7 +35,7 @@ TILE = 128
 
 def attend(attn: fa4flex.Attention, given: Drawn, sms: int = 2) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with torch.no_grad(), ptxsim.device("sm_90a", seed, timing, sms=sms) as gpu:
         out, lse = given(attn, return_lse=True)
     kernels = [result.kernel for result in gpu.results if "sequences" not in result.kernel]

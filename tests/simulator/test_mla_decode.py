@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import split_in
+from helpers import drawn_timing
 from paged_pools import Size
 from paged_pools import drawn as pools
 from torch import Tensor
@@ -30,7 +31,7 @@ def drawn(
 
 def attend(attn: fa4flex.Attention, q: Tensor, rows: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
         out, lse = attn(q, Latent(rows), return_lse=True, **more)
     assert any("mla_decode_sm90" in result.kernel for result in gpu.results), "another kernel was launched"

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMS, cumulative, poisoned
+from helpers import cumulative, drawn_device, poisoned
 from paged_pools import Size, drawn
 from test_forward_paged import chunks, expected
 from test_simulated_backward import COMPOSED, judged
 from torch import Tensor
 
 import fa4flex
-import ptxsim
 from fa4flex import Varlen
 from fa4flex import lower as lower_module
 from fa4flex.kernels.plan.sizes import Question, Sizes
@@ -56,15 +55,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
     return made
 
 
-def device(chip: str) -> Any:
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    return ptxsim.device(chip, seed, timing, sms=SMS)
-
-
 def right(attn: fa4flex.Attention, given: Callable[..., Any], chip: str, dtype: torch.dtype) -> list[str]:
     """Asserts that results are as near to those in float64 as rounding allows, and returns the names of the
     kernels. given: makes the call, `exactly` or as drawn."""
-    with torch.no_grad(), poisoned(), device(chip) as gpu:
+    with torch.no_grad(), poisoned(), drawn_device(chip) as gpu:
         out, lse = given(attn, return_lse=True)
     found = [finding for finding in gpu.findings if not expected(finding)]
     assert not found, gpu.report()
@@ -130,7 +124,7 @@ def trained(chip: str) -> list[str]:
         q_len = kv_len = 200
     shapes = ((1, 4, q_len, width), (1, kv_heads, kv_len, width), (1, kv_heads, kv_len, width))
     where = f"{name}, {shapes}, {chip}"
-    return [result.kernel for result in judged(where, COMPOSED[name], shapes, device(chip)).results]
+    return [result.kernel for result in judged(where, COMPOSED[name], shapes, drawn_device(chip)).results]
 
 
 KINDS = dense, packed, paged, trained

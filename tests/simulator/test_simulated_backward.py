@@ -12,7 +12,7 @@ from unittest.mock import patch
 import captured_cases
 import pytest
 import torch
-from helpers import SMS, Width, backward_launches, of_backward, of_passes, poisoned, widths
+from helpers import SMS, Width, backward_launches, drawn_timing, of_backward, of_passes, poisoned, widths
 from own_backward import kept_arguments
 from pairs import hopper_pairs, long_steps
 from torch import Tensor
@@ -107,7 +107,7 @@ def close(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Asserts that gradients are as good as PyTorch's, and that the simulator finds nothing."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} KV heads, {arch}, {timing} {seed}"
     wide, wide_v = widths(width)
     shapes = ((1, 4, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))

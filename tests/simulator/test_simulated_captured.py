@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_cases import CASES, Grid, gradients, judge, measured
-from helpers import SMS, Width, backward_launches, of_backward, widths
+from helpers import SMS, Width, backward_launches, drawn_timing, of_backward, widths
 from torch import Tensor
 
 import fa4flex
@@ -40,7 +40,7 @@ def close(name: str, grid: Grid, width: Width, arch: str) -> None:
 def right(
     name: str, composition: dict[str, Any], leaves: list[Tensor], grid: Grid, width: Width, arch: str
 ) -> None:
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     where = f"{name}, {grid}, width {width}, {arch}, {timing} {seed}"
     d, dv = widths(width)
     keys = grid.heads // 2, grid.kv_len

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captured_cases import over_draws
-from helpers import SMS, Width, of_backward, poisoned, widths
+from helpers import SMS, Width, drawn_timing, of_backward, poisoned, widths
 from torch import Tensor
 
 import fa4flex
@@ -112,7 +112,7 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
     """Asserts at most twice bf16 PyTorch's error, relative to the largest gradient; 0 past the ends."""
     varlen, spans = described(kind)
     qkv, dout, dlse = drawn(kind, width, spans)
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     where = f"{name}, {kind}, width {width}, {arch}, {timing} {seed}"
     with poisoned(), ptxsim.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(name, qkv, (dout, dlse), varlen)

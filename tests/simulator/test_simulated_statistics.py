@@ -4,13 +4,13 @@ float64, in memory that is poisoned before; and computed blockwise where no kern
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from helpers import drawn_timing
 from torch import Tensor
 
 import fa4flex
@@ -38,7 +38,7 @@ def banded(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 @contextlib.contextmanager
 def simulated(arch: str, *names: str) -> Iterator[None]:
     """Within, calls run on a simulated GPU under a random timing, by kernels with these names alone."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     empty = torch.Tensor.new_empty
 
     def poisoned(x: Tensor, *size: Any, **options: Any) -> Tensor:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers import drawn_timing
 from skip_cases import KINDS
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def told(chip: str) -> Iterator[list[str]]:
 
         return patch.object(blockwise, name, call)
 
-    timing, number = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, number = drawn_timing()
     with noting("forward_on_gpu"), noting("backward_on_gpu"), ptxsim.device(chip, number, timing, 2) as gpu:
         yield calls
     assert not gpu.findings, gpu.report()

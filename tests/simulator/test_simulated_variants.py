@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers import of_passes
+from helpers import drawn_timing, of_passes
 
 import fa4flex
 import ptxsim
@@ -32,7 +32,7 @@ COMPOSED = {
 
 def attend(attn: fa4flex.Attention, *qkv: torch.Tensor) -> torch.Tensor:
     """Runs on the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
         out = attn(*qkv)
     assert len(of_passes(gpu)) == 1 and not gpu.findings, f"{timing} {seed}: {gpu.report()}"

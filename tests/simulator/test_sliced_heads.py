@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_decode_fp8 as fp8
 import torch
-from decoding import SIMULATED, Size, attend, check, drawn, split_in
+from decoding import ALWAYS_ON_BOTH, Size, attend, check, drawn, split_in
 from decoding_pages import check as check_pages
 from paged_pools import Size as Pool
 from paged_pools import drawn as drawn_pages
@@ -34,12 +34,7 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["sm_90a", "sm_100a"])
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return str(request.param)
-
-
+@ALWAYS_ON_BOTH
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, random.choice([1, 2, 3]))
@@ -47,6 +42,7 @@ def test_sizes(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(fa4flex.compile(**mods), drawn(SIZES[name]))
 
 
+@ALWAYS_ON_BOTH
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", MODS)
@@ -55,6 +51,7 @@ def test_variants(name: str, splits: int, chip: str, monkeypatch: pytest.MonkeyP
     check(fa4flex.compile(**MODS[name]), drawn(Size(heads=22, kv_heads=2, q_len=7, kv_len=301)))
 
 
+@ALWAYS_ON_BOTH
 def test_sinks_and_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of fewer queries than the longest one leave rows of their tiles empty."""
     split_in(monkeypatch, random.choice([1, 3]))
@@ -64,6 +61,7 @@ def test_sinks_and_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> N
     check(fa4flex.compile(mask=causal, sinks=sinks), qkv, varlen=varlen)
 
 
+@ALWAYS_ON_BOTH
 def test_pages(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, random.choice([1, 2]))
     check_pages(fa4flex.compile(score_mod=alibi, mask=causal), drawn_pages(Pool(heads=40, q_len=3)))

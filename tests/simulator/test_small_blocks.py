@@ -16,6 +16,7 @@ from helpers import (
     Width,
     called,
     cumulative,
+    drawn_timing,
     forward_on_cpu,
     of_backward,
     of_passes,
@@ -64,7 +65,7 @@ def map_of(size: Size, q_len: int, kv_len: int, batch: int = 1, heads: int = HEA
 
 
 def timed(sms: int | None = SMS) -> tuple[str, Any]:
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    timing, seed = drawn_timing()
     return f"{timing} {seed}", ptxsim.device("sm_90a", seed, timing, sms=sms)
 
 

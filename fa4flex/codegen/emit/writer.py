@@ -170,15 +170,16 @@ class Writer:
         self.lines.append((f"{indent}{terms}.append({value})", origin))
 
 
-def with_comments(lines: Iterable[Line]) -> list[str]:
-    """Each line with `# file:line: the user's code`; the code where the line differs from the one above."""
+def with_comments(lines: Iterable[Line], columns: int | None = None) -> list[str]:
+    """Each line with `# file:line: the user's code`; the code where the line differs from the one above, in
+    so many columns, or in what a line of WIDTH leaves."""
     printed, before = [], None
     for text, origin in lines:
         if origin is None:
             printed.append(text)
             continue
         shown = f"# {os.path.basename(origin.file)}:{origin.line}"
-        room = WIDTH - max(len(text), COMMENT_COLUMN) - len(shown) - 4
+        room = columns or WIDTH - max(len(text), COMMENT_COLUMN) - len(shown) - 4
         if origin != before and origin.text and room >= LEAST_CODE:
             shown += f": {textwrap.shorten(origin.text, room, placeholder=' ...')}"
         before = origin

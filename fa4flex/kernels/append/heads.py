@@ -104,7 +104,7 @@ class Heads:
             factor = cute.math.rsqrt(mean + way.eps)
         if const_expr(way.scales is not None):
             if const_expr(self.config.own_scales):
-                scale = self.own_scale(way, h, (lane, units), factor)
+                scale = self.own_scale(way, h, lane, units, factor)
                 if lane == 0:
                     way.scales[h] = scale
             else:
@@ -112,9 +112,8 @@ class Heads:
         return Numbers(factor, scale)
 
     @cute.jit
-    def own_scale(self, way: Way, h: Int32, share: tuple[Int32, Int32], factor: Float32) -> Float32:
+    def own_scale(self, way: Way, h: Int32, lane: Int32, units: Int32, factor: Float32) -> Float32:
         """The scale by which the head's largest element is e4m3's largest number; 1 of a head of zeros."""
-        lane, units = share
         largest = Float32(0.0)
         for number in cutlass.range(lane, units, LANES, unroll=1):
             unit = self.unit(way, h, number, factor)
@@ -137,13 +136,13 @@ class Heads:
             paired = number < pairs
             first = select_(paired, 2 * number if self.config.interleaved else number, number + pairs)
             second = first + (1 if self.config.interleaved else pairs)
-        self.read(way, h, (first, factor), x)
+        self.read(way, h, first, factor, x)
         if const_expr(way.angles is not None):
             if const_expr(self.turns_within):
                 if first * self.together < 2 * way.angles.cos.shape[1]:
                     self.turn_within(way.angles, x, first)
             elif paired:
-                self.read(way, h, (second, factor), y)
+                self.read(way, h, second, factor, y)
                 for e in cutlass.range_constexpr(self.together):
                     cos, sin = self.angle(way.angles, number * self.together + e)
                     x[e], y[e] = x[e] * cos - y[e] * sin, y[e] * cos + x[e] * sin
@@ -165,8 +164,7 @@ class Heads:
         return angles.cos[row, number].to(Float32), angles.sin[row, number].to(Float32)
 
     @cute.jit
-    def read(self, way: Way, h: Int32, at: tuple[Int32, Float32], into: cute.Tensor) -> None:
-        piece, factor = at
+    def read(self, way: Way, h: Int32, piece: Int32, factor: Float32, into: cute.Tensor) -> None:
         held = self.load(way.source[h, None], piece)
         for e in cutlass.range_constexpr(self.together):
             into[e] = held[e].to(Float32)

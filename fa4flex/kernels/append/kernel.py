@@ -83,7 +83,7 @@ class Append:
         a = arguments
         token = self.token(a, number)
         slot = self.slot(a, token, thread)
-        angles = self.angles(a, token, (number, thread))
+        angles = self.angles(a, token, number, thread)
         k, v = (self.of_token(x, token, number) for x in (a.k, a.v))
         if slot.exists:
             k_to, v_to = (x[slot.page, slot.number, None, None] for x in (a.k_pool, a.v_pool))
@@ -109,9 +109,9 @@ class Append:
             self.heads.carry(way, thread)
 
     @cute.jit
-    def angles(self, arguments: AppendArguments, token: Token, who: tuple[Int32, Int32]) -> Angles | None:
+    def angles(self, arguments: AppendArguments, token: Token, number: Int32, thread: Int32) -> Angles | None:
         """Angles of a token, the last ones where there are none for its position, which is told."""
-        a, (number, thread) = arguments, who
+        a = arguments
         if const_expr(a.cos is None):
             return None
         else:

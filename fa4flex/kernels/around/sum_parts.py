@@ -3,7 +3,7 @@ of the parts, or of the KV heads that share a head, are added up."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
@@ -28,6 +28,15 @@ class SumPartsArguments(_Arguments):
     """dk, dv [B, S, H, D]; dk_parts, dv_parts [B, S, H * parts, D], those of a head one after another;
     packed: [T, H, D]. Where there is one part, these are dk and dv themselves. Where k and v differ in heads,
     dk and dv do, and so do their numbers of parts."""
+
+
+class Place(NamedTuple):
+    """A piece of WIDE elements of a token and head."""
+
+    b: Int32
+    token: Int32
+    head: Int32
+    piece: Int32
 
 
 class SumParts:
@@ -65,7 +74,7 @@ class SumParts:
         block, head, b = cute.arch.block_idx()
         number, pieces = block * THREADS + cute.arch.thread_idx()[0], target.shape[-1] // WIDE
         if number // pieces < target.shape[0 if cute.rank(target) == 3 else 1]:
-            self.add(source, target, parts, (b, number // pieces, head, number % pieces))
+            self.add(source, target, parts, Place(b, number // pieces, head, number % pieces))
 
     @cute.jit
     def of_both(self, arguments: SumPartsArguments, stream: cuda.CUstream) -> None:
@@ -92,9 +101,9 @@ class SumParts:
         tokens = arguments.dk.shape[0 if cute.rank(arguments.dk) == 3 else 1]
         if token < tokens:
             if piece < of_dk:
-                self.add(arguments.dk_parts, arguments.dk, parts, (b, token, head, piece))
+                self.add(arguments.dk_parts, arguments.dk, parts, Place(b, token, head, piece))
             else:
-                self.add(arguments.dv_parts, arguments.dv, parts, (b, token, head, piece - of_dk))
+                self.add(arguments.dv_parts, arguments.dv, parts, Place(b, token, head, piece - of_dk))
 
     @cute.jit
     def add(
@@ -102,9 +111,9 @@ class SumParts:
         source: cute.Tensor,
         target: cute.Tensor,
         parts: Int32,
-        place: tuple[Int32, Int32, Int32, Int32],
+        place: Place,
     ) -> None:
-        """The elements of piece `place[3]` of a token and head, in float32."""
+        """A piece, in float32."""
         b, token, head, piece = place
         total = cute.make_rmem_tensor((WIDE,), Float32)
         total.fill(0.0)

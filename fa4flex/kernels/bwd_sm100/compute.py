@@ -50,9 +50,12 @@ WIDE = 8
 
 @dataclass(frozen=True)
 class Head:
-    """Constants over the steps of a query head: where hooks are called for, queries apart; by what the
-    variant's scores are multiplied to be powers of two; and what becomes of captured gradients."""
+    """Constants over the steps of a query head: the block's memory and barriers; where hooks are called for,
+    queries apart; by what the variant's scores are multiplied to be powers of two; and what becomes of
+    captured gradients."""
 
+    shared: Shared
+    pipes: Pipes
     slab: Slab
     factor: Float32
     collector: LaneCollector
@@ -103,6 +106,17 @@ class ApartPlace(Place):
 
 
 @dataclass(frozen=True)
+class Step:
+    """A tile of queries: its number, stages of its rows' log-sum-exps and deltas, and the phase of what is
+    there once per step."""
+
+    tile: Int32
+    lse2: pipeline.PipelineState
+    delta: pipeline.PipelineState
+    phase: Int32
+
+
+@dataclass(frozen=True)
 class Sums:
     """dK or dV: where in tensor memory it lies, the barrier that says it is complete, and its width."""
 
@@ -150,24 +164,24 @@ class Compute:
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
             dropout = KeyDropout.of(self.hooks.dropout, at, first)
-            head = Head(slab, computed_once(factor), self.collector(arguments, slab, sums), dropout)
+            factor = computed_once(factor)
+            head = Head(shared, pipes, slab, factor, self.collector(arguments, slab, sums), dropout)
             head.collector.begin()
             queries = self.scheduler.queries(work, h, arguments)
             for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
-                which = (query_tile_at(queries, i), phase)
-                self.step(head, place, (shared, pipes), (lse2, delta), which, True)
+                self.step(head, place, Step(query_tile_at(queries, i), lse2, delta, phase), True)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
-                which = (query_tile_at(queries, i), phase)
+                step = Step(query_tile_at(queries, i), lse2, delta, phase)
                 if const_expr(ordered):
                     if needs_mask(queries.masked.at(i)):
-                        self.step(head, place, (shared, pipes), (lse2, delta), which, True)
+                        self.step(head, place, step, True)
                     else:
-                        self.step(head, place, (shared, pipes), (lse2, delta), which, False)
+                        self.step(head, place, step, False)
                 else:
-                    self.step(head, place, (shared, pipes), (lse2, delta), which, False)
+                    self.step(head, place, step, False)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
@@ -219,23 +233,19 @@ class Compute:
         self,
         head: cutlass.Constexpr[Head],
         place: cutlass.Constexpr[Place],
-        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-        which: tuple[Int32, Int32],
+        step: cutlass.Constexpr[Step],
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """One tile of queries: its number, and the phase of what is there once per step."""
-        shared, pipes = handed
-        lse2, delta = states
-        tile, phase = which
-        origin, kind = place.origin(tile), shared.q.element_type
+        """One tile of queries."""
+        shared, pipes, lse2, delta = head.shared, head.pipes, step.lse2, step.delta
+        origin, kind = place.origin(step.tile), shared.q.element_type
         scores = cute.make_rmem_tensor((FRAGMENT, HALF // FRAGMENT), Float32)
         weights, handed_on = [], []
         kept: list[Any] = []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
-        cute.arch.mbarrier_wait(pipes.s_full, phase)
+        cute.arch.mbarrier_wait(pipes.s_full, step.phase)
         for f in cutlass.range_constexpr(HALF // FRAGMENT):
-            rows = self.take(f, place, scores, pipes, (shared.lse2, lse2.index))
+            rows = self.take(f, head, place, step, scores)
             p = self.to_change(scores[None, f])
             slopes = self.probabilities(head, p, rows, place.first_query(origin, f), masked)
             packed = self.narrowed(p, kind)
@@ -249,7 +259,7 @@ class Compute:
         arrive_once(pipes.p_full, first=self.config.ctas > 1)
         arrive_once(pipes.lse2_empty + lse2.index)
         cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
-        cute.arch.mbarrier_wait(pipes.dp_full, phase)
+        cute.arch.mbarrier_wait(pipes.dp_full, step.phase)
         for f in cutlass.range_constexpr(HALF // FRAGMENT):
             rows = self.numbers(shared.delta, delta.index, place.number(f))
             ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
@@ -267,13 +277,11 @@ class Compute:
             cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(pipes.ds_full, first=self.config.ctas > 1)
         arrive_once(pipes.delta_empty + delta.index)
-        self.hand_on(place, handed_on, kind, pipes, phase)
+        self.hand_on(place, handed_on, kind, pipes, step.phase)
 
-    def take(
-        self, f: int, place: Place, scores: cute.Tensor, pipes: Any, lse2: tuple[cute.Tensor, Int32]
-    ) -> cute.Tensor:
+    def take(self, f: int, head: Head, place: Place, step: Step, scores: cute.Tensor) -> cute.Tensor:
         """Scores of fragment f to registers. Returns its queries' log-sum-exps."""
-        rows = self.numbers(*lse2, place.number(f))
+        rows = self.numbers(head.shared.lse2, step.lse2.index, place.number(f))
         place.scores.take(f, scores[None, f])
         cute.arch.fence_view_async_tmem_load()
         return rows

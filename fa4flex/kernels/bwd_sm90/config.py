@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fa4flex.kernels.common.dq_layout import Order
 from fa4flex.kernels.plan.lengths import Lengths
@@ -19,6 +19,15 @@ EIGHT = 8
 
 SWIZZLES = (64, 32, 16)
 """Columns of 16 bits that the patterns of shared memory span."""
+
+
+class Swizzles(NamedTuple):
+    """Columns of a block of q, dout, k and v in shared memory."""
+
+    q: int
+    dout: int
+    k: int
+    v: int
 
 
 @dataclass(frozen=True)
@@ -220,13 +229,12 @@ class Config:
         )
 
     @property
-    def swizzles(self) -> tuple[int, int, int, int]:
-        """Columns of a block of q, dout, k and v in shared memory."""
+    def swizzles(self) -> Swizzles:
         q, dout = self.head_dim, self.head_dim_v
         if self.split == "columns":
             q, dout = q // self.consumers, dout // self.consumers
         _, k = self.dq_shapes[0]
-        return (
+        return Swizzles(
             swizzle(self.head_dim, q),
             swizzle(self.head_dim_v, dout),
             swizzle(self.head_dim, k),

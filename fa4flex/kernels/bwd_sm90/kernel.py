@@ -28,7 +28,7 @@ from fa4flex.kernels.bwd_sm90.exchange import Exchange
 from fa4flex.kernels.bwd_sm90.pair_split import PairedKeyGradient, PairedValueGradient
 from fa4flex.kernels.bwd_sm90.producer import Producer, Transfers
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.resources import Layouts, Mmas, Shared, swizzled_rows
 from fa4flex.kernels.bwd_sm90.roles import CLEARER, EXCHANGE, barrier_table
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
@@ -125,22 +125,22 @@ class Backward:
             tuple(dq),
         )
 
-    def layouts(self, kind: Any) -> tuple[Any, ...]:
-        """Swizzled shared-memory layouts of q, dout (by stage), k, v, and of ds and p (queries, keys), along
-        the queries; ds along the keys where it is copied to captured gradients, or dQ is transposed."""
+    def layouts(self, kind: Any) -> Layouts:
+        """ds and p lie along the queries; ds along the keys where it is copied to captured gradients, or dQ
+        is transposed."""
         config = self.config
         m, n, d, dv = config.tile_m, config.block_keys, config.head_dim, config.head_dim_v
-        q, dout, k, v = config.swizzles
+        of = config.swizzles
 
         def along_queries() -> Any:
             return sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2 * config.ctas)
 
         ds = swizzled_rows(kind, (m, n, 2), swizzle(n, n)) if self.along_keys else along_queries()
-        return (
-            swizzled_rows(kind, (m, d, config.q_stages), q),
-            swizzled_rows(kind, (m, dv, config.do_stages), dout),
-            swizzled_rows(kind, (n, d, 1), k),
-            swizzled_rows(kind, (n, dv, 1), v),
+        return Layouts(
+            swizzled_rows(kind, (m, d, config.q_stages), of.q),
+            swizzled_rows(kind, (m, dv, config.do_stages), of.dout),
+            swizzled_rows(kind, (n, d, 1), of.k),
+            swizzled_rows(kind, (n, dv, 1), of.v),
             ds,
             along_queries() if config.split == "columns" else ds,
         )
@@ -173,7 +173,7 @@ class Backward:
         """Columns of the keys of a pair's other CTA: where V was, and as K lies."""
         config = self.config
         width = config.head_dim // config.ctas
-        return swizzled_rows(kind, (config.block_keys, width, 1), config.swizzles[2])
+        return swizzled_rows(kind, (config.block_keys, width, 1), config.swizzles.k)
 
     def peer_keys(self, arguments: BackwardArguments) -> cpasync.TmaInfo | None:
         """Descriptor of the keys of a pair's other CTA."""
@@ -185,7 +185,7 @@ class Backward:
 
     def copies(self, arguments: BackwardArguments) -> tuple[cpasync.TmaInfo, ...]:
         """Descriptors of captured gradients (queries, keys, other axes) that take tiles of dS."""
-        ds = cute.slice_(self.layouts(arguments.q.element_type)[4], (None, None, 0))
+        ds = cute.slice_(self.layouts(arguments.q.element_type).ds, (None, None, 0))
         store = cpasync.CopyBulkTensorTileS2GOp()
         tile = self.config.tile_m, self.config.tile_n
         found = []

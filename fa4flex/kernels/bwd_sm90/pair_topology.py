@@ -64,7 +64,7 @@ def pair_topology(config: Config, itemsize: int) -> Topology:
 
 def _rings(table: BarrierTable, config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
     d, dv = config.head_dim, config.head_dim_v
-    _, _, k, v = config.swizzles
+    k, v = config.swizzles.k, config.swizzles.v
     size = tile_bytes(config.tile_m, KEYS, itemsize)
     rings = (
         *queries_rings(table, config, itemsize),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass import Boolean, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm90.config import Config
@@ -22,7 +22,15 @@ from fa4flex.kernels.common.backward import (
 )
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import States, Views, announce, load_once, load_stage, partition
+from fa4flex.kernels.common.transfer import (
+    States,
+    Views,
+    announce,
+    load_numbers,
+    load_once,
+    load_stage,
+    partition,
+)
 
 
 class Transfers(NamedTuple):
@@ -115,10 +123,10 @@ class Producer:
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
                 load_stage(q, pipes.q, q_state, q_views, tile)
-                self.rows(rows_of(arguments.lse2, work, h), shared.lse2, pipes.q, q_state, tile)
+                load_numbers(rows_of(arguments.lse2, work, h), shared.lse2, pipes.q, q_state, tile)
                 q_state.advance()
                 load_stage(dout, pipes.dout, do_state, do_views, tile)
-                self.rows(rows_of(arguments.delta, work, h), shared.delta, pipes.dout, do_state, tile)
+                load_numbers(rows_of(arguments.delta, work, h), shared.delta, pipes.dout, do_state, tile)
                 do_state.advance()
                 if const_expr(config.persistent):
                     if not there:
@@ -148,10 +156,3 @@ class Producer:
     def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
         whole = queries_of(self.config, transfer.tma_tensor, work, h)
         return partition(transfer, shared, cute.local_tile(whole, (self.config.tile_m, width), (None, 0)))
-
-    def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:
-        """A number per row of a tile, on the same barrier."""
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        source = cute.local_tile(statistic, (self.config.tile_m,), (tile,))
-        with cute.arch.elect_one():
-            cute.copy(atom, source, shared[None, state.index], mbar_ptr=ring.producer_get_barrier(state))

@@ -4,7 +4,7 @@ their operands."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, cute
@@ -13,6 +13,17 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.config import Config, swizzle
 from fa4flex.kernels.common.backward import KeyWork
 from fa4flex.kernels.common.transfer import head_of, reordered
+
+
+class Layouts(NamedTuple):
+    """Swizzled shared-memory layouts of q, dout (by stage), k, v, and of ds and p (queries, keys)."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    ds: Any
+    p: Any
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _stages(config: Config) -> tuple[tuple[str, int], ...]:
 def _rings(table: BarrierTable, config: Config, itemsize: int) -> tuple[Ring, ...]:
     """K and V of persistent blocks share an empty barrier."""
     n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
-    _, _, k, v = config.swizzles
+    k, v = config.swizzles.k, config.swizzles.v
     return (
         *queries_rings(table, config, itemsize),
         once(tiles(table, "k", (n, d), k, itemsize), config),
@@ -86,7 +86,7 @@ def _rings(table: BarrierTable, config: Config, itemsize: int) -> tuple[Ring, ..
 def queries_rings(table: BarrierTable, config: Config, itemsize: int) -> tuple[Ring, ...]:
     """Rings of Q and dO; rows' numbers come with the tiles that need them."""
     m, d, dv = config.tile_m, config.head_dim, config.head_dim_v
-    q, dout, *_ = config.swizzles
+    q, dout = config.swizzles.q, config.swizzles.dout
     numbers = NUMBER * m
 
     def ring(name: str, beside: str, width: int, block: int) -> Ring:

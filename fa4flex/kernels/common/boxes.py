@@ -7,7 +7,7 @@ box has whole rows, all blocks of 8 keys come before the next 8: products read e
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, Int64, cute
@@ -26,13 +26,28 @@ MOST = 2**31 - 1
 """Extent of the units of a cache: no head is asked for that is not there."""
 
 
-def stage_layouts(config: Any, kind: Any, boxes: Boxes | None = None) -> tuple[Any, Any]:
+class KeyLayouts(NamedTuple):
+    """Swizzled shared-memory layouts of tiles of keys and of values."""
+
+    k: Any
+    v: Any
+
+
+class Layouts(NamedTuple):
+    """Swizzled shared-memory layouts of q, k and v; the last mode counts warpgroups or stages."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+def stage_layouts(config: Any, kind: Any, boxes: Boxes | None = None) -> KeyLayouts:
     """Swizzled shared-memory layouts of k and v, whose last mode counts stages. `config` has tile_n,
     kv_stages and the widths of tiles, which boxes make up where they may have whole rows."""
     n, d, dv, stages = config.tile_n, config.head_dim, config.head_dim_v, config.kv_stages
     atoms = warpgroup.SmemLayoutAtomKind
     k_whole, v_whole = boxes.whole if boxes else (False, False)
-    return (
+    return KeyLayouts(
         _by_keys(atoms.K_SW128, (n, d, stages), (1, 0, 2), kind)
         if k_whole
         else sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, n, d), kind, stages),
@@ -119,11 +134,12 @@ def box_views(
     k_width, v_width = cute.size(k_shared, mode=[1]), cute.size(v_shared, mode=[0])
     k_whole, v_whole = boxes.whole
     if k_whole:
-        k_views = _rows_views(transfers.k, k_shared, (arguments.k, kv_head), (boxes.rows, k_width))
+        k_views = _rows_views(transfers.k, k_shared, arguments.k, kv_head, (boxes.rows, k_width))
     else:
         k_views = page_views(transfers.k, k_shared, kv_head, (boxes.rows, column_block(k_width)))
     if v_whole:
-        return k_views, _rows_views(transfers.v, v_shared, (arguments.v, kv_head), (boxes.rows, v_width))
+        v_views = _rows_views(transfers.v, v_shared, arguments.v, kv_head, (boxes.rows, v_width))
+        return k_views, v_views
     v_views = page_views(transfers.v, v_shared, kv_head, (column_block(v_width), boxes.rows))
     # Values are (D, S): blocks of columns come before boxes.
     to_shared, from_global = (
@@ -142,11 +158,13 @@ def page_views(
 
 
 def _rows_views(
-    transfer: cpasync.TmaInfo, shared: cute.Tensor, head: tuple[cute.Tensor, Int32], box: tuple[int, int]
+    transfer: cpasync.TmaInfo,
+    shared: cute.Tensor,
+    cache: cute.Tensor,
+    kv_head: Int32,
+    box: tuple[int, int],
 ) -> Views:
-    """Views of boxes of whole rows, which lie one after another in shared memory. head: the cache, and the
-    number of one of its heads."""
-    cache, kv_head = head
+    """Views of boxes of whole rows, which lie one after another in shared memory."""
     shape = _box_shape(box)
     if isinstance(cache.shape[2], tuple):  # KV heads share heads of the cache
         (share, _), (_, stride) = cache.shape[2], cache.stride[2]

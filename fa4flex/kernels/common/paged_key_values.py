@@ -60,10 +60,11 @@ class PagedKeyValues:
         self.lookup.turn_to(number)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        _load(self, (self.transfers.k, self.k_ring, self.k), state, self._places(0))
+        _load(self, self.transfers.k, self.k_ring, self.k, state, self._places(0))
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        _load(self, (self.transfers.v, self.v_ring, self.v), state, self._places(self.lookup.behind))
+        places = self._places(self.lookup.behind)
+        _load(self, self.transfers.v, self.v_ring, self.v, state, places)
 
     def _places(self, behind: int) -> Places:
         return _in_first_lanes(self, self.lookup.places(behind))
@@ -86,12 +87,13 @@ def _in_first_lanes(source: PagedKeyValues, places: Places) -> Places:
 @cute.jit
 def _load(
     source: cutlass.Constexpr[PagedKeyValues],
-    what: cutlass.Constexpr[tuple[cpasync.TmaInfo, Ring, Views]],
+    transfer: cutlass.Constexpr[cpasync.TmaInfo],
+    ring: cutlass.Constexpr[Ring],
+    views: cutlass.Constexpr[Views],
     state: pipeline.PipelineState,
     places: Places,
 ) -> None:
-    transfer, ring, (to_shared, from_global) = what
-    first = places.first
+    (to_shared, from_global), first = views, places.first
     barrier = ring.producer_get_barrier(state)
     policy = {} if source.policy is None else {"cache_policy": Int64(source.policy)}
     ring.producer_acquire(state)

@@ -307,15 +307,14 @@ class Fragment:
     ) -> None:
         """scores (row, column): what is not allowed becomes `hidden`, and its tangent 0. `allowed` is what
         that returned for this tile; where it is None, the rows' spans decide."""
-        both = scores, tangents
         if allowed is None:
-            self._limit(both, kv_first)
+            self._limit(scores, kv_first, tangents)
             return
         for r, words in enumerate(allowed):
             for i, bits in enumerate(words):
-                self._keep(both, r, i * WORD, WORD, bits)
+                self._keep(scores, tangents, r, i * WORD, WORD, bits)
 
-    def _limit(self, both: tuple[cute.Tensor, cute.Tensor | None], kv_first: Int32) -> None:
+    def _limit(self, scores: cute.Tensor, kv_first: Int32, tangents: cute.Tensor | None) -> None:
         origin = kv_first + self.first_column
         for r, spans in enumerate(self.rows.spans):
             ends = [
@@ -323,13 +322,12 @@ class Fragment:
             ]
             for start in range(0, len(self.columns), RUN):
                 bits = functools.reduce(operator.or_, (between(lo, hi, start) for lo, hi in ends))
-                self._keep(both, r, start, RUN, bits)
+                self._keep(scores, tangents, r, start, RUN, bits)
 
     def _keep(
-        self, both: tuple[cute.Tensor, cute.Tensor | None], r: int, start: int, most: int, bits: Int32
+        self, scores: cute.Tensor, tangents: cute.Tensor | None, r: int, start: int, most: int, bits: Int32
     ) -> None:
         """Row r of scores and their tangents: `hidden` and 0 where a column from `start` on has no bit."""
-        scores, tangents = both
         for place in range(min(most, len(self.columns) - start)):
             allowed = (bits & bit(place)) != 0
             scores[r, start + place] = select_(allowed, scores[r, start + place], Float32(self.rows.hidden))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
@@ -14,6 +14,13 @@ from fa4flex.kernels.common.fragment import as_operand
 
 ROWS = 64
 """Query rows of a warpgroup: the rows of one wgmma instruction."""
+
+
+class Mmas(NamedTuple):
+    """Tiled products of one warpgroup: S = q k^T and O += p v."""
+
+    scores: cute.TiledMma
+    values: cute.TiledMma
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Products:
     out: cute.Tensor
 
 
-def tiled_products(kind: Any, tile_n: int, head_dim_v: int) -> tuple[cute.TiledMma, cute.TiledMma]:
+def tiled_products(kind: Any, tile_n: int, head_dim_v: int) -> Mmas:
     """S = q k^T from shared memory, O += p v with p in registers; one warpgroup each."""
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     scores = sm90.make_trivial_tiled_mma(
@@ -53,7 +60,7 @@ def tiled_products(kind: Any, tile_n: int, head_dim_v: int) -> tuple[cute.TiledM
         tiler_mn=(ROWS, head_dim_v),
         a_source=warpgroup.OperandSource.RMEM,
     )
-    return scores, values
+    return Mmas(scores, values)
 
 
 def products_of(

@@ -11,7 +11,7 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.boxes import box_transfers, box_views
+from fa4flex.kernels.common.boxes import KeyLayouts, box_transfers, box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_lengths import check_length
@@ -36,7 +36,7 @@ class Stages:
     v_ring: Ring
 
 
-def stage_transfers(arguments: Arguments, config: Any, layouts: tuple[Any, Any]) -> tuple[Any, Any]:
+def stage_transfers(arguments: Arguments, config: Any, layouts: KeyLayouts) -> tuple[Any, Any]:
     """TMA descriptors of tiles of keys and values, or of their boxes in pages; None where warps gather
     rows."""
     if config.gathers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass import BFloat16, Boolean, Float32, Int32, cute, pipeline
 from cutlass._mlir.dialects import llvm, nvvm
@@ -18,6 +18,15 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import TmemAllocator
 
 from fa4flex.kernels.common.gathering_rings import GatheringTensorCoreRing, gathering, lanes_of
+
+
+class Words(NamedTuple):
+    """Words of an instruction's operands: the result's, A's, none where each instruction has a place of its
+    own, and B's."""
+
+    result: Int32
+    left: list[Int32]
+    right: list[Int32]
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,14 @@ class Product:
         a: cute.Tensor | Sequence[cute.Pointer],
         b: cute.Tensor,
         zero: Int32 | int = 0,
-    ) -> tuple[Int32, list[Int32], list[Int32]]:
-        """The words of an instruction's operands, which `put` takes: the result's, A's and B's."""
+    ) -> Words:
         result, right = Int32(acc.toint()), _words(b)
         right[0] = right[0] + zero
-        return result, self._left(a, zero), right
+        return Words(result, self._left(a, zero), right)
 
     def put(
         self,
-        operands: tuple[Int32, list[Int32], list[Int32]],
+        operands: Words,
         a: cute.Tensor | Sequence[cute.Pointer],
         b: cute.Tensor,
         steps: range,
@@ -90,7 +98,6 @@ class Product:
             add = True
 
     def _left(self, a: cute.Tensor | Sequence[cute.Pointer], zero: Int32 | int) -> list[Int32]:
-        """Start of A; nothing where each instruction has a place of its own."""
         if not isinstance(a, cute.Tensor):
             return []
         words = [Int32(a.iterator.toint())] if self.a_in_tensor_memory else _words(a)

@@ -82,6 +82,17 @@ def load_stage(
     )
 
 
+def load_numbers(
+    source: cute.Tensor, shared: cute.Tensor, ring: Ring, state: pipeline.PipelineState, tile: Int32
+) -> None:
+    """A warp's: copy a float32 per row of a tile into the stage that `load_stage` copies the tile to, on the
+    same barrier; shared (row, stage)."""
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+    rows = cute.local_tile(source, (cute.size(shared, mode=[0]),), (tile,))
+    with cute.arch.elect_one():
+        cute.copy(atom, rows, shared[None, state.index], mbar_ptr=ring.producer_get_barrier(state))
+
+
 def prefetch_descriptors(*transfers: cpasync.TmaInfo | None) -> None:
     """A warp's: have the descriptors of these copies at hand; None where rows are copied without one."""
     for transfer in transfers:

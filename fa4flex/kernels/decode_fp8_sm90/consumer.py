@@ -162,11 +162,11 @@ class Consumer(base.Consumer):
         k_state, v_state = states
         pipes.k.consumer_wait(k_state)
         if const_expr(self.config.steps == 1):
-            self.step(warp, pipes, (i, Int32(0)), states, masked)
+            self.step(warp, pipes, i, Int32(0), states, masked)
         else:
             pipes.v.consumer_wait(v_state)
             for number in cutlass.range(self.config.steps, unroll=1):
-                self.step(warp, pipes, (i, number), states, masked)
+                self.step(warp, pipes, i, number, states, masked)
             release(pipes.k, k_state)
             release(pipes.v, v_state)
         k_state.advance()
@@ -178,12 +178,13 @@ class Consumer(base.Consumer):
         self,
         warp: cutlass.Constexpr[Warp],
         pipes: cutlass.Constexpr[Pipes],
-        which: tuple[Int32, Int32],
+        i: Int32,
+        number: Int32,
         states: States,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """Scores, softmax and values of KEYS keys of tile number i."""
-        (i, number), (k_state, v_state) = which, states
+        """Scores, softmax and values of KEYS keys of tile number i: step `number` of it."""
+        k_state, v_state = states
         kv_first = self.first_key(warp, tile_at(warp.tile.keys, i), number)
         following = self.following(warp, i, number)
         grids, early = self.prepare(warp, kv_first, masked)

@@ -20,6 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, room
+from fa4flex.kernels.common.boxes import KeyLayouts
 from fa4flex.kernels.common.gathering_rings import GatheringRing, tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
@@ -46,14 +47,14 @@ class Forward(SplitForward):
         k, v = self.transfers(arguments)
         self.launch(self.device(arguments, k, v), arguments, stream)
 
-    def layouts(self) -> tuple[Any, Any]:
+    def layouts(self) -> KeyLayouts:
         """Swizzled shared-memory layouts of k and v, row by row; their last mode counts stages."""
         config = self.config
         k, v = (
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, config.tile_n, width), Uint8, config.kv_stages)
             for width in (config.head_dim, config.head_dim_v)
         )
-        return k, v
+        return KeyLayouts(k, v)
 
     def transfers(self, arguments: Arguments) -> tuple[Any, Any]:
         config, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
@@ -73,13 +74,13 @@ class Forward(SplitForward):
                 found.append(cpasync.make_tiled_tma_atom(load, tensor, layout, (config.tile_n, width)))
         return found[0], found[1]
 
-    def storage(self, layouts: tuple[Any, ...]) -> Any:
+    def storage(self, layouts: KeyLayouts) -> Any:
         config = self.config
         members = {
             "barriers": room(self.barriers),
             "queries": tile_room(Uint8, config.query_bytes),
-            "keys": tile_room(Uint8, cute.cosize(layouts[0])),
-            "values": tile_room(Uint8, cute.cosize(layouts[1])),
+            "keys": tile_room(Uint8, cute.cosize(layouts.k)),
+            "values": tile_room(Uint8, cute.cosize(layouts.v)),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -128,7 +129,7 @@ class Forward(SplitForward):
             v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps, GatheringRing),
         )
 
-    def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
+    def shared(self, storage: Any, layouts: KeyLayouts) -> Shared:
         k, v = layouts
         keys, values = (cute.recast_ptr(x.data_ptr(), dtype=Float32) for x in (storage.keys, storage.values))
         width = self.config.head_dim_v

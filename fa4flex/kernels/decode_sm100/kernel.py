@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
-from fa4flex.kernels.common.boxes import stage_layouts
+from fa4flex.kernels.common.boxes import KeyLayouts, stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
@@ -53,15 +53,15 @@ class Forward(SplitForward):
         k, v = stage_transfers(arguments, self.config, layouts)
         self.launch(self.device(arguments, k, v), arguments, stream)
 
-    def storage(self, layouts: tuple[Any, Any], kind: Any) -> Any:
+    def storage(self, layouts: KeyLayouts, kind: Any) -> Any:
         numbers = kept(self.config.statistics)
         members = {
             "barriers": room(self.barriers),
             "freed": Int64,
             "columns": Int32,
             "statistics": cute.struct.Align[cute.struct.MemRange[Float32, numbers * LANES], 16],
-            "keys": tile_room(kind, cute.cosize(layouts[0])),
-            "values": tile_room(kind, cute.cosize(layouts[1])),
+            "keys": tile_room(kind, cute.cosize(layouts.k)),
+            "values": tile_room(kind, cute.cosize(layouts.v)),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -114,7 +114,7 @@ class Forward(SplitForward):
             self.softmax.run(arguments, part, shared, pipes, products, base)
             memory.free(base)
 
-    def shared(self, storage: Any, layouts: tuple[Any, Any], products: Products) -> Shared:
+    def shared(self, storage: Any, layouts: KeyLayouts, products: Products) -> Shared:
         (k, v), (k_operand, v_operand) = layouts, products.layouts()
         merged = cute.make_layout(
             (MERGED, LANES, MERGED_STAGES), stride=(1, MERGED_STRIDE, LANES * MERGED_STRIDE)

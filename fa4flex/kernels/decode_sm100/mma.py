@@ -51,7 +51,7 @@ class Mma:
             pipes.v.consumer_wait(v_state)
             if const_expr(self.config.clears):
                 self.clear_past_end(shared, v_state.index, tile, tile_at(tile.keys, i))
-            self.values(shared, pipes, products, base, (v_state.index, phase, i - tile.first))
+            self.values(shared, pipes, products, base, v_state.index, phase, i - tile.first)
             pipes.v.consumer_release(v_state)
             v_state.advance()
             phase ^= 1
@@ -86,10 +86,11 @@ class Mma:
         pipes: cutlass.Constexpr[Pipes],
         products: cutlass.Constexpr[Products],
         base: cute.Pointer,
-        which: tuple[Int32, Int32, Int32],
+        stage: Int32,
+        phase: Int32,
+        number: Int32,
     ) -> None:
         """O += p v: values of this stage, probabilities of this phase; tile number 0 begins."""
-        stage, phase, number = which
         p, product = products.probabilities_at(base), products.values_product
         v = products.values.make_fragment_B(shared.v_operand)[None, None, None, stage]
         words = product.prepared(base + self.config.memory.output, p, v)

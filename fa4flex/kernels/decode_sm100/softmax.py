@@ -85,10 +85,10 @@ class Softmax:
         phase = Int32(0)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
-            self.step(mine, memory, pipes, (tile_at(tile.keys, i), phase), i > tile.first, True)
+            self.step(mine, memory, pipes, tile_at(tile.keys, i), phase, i > tile.first, True)
             phase ^= 1
         for i in cutlass.range(full, tile.last, unroll=1):
-            self.step(mine, memory, pipes, (tile_at(tile.keys, i), phase), i > tile.first, False)
+            self.step(mine, memory, pipes, tile_at(tile.keys, i), phase, i > tile.first, False)
             phase ^= 1
         self.epilogue.run(arguments, tile, mine, shared, pipes, products.output_at(base))
 
@@ -151,12 +151,12 @@ class Softmax:
         mine: cutlass.Constexpr[Mine],
         memory: cutlass.Constexpr[Memory],
         pipes: cutlass.Constexpr[Pipes],
-        which: tuple[Int32, Int32],
+        key_tile: Int32,
+        phase: Int32,
         later: Boolean,
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """This key tile, whose scores come in this phase. `later`: there is an output of earlier ones."""
-        key_tile, phase = which
         kv_first = key_tile * self.config.tile_n
         bits = self.allowed(mine, kv_first) if const_expr(masked) else None
         cute.arch.mbarrier_wait(pipes.s_full, phase)

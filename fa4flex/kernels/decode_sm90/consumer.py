@@ -23,8 +23,9 @@ from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows, quad_fragment
-from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
+from fa4flex.kernels.common.products import ROWS, Mmas, Products, products_of, zero_past
 from fa4flex.kernels.common.softmax import OnlineSoftmax, maxima, passed, raise_maxima, rescale, running
+from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.weights import weights_of
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.epilogue import Epilogue
@@ -72,7 +73,7 @@ class Consumer:
         part: Part,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        mma: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
+        mma: cutlass.Constexpr[Mmas],
     ) -> None:
         lane = cute.arch.thread_idx()[0] - 128
         tile = tile_of(part, arguments, self.hooks, self.config)
@@ -116,7 +117,7 @@ class Consumer:
         copy_rows(queries, Int32(0), tile, shared.q[None, None, 0], lane)
         sync(WRITTEN)
 
-    def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32) -> Products:
+    def products(self, mma: Mmas, shared: Shared, lane: Int32) -> Products:
         tiles = shared.q[None, None, 0], shared.k, shared.v
         return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
 
@@ -147,8 +148,8 @@ class Consumer:
         rows: cutlass.Constexpr[tuple[Mine, ...]],
         pipes: cutlass.Constexpr[Pipes],
         keys: cutlass.Constexpr[Keys],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        states: States,
+    ) -> States:
         """Scores, softmax and values of one key tile."""
         k_state, v_state = states
         self.softmax(products, rows, pipes, keys, k_state)

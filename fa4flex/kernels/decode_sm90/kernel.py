@@ -20,11 +20,11 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
-from fa4flex.kernels.common.boxes import stage_layouts
+from fa4flex.kernels.common.boxes import KeyLayouts, Layouts, stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
-from fa4flex.kernels.common.products import ROWS, tiled_products
+from fa4flex.kernels.common.products import ROWS, Mmas, tiled_products
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, tile_room
 from fa4flex.kernels.decode_sm90.config import Config
@@ -46,24 +46,24 @@ class Forward(SplitForward):
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
-        k, v = stage_transfers(arguments, self.config, layouts[1:])
+        k, v = stage_transfers(arguments, self.config, KeyLayouts(layouts.k, layouts.v))
         mma = tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
         self.launch(self.device(arguments, k, v, mma), arguments, stream)
 
-    def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
+    def layouts(self, kind: Any) -> Layouts:
         """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""
         tile = ROWS, self.config.tile_n, self.config.head_dim
         q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, kind, 1)
-        return q, *stage_layouts(self.config, kind)
+        return Layouts(q, *stage_layouts(self.config, kind))
 
-    def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
+    def storage(self, layouts: Layouts, kind: Any) -> Any:
         members = {"barriers": room(self.barriers)}
         if self.config.skip:
             members["asked"] = cute.struct.MemRange[Int32, self.config.kv_stages]
         members |= {
-            "queries": tile_room(kind, cute.cosize(layouts[0])),
-            "keys": tile_room(kind, cute.cosize(layouts[1])),
-            "values": tile_room(kind, cute.cosize(layouts[2])),
+            "queries": tile_room(kind, cute.cosize(layouts.q)),
+            "keys": tile_room(kind, cute.cosize(layouts.k)),
+            "values": tile_room(kind, cute.cosize(layouts.v)),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -73,7 +73,7 @@ class Forward(SplitForward):
         arguments: Arguments,
         k: cpasync.TmaInfo | None,
         v: cpasync.TmaInfo | None,
-        mma: tuple[cute.TiledMma, cute.TiledMma],
+        mma: Mmas,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(None, k, v, None)
@@ -98,7 +98,7 @@ class Forward(SplitForward):
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, transfers, shared, (pipes, asked), mma)
+            self.work(arguments, part, transfers, shared, pipes, mma, asked)
 
     @cute.jit
     def work(
@@ -107,11 +107,11 @@ class Forward(SplitForward):
         part: Part,
         transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
-        handed: cutlass.Constexpr[tuple[Pipes, Asked | None]],
-        mma: tuple[cute.TiledMma, cute.TiledMma],
+        pipes: cutlass.Constexpr[Pipes],
+        mma: Mmas,
+        asked: cutlass.Constexpr[Asked | None],
     ) -> None:
         """A part of the keys, by two roles."""
-        pipes, asked = handed
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
@@ -128,7 +128,7 @@ class Forward(SplitForward):
             else:
                 self.consumer.run_asking(arguments, part, shared, pipes, mma, asked)
 
-    def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
+    def shared(self, storage: Any, layouts: Layouts) -> Shared:
         q, k, v = layouts
         return Shared(
             storage.queries.get_tensor(q.outer, swizzle=q.inner),

@@ -103,12 +103,7 @@ class DecodePlan(FewRowsPlan):
 
     def check_threads(self) -> None:
         self.check_registers()
-        if self.need.accumulators > self.registers.consumer:
-            raise PlanError(
-                f"{self.need.explain()} registers per consumer thread",
-                f"at most {self.registers.consumer} for scores, probabilities and output",
-                "use fewer keys per tile",
-            )
+        self.need.check(self.registers.consumer)
 
     def check_registers(self) -> None:
         """PlanError unless the two warpgroups of all blocks have their registers."""

@@ -22,17 +22,15 @@ from fa4flex.kernels.common.barriers import Pipes, any_of
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Part, first_full, tile_of
-from fa4flex.kernels.common.products import Products, zero_past
+from fa4flex.kernels.common.products import Mmas, Products, zero_past
 from fa4flex.kernels.common.skipping import depth_of, highest_of, some_count
 from fa4flex.kernels.common.softmax import passed, raise_maxima, rescale
 from fa4flex.kernels.common.split_producer import Producer, Stages
 from fa4flex.kernels.common.tensor_core import arrive_once
-from fa4flex.kernels.common.transfer import Transfers
+from fa4flex.kernels.common.transfer import States, Transfers
 from fa4flex.kernels.decode_sm90.consumer import Consumer, Keys, Mine
 from fa4flex.kernels.decode_sm90.resources import Shared
 from fa4flex.kernels.decode_sm90.roles import WRITTEN
-
-States = tuple[pipeline.PipelineState, pipeline.PipelineState]
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class AskingConsumer(Consumer):
         part: Part,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        mma: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
+        mma: cutlass.Constexpr[Mmas],
         asked: cutlass.Constexpr[Asked],
     ) -> None:
         lane = cute.arch.thread_idx()[0] - 128

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
@@ -25,7 +25,7 @@ from fa4flex.kernels.common.fragment import (
     rows_and_columns,
 )
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.products import ROWS, Products, products_of
+from fa4flex.kernels.common.products import ROWS, Mmas, Products, products_of
 from fa4flex.kernels.common.softmax import Running
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.fwd_8bit_sm90.config import HEADROOM, Config
@@ -80,7 +80,7 @@ class Consumer(forward.Consumer):
         """Transposed values have zeros past the end of a sequence."""
         return self.config.lengths != "dense" and not self.config.transposed
 
-    def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
+    def products(self, mma: Mmas, shared: Shared, lane: Int32, group: Int32) -> Products:
         if not self.config.transposed:
             return super().products(mma, shared, lane, group)
         tiles = shared.q[None, None, group], shared.k, shared.v
@@ -194,11 +194,18 @@ class Consumer(forward.Consumer):
             self.add_all(tile, v)
             tile.pipes.v.consumer_release(v_state)
 
-    def weigh(self, tile: Any, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
+    def weigh(
+        self,
+        tile: Any,
+        grid: cute.Tensor,
+        v: cute.Tensor,
+        v_state: pipeline.PipelineState,
+        is_finite: bool,
+    ) -> None:
         """The same; a share of the scores under each product that is waited for."""
         parts, columns = self.config.parts, cute.size(grid, mode=[1])
         if parts == 1:
-            super().weigh(tile, grid, values, is_finite)
+            super().weigh(tile, grid, v, v_state, is_finite)
             return
         count = max(n for n in range(1, parts + 1) if columns % (LEAST_SHARE * n) == 0)
         shares = cute.logical_divide(grid, (None, columns // count))
@@ -209,7 +216,6 @@ class Consumer(forward.Consumer):
                 tile.softmax.exponentiate(mine, is_finite=is_finite)
                 compute_before(mine[1, columns // count - 1])
 
-        v, v_state = values
         warpgroup.wait_group(0)
         self.add_all(tile, v, share)
         tile.pipes.v.consumer_release(v_state)

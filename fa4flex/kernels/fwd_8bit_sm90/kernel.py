@@ -16,8 +16,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import KeyLayouts
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.products import ROWS
+from fa4flex.kernels.common.products import ROWS, Mmas
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import reordered
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
@@ -47,7 +48,7 @@ class Forward(forward.Forward):
         made: Arguments = arguments._replace(**changes)
         return made
 
-    def products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def products(self, kind: Any) -> Mmas:
         config, k = self.config, OperandMajorMode.K
         sums = Int32 if config.qk == "int8" else Float32
         of_values, major = self.value_kind(kind), k if config.transposed else OperandMajorMode.MN
@@ -63,14 +64,14 @@ class Forward(forward.Forward):
             a_source=warpgroup.OperandSource.RMEM,
             **one,
         )
-        return scores, values
+        return Mmas(scores, values)
 
-    def stages(self, kind: Any) -> tuple[Any, Any]:
+    def stages(self, kind: Any) -> KeyLayouts:
         config, of_values = self.config, self.value_kind(kind)
         n, d, dv, count = config.tile_n, config.head_dim, config.head_dim_v, config.kv_stages
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         # Transposed values are a K-major operand, others an MN-major one.
-        return (
+        return KeyLayouts(
             sm90.make_smem_layout_b(row, (ROWS, n, d), kind, count),
             sm90.make_smem_layout_b(row if config.transposed else column, (ROWS, dv, n), of_values, count),
         )

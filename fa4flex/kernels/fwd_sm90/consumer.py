@@ -28,7 +28,7 @@ from fa4flex.kernels.common.fragment import (
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows, quad_fragment
-from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
+from fa4flex.kernels.common.products import ROWS, Mmas, Products, products_of, zero_past
 from fa4flex.kernels.common.softmax import OnlineSoftmax, Running, rescale, running, take_maxima
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, warp_uniform
@@ -104,7 +104,7 @@ class Consumer:
         transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        mma: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
+        mma: cutlass.Constexpr[Mmas],
     ) -> None:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -125,7 +125,7 @@ class Consumer:
             own, query = self.rows.place(work, row)
             if const_expr(self.config.group > 1):
                 at = self.scheduler.place_of(own, grid, arguments)
-            products = self.of_queries(every, mma, shared.q, lane, place)
+            products = self.of_queries(every, shared.q, lane, place)
             mine = Mine(
                 transfers,
                 shared,
@@ -235,17 +235,15 @@ class Consumer:
         """Running numbers of a thread's rows."""
         return running(2, self.config.statistics)
 
-    def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
+    def products(self, mma: Mmas, shared: Shared, lane: Int32, group: Int32) -> Products:
         tiles = shared.q[None, None, group], shared.k, shared.v
         return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
 
-    def of_queries(
-        self, products: Products, mma: tuple[Any, Any], q: Any, lane: Int32, place: Any
-    ) -> Products:
+    def of_queries(self, products: Products, q: Any, lane: Int32, place: Any) -> Products:
         """The same products with the queries of one stage."""
         if self.ring.stages == 1:
             return products
-        scores = mma[0]
+        scores = products.scores
         tile = scores.get_slice(lane).partition_A(q[None, None, place])
         return replace(products, q=scores.make_fragment_A(tile))
 
@@ -283,10 +281,7 @@ class Consumer:
         tile.softmax.start(self.highest(tile, grid))
         tile.softmax.exponentiate(grid)
         self.hand(tile, begun, k_state)
-        v_state = k_state.clone()
-        k_state.advance()
-        self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, True)
 
     @cute.jit
     def step(
@@ -311,16 +306,20 @@ class Consumer:
         raised = Boolean(False)
         if const_expr(tile.softmax.online):
             raised = self.raise_maxima(tile, grid)
-        self.weigh(tile, grid, (v, v_state), not masked and self.finite)
+        self.weigh(tile, grid, v, v_state, not masked and self.finite)
         self.narrow(begun, products)
         self.drop(begun, tile)
         if const_expr(self.rescales(tile)):  # noqa: SIM102  one is decided when compiled, one when run
             if raised:
                 rescale(products.out, (tile.softmax,))
-        # Values take the same course through their ring as keys, one tile behind.
+        return self.following(tile, key_tile, k_state, masked)
+
+    def following(self, tile: Tile, key_tile: Int32, k_state: pipeline.PipelineState, masked: bool) -> States:
+        """States behind this key tile. Values take the same course through their ring as keys, one tile
+        behind."""
         v_state = k_state.clone()
         k_state.advance()
-        if const_expr(masked):
+        if masked:
             self.clear_past_end(tile, key_tile, v_state)
         return k_state, v_state
 
@@ -342,11 +341,18 @@ class Consumer:
         warpgroup.wait_group(0)
         tile.pipes.v.consumer_release(v_state)
 
-    def weigh(self, tile: Tile, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
-        """Scores become probabilities, after the product with the last tile's values (a tile of them and the
-        state of their ring) where these are rescaled by the scores' maxima."""
+    def weigh(
+        self,
+        tile: Tile,
+        grid: cute.Tensor,
+        v: cute.Tensor,
+        v_state: pipeline.PipelineState,
+        is_finite: bool,
+    ) -> None:
+        """Scores become probabilities, after the product with the last tile's values, v, where these are
+        rescaled by the scores' maxima."""
         if tile.softmax.online:
-            self.take_values(tile, *values)
+            self.take_values(tile, v, v_state)
         tile.softmax.exponentiate(grid, is_finite=is_finite)
 
     def raise_maxima(self, tile: Tile, grid: cute.Tensor) -> Boolean:

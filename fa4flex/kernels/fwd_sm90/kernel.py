@@ -21,18 +21,18 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
-from fa4flex.kernels.common.boxes import box_transfers, stage_layouts
+from fa4flex.kernels.common.boxes import KeyLayouts, box_transfers, stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.products import ROWS, tiled_products
+from fa4flex.kernels.common.products import ROWS, Mmas, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered, tile_room
 from fa4flex.kernels.common.work import Grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import Follower, PartProducer, Producer
-from fa4flex.kernels.fwd_sm90.resources import Shared
+from fa4flex.kernels.fwd_sm90.resources import Layouts, Shared
 from fa4flex.kernels.fwd_sm90.roles import barrier_table
 from fa4flex.kernels.fwd_sm90.rows import rows_of
 from fa4flex.kernels.fwd_sm90.skipping import SkippingConsumer
@@ -67,8 +67,7 @@ class Forward:
         config = self.config
         arguments = self.views(arguments)
         kind = arguments.q.element_type
-        layouts = self.layouts(kind, arguments.out.element_type)
-        transfers = self.transfers(arguments, layouts)
+        transfers = self.transfers(arguments, self.layouts(arguments))
         if const_expr(config.lengths == "packed"):
             grid, ordered = self.rows.packed_grid(arguments), False
         else:
@@ -77,7 +76,8 @@ class Forward:
         if const_expr(config.divisors):
             grid = with_divisors(grid, arguments, ordered)
         blocks = self.blocks(arguments, grid)
-        self.device(arguments, grid, *transfers, self.products(kind)).launch(
+        q, k, v, out = transfers.q, transfers.k, transfers.v, transfers.out
+        self.device(arguments, grid, q, k, v, out, self.products(kind)).launch(
             grid=[blocks, 1, 1],
             block=[config.threads, 1, 1],
             stream=stream,
@@ -89,68 +89,64 @@ class Forward:
         """The arguments, q, k and v as products read them."""
         return arguments
 
-    def products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def products(self, kind: Any) -> Mmas:
         return tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
 
     def blocks(self, arguments: Arguments, grid: Grid) -> Int32:
         """Number of blocks of a launch."""
         return cutlass.min(grid.total, self.config.workers) if self.config.persistent else grid.total
 
-    def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
-        """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups, stages, or for q
-        the stages of one warpgroup after those of another."""
-        config, row = self.config, LayoutEnum.ROW_MAJOR
+    def layouts(self, arguments: Arguments) -> Layouts:
+        config, row, kind = self.config, LayoutEnum.ROW_MAJOR, arguments.q.element_type
         n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
-        return (
+        return Layouts(
             sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers * config.q_stages),
             *self.stages(kind),
-            sm90.make_smem_layout_a(row, (ROWS, n, dv), out_kind, config.consumers),
+            sm90.make_smem_layout_a(row, (ROWS, n, dv), arguments.out.element_type, config.consumers),
         )
 
-    def stages(self, kind: Any) -> tuple[Any, Any]:
-        """Those of k and v."""
-        layouts: tuple[Any, Any] = stage_layouts(self.config, kind, self.config.boxes)
-        return layouts
+    def stages(self, kind: Any) -> KeyLayouts:
+        return stage_layouts(self.config, kind, self.config.boxes)
 
-    def transfers(self, arguments: Arguments, layouts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def transfers(self, arguments: Arguments, layouts: Any) -> Transfers:
         config = self.config
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
         # cute.slice_ aborts the compiler where eights of keys have three blocks of columns
-        one = [cute.select(layout, mode=[0, 1]) for layout in layouts]
+        q_one, k_one, v_one, out_one = (cute.select(layout, mode=[0, 1]) for layout in layouts)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
-        of_queries = self.rows.transfer(load, arguments.q, one[0], d)
+        of_queries = self.rows.transfer(load, arguments.q, q_one, d)
         if config.gathers:
-            return of_queries, None, None, None
+            return Transfers(of_queries, None, None, None)
         if config.boxes is not None:
-            return (of_queries, *box_transfers(load, arguments, (one[1], one[2]), config.boxes), None)
+            return Transfers(of_queries, *box_transfers(load, arguments, (k_one, v_one), config.boxes), None)
         k, v = reordered(arguments.k, rows), reordered(arguments.v, columns)
-        return (
+        return Transfers(
             of_queries,
-            cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
-            cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
-            self.rows.transfer(store, arguments.out, one[3], dv) if self.stores(arguments) else None,
+            cpasync.make_tiled_tma_atom(load, k, k_one, (n, d)),
+            cpasync.make_tiled_tma_atom(load, v, v_one, (dv, n)),
+            self.rows.transfer(store, arguments.out, out_one, dv) if self.stores(arguments) else None,
         )
 
     def stores(self, arguments: Arguments) -> bool:
         """True if the output leaves by TMA."""
         return self.config.lengths == "dense" and arguments.out.element_type.width == 16
 
-    def storage(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Any:
-        return cute.struct(type("Storage", (), {"__annotations__": self.members(layouts, kinds)}))
+    def storage(self, layouts: Any, arguments: Arguments) -> Any:
+        return cute.struct(type("Storage", (), {"__annotations__": self.members(layouts, arguments)}))
 
-    def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
+    def members(self, layouts: Any, arguments: Arguments) -> dict[str, Any]:
         """Shared memory by name, in order."""
         config = self.config
-        kind, out_kind = kinds
+        kind, out_kind = arguments.q.element_type, arguments.out.element_type
         return {
             "barriers": room(self.barriers),
             "next": cute.struct.Align[cute.struct.MemRange[Int32, self.handed], 16],
-            "queries": tile_room(kind, cute.cosize(layouts[0])),
-            "keys": tile_room(kind, cute.cosize(layouts[1])),
-            "values": tile_room(self.value_kind(kind), cute.cosize(layouts[2])),
-            "out": tile_room(out_kind, 0 if config.alias_output else cute.cosize(layouts[3])),
+            "queries": tile_room(kind, cute.cosize(layouts.q)),
+            "keys": tile_room(kind, cute.cosize(layouts.k)),
+            "values": tile_room(self.value_kind(kind), cute.cosize(layouts.v)),
+            "out": tile_room(out_kind, 0 if config.alias_output else cute.cosize(layouts.out)),
         }
 
     def value_kind(self, kind: Any) -> Any:
@@ -166,16 +162,15 @@ class Forward:
         k: cpasync.TmaInfo | None,
         v: cpasync.TmaInfo | None,
         out: cpasync.TmaInfo | None,
-        mma: tuple[cute.TiledMma, cute.TiledMma],
+        mma: Mmas,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(q, k, v, out)
         if warp == 0:
             prefetch_descriptors(q, k, v)
-        kinds = (arguments.q.element_type, arguments.out.element_type)
-        layouts = self.layouts(*kinds)
-        storage = SmemAllocator().allocate(self.storage(layouts, kinds))
-        shared = self.shared(storage, layouts, kinds)
+        layouts = self.layouts(arguments)
+        storage = SmemAllocator().allocate(self.storage(layouts, arguments))
+        shared = self.shared(storage, layouts, arguments)
         pipes = self.pipes(storage, shared)
         if warp == 0:
             initialise(self.barriers, storage)
@@ -194,12 +189,12 @@ class Forward:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, grid, transfers, shared, pipes, mma)
 
-    def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
+    def shared(self, storage: Any, layouts: Any, arguments: Arguments) -> Shared:
         q_layout, k_layout, v_layout, out_layout = layouts
         q = storage.queries.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         if self.config.alias_output:
             # Each warpgroup's output in the room of its own queries, which may be wider.
-            pointer = cute.recast_ptr(q.iterator, out_layout.inner, dtype=kinds[1])
+            pointer = cute.recast_ptr(q.iterator, out_layout.inner, dtype=arguments.out.element_type)
             groups = cute.make_layout(self.config.consumers, stride=ROWS * self.config.head_dim)
             out = cute.make_tensor(pointer, cute.append(cute.select(out_layout.outer, mode=[0, 1]), groups))
         else:

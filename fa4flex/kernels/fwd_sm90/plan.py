@@ -17,7 +17,6 @@ from fa4flex.kernels.fwd_sm90.topology import forward_topology
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.kernels.plan.candidates import among, least, listed
 from fa4flex.kernels.plan.constants import constants_of
-from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.forward_time import ForwardTime
 from fa4flex.kernels.plan.kernel_time import Heads, many
 from fa4flex.kernels.plan.memory import Memory
@@ -181,12 +180,7 @@ class HopperPlan(Checked):
         """PlanError or UnsupportedError unless sums of bytes, registers and barriers, and regions fit."""
         self.memory.check()
         self.registers.check(self.tiles.consumers, self.target, self.tiles.blocks)
-        if self.need.accumulators > self.registers.consumer:
-            raise PlanError(
-                f"{self.need.explain()} registers per consumer thread",
-                f"at most {self.registers.consumer} for scores, probabilities and output",
-                "use fewer keys per tile",
-            )
+        self.need.check(self.registers.consumer)
         check_threshold(self.rescale_threshold, self.problem)
         self.topology.check_fits(self.memory, self.target)
 

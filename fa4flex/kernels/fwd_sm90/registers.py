@@ -106,6 +106,15 @@ class Need:
         accumulators = ("scores", "probabilities", "output", "sums of a tile")
         return sum(count for name, count in self.parts if name in accumulators)
 
+    def check(self, most: int) -> None:
+        """PlanError if accumulators alone need more than a thread has."""
+        if self.accumulators > most:
+            raise PlanError(
+                f"{self.explain()} registers per consumer thread",
+                f"at most {most} for scores, probabilities and output",
+                "use fewer keys per tile",
+            )
+
     def explain(self) -> str:
         return " + ".join(f"{count} {name}" for name, count in self.parts if count) + f" = {self.total}"
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass import Int32, cute
+
+
+class Layouts(NamedTuple):
+    """Swizzled shared-memory layouts of q, k, v and out; their last mode counts warpgroups, stages, or for q
+    the stages of one warpgroup after those of another."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.barriers import any_of
@@ -75,11 +75,7 @@ class SkippingConsumer(Consumer):
             self.drop(begun, tile)
             if raised:
                 rescale(products.out, rows)
-        v_state = k_state.clone()
-        k_state.advance()
-        if const_expr(masked):
-            self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, masked)
 
     @cute.jit
     def last(self, tile: cutlass.Constexpr[SkippingTile], v_state: pipeline.PipelineState) -> None:

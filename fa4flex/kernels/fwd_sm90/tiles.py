@@ -86,11 +86,6 @@ class Tiles:
         return max(self.head_dim, self.head_dim_v)
 
     @property
-    def query_tiles(self) -> int:
-        """Tiles of 64 queries in flight, of all consumers."""
-        return self.consumers * self.q_stages
-
-    @property
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline, select_
+from cutlass import Boolean, Float32, Int32, cute, pipeline, select_
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -20,7 +20,7 @@ from fa4flex.kernels.common.barriers import sync
 from fa4flex.kernels.common.fragment import multiply, narrow
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import RowEnds
-from fa4flex.kernels.common.products import ROWS, Products
+from fa4flex.kernels.common.products import ROWS, Mmas, Products
 from fa4flex.kernels.common.same_rows import row_number, tell
 from fa4flex.kernels.common.softmax import rescale
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
@@ -59,9 +59,9 @@ class Consumer(forward.Consumer):
     def first_key(self, tile: forward.Tile, key_tile: Int32) -> Int32:
         return key_tile * self.config.tile_n + tile.group * self.config.keys
 
-    def products(self, mma: tuple[Any, Any], shared: Any, lane: Int32, group: Int32) -> Products:
+    def products(self, mma: Mmas, shared: Any, lane: Int32, group: Int32) -> Products:
         """Operands of a warpgroup: its keys of every stage, its columns of values, and all probabilities."""
-        config, (scores, values) = self.config, mma
+        config, scores, values = self.config, mma.scores, mma.values
         n, stages = config.tile_n, config.kv_stages
         k = cute.local_tile(shared.k, (config.keys, config.head_dim, stages), (group, 0, 0))
         v = cute.local_tile(shared.v, (config.columns, n, stages), (group, 0, 0))
@@ -112,11 +112,7 @@ class Consumer(forward.Consumer):
         if raised:
             rescale(products.out, (tile.softmax,))
         self.hand(tile, begun, k_state)
-        v_state = k_state.clone()
-        k_state.advance()
-        if const_expr(masked):
-            self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, masked)
 
     @cute.jit
     def last(self, tile: cutlass.Constexpr[Any], v_state: pipeline.PipelineState) -> None:

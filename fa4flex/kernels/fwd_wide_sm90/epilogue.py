@@ -44,7 +44,7 @@ class Epilogue(forward.Epilogue):
             multiply_rows(out, [one.scale for one in finished])
             if unit == 0:
                 self.statistics(arguments, work, row, lane, finished, softmax)
-            self.put(arguments, work, out, row, (unit, lane), False)
+            self.put(arguments, work, out, row, unit, lane, False)
         else:
             # Sinks join here where one block has all keys; otherwise where splits are merged.
             finished = softmax.finish(sink_of(arguments, head, work.alone))
@@ -52,11 +52,11 @@ class Epilogue(forward.Epilogue):
             if work.alone:
                 if unit == 0:
                     self.statistics(arguments, work, row, lane, finished, softmax)
-                self.put(arguments, work, out, row, (unit, lane), False)
+                self.put(arguments, work, out, row, unit, lane, False)
             else:
                 if unit == 0:
                     self.log_sums(arguments, work, row, lane, [one.lse for one in finished])
-                self.put(arguments, work, out, row, (unit, lane), True)
+                self.put(arguments, work, out, row, unit, lane, True)
 
     @cute.jit
     def log_sums(
@@ -77,12 +77,12 @@ class Epilogue(forward.Epilogue):
         work: Any,
         out: cute.Tensor,
         row: Int32,
-        place: tuple[Int32, Int32],
+        unit: Int32,
+        lane: Int32,
         part: cutlass.Constexpr[bool],
     ) -> None:
         """A warpgroup's columns of a thread's rows, which end where the sequence does, or of a `part` of
-        them. place: number of the warpgroup, and of the thread in it."""
-        unit, lane = place
+        them. unit: number of the warpgroup."""
         for r in cutlass.range_constexpr(2):
             kind = Float32 if const_expr(part) else arguments.out.element_type
             first = unit * self.config.columns

@@ -19,6 +19,7 @@ from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import room
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.products import Mmas
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.config import HANDED
@@ -51,7 +52,7 @@ class Forward(SplitForward, forward.Forward):
             return grid.total * Int32(arguments.splits)
         return forward.Forward.blocks(self, arguments, grid)
 
-    def products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def products(self, kind: Any) -> Mmas:
         """Products of a warpgroup: S = q k' of its keys, O += P v of its columns, both from shared memory."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         keys, columns = self.config.keys, instruction_columns(self.config.columns)
@@ -61,17 +62,21 @@ class Forward(SplitForward, forward.Forward):
             )
             for major, width in ((k_major, keys), (mn_major, columns))
         )
-        return one, two
+        return Mmas(one, two)
 
-    def layouts(self, kind: Any, out_kind: Any) -> Layouts:
-        return layouts_of(self.config, kind)
+    def layouts(self, arguments: Arguments) -> Layouts:  # type: ignore[override]
+        return layouts_of(self.config, arguments.q.element_type)
 
     def stores(self, arguments: Arguments) -> bool:
         return False
 
-    def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
+    def members(self, layouts: Layouts, arguments: Arguments) -> dict[str, Any]:
         number = cute.struct.Align[cute.struct.MemRange[Int32, HANDED], 16]
-        return {"barriers": room(self.barriers), "next": number, **members_of(layouts, kinds[0])}
+        return {
+            "barriers": room(self.barriers),
+            "next": number,
+            **members_of(layouts, arguments.q.element_type),
+        }
 
-    def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:  # type: ignore[override]
+    def shared(self, storage: Any, layouts: Layouts, arguments: Arguments) -> Shared:  # type: ignore[override]
         return shared_of(storage, layouts)

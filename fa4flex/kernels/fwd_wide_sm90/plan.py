@@ -15,7 +15,6 @@ from fa4flex.kernels.fwd_wide_sm90.cost import wide_units
 from fa4flex.kernels.fwd_wide_sm90.tiles import choose, memory_of
 from fa4flex.kernels.fwd_wide_sm90.topology import wide_topology
 from fa4flex.kernels.plan.bound import Size
-from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.few_rows import few_rows, share_of
 from fa4flex.kernels.plan.forward_time import ForwardTime
 from fa4flex.kernels.plan.memory import Memory
@@ -96,12 +95,7 @@ class WidePlan(HopperPlan):
     def check_resources(self) -> None:
         self.memory.check()
         self.registers.check(HALVES, self.target)
-        if self.need.accumulators > self.registers.consumer:
-            raise PlanError(
-                f"{self.need.explain()} registers per consumer thread",
-                f"at most {self.registers.consumer} for scores, probabilities and output",
-                "use fewer keys per tile",
-            )
+        self.need.check(self.registers.consumer)
         check_threshold(self.rescale_threshold, self.problem)
         self.topology.check_fits(self.memory, self.target)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, cute
@@ -13,8 +13,14 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.common.transfer import tile_room
 from fa4flex.kernels.fwd_wide_sm90.config import BUFFERS, HALVES, ROWS, Config
 
-Layouts = tuple[Any, Any, Any, Any]
-"""Swizzled layouts of q, k, v and probabilities; their last mode counts stages."""
+
+class Layouts(NamedTuple):
+    """Swizzled layouts of q, k, v and probabilities; their last mode counts stages."""
+
+    q: Any
+    k: Any
+    v: Any
+    p: Any
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Shared:
 
 def layouts_of(config: Config, kind: Any) -> Layouts:
     row, n, d = LayoutEnum.ROW_MAJOR, config.tile_n, config.head_dim
-    return (
+    return Layouts(
         sm90.make_smem_layout_a(row, (ROWS, n, d), kind, 1),
         sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
         _values(config, kind),

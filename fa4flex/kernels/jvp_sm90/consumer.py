@@ -26,7 +26,7 @@ from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_a
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import terms_of
-from fa4flex.kernels.common.products import ROWS, zero_past
+from fa4flex.kernels.common.products import ROWS, Mmas, zero_past
 from fa4flex.kernels.common.softmax import OnlineSoftmax, rescale, running, take_maxima
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States
@@ -41,9 +41,10 @@ from fa4flex.kernels.jvp_sm90.resources import Running, Shared, TangentProducts
 
 @dataclass(frozen=True)
 class Tile(forward.Tile):
-    """Besides: terms of the score's derivative that are computed once per row."""
+    """Besides: tiles of keys, and terms of the score's derivative that are computed once per row."""
 
     products: TangentProducts
+    keys: KeyTiles
     slopes: tuple[tuple[Any, ...], ...]
 
 
@@ -81,10 +82,10 @@ class Consumer(forward.Consumer):
         return Running(base.largest, base.shift, base.ceiling, base.total, base.scale, **own)
 
     def products(  # type: ignore[override]
-        self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32
+        self, mma: Mmas, shared: Shared, lane: Int32, group: Int32
     ) -> TangentProducts:
         base = super().products(mma, shared, lane, group)  # type: ignore[arg-type]
-        scores, values = mma
+        scores, values = mma.scores, mma.values
         tq, tk, tv = shared.tq, shared.tk, shared.tv
         one, two = scores.get_slice(lane), values.get_slice(lane)
         return TangentProducts(
@@ -110,7 +111,8 @@ class Consumer(forward.Consumer):
         places = (mine.at.but(q=q, q_float=x) for q, x in zip(rows.q, rows.q_float, strict=True))
         slopes = tuple(terms_of(self.hooks.slope, "row", place) for place in places)
         products: Any = mine.products
-        return Tile(base.pipes, products, base.group, base.fragment, base.softmax, base.dropout, slopes)
+        kept = base.pipes, products, base.group, base.fragment, base.softmax, base.dropout
+        return Tile(*kept, mine.keys, slopes)
 
     @cute.jit
     def attend(self, mine: cutlass.Constexpr[Mine], arguments: Arguments, states: States) -> States:
@@ -127,7 +129,7 @@ class Consumer(forward.Consumer):
         def steps(first: Any, end: Any, states: States, masked: cutlass.Constexpr[bool]) -> States:
             k_state, v_state = states
             for i in cutlass.range(first, end, unroll=1):
-                k_state, v_state = self.step(tile, (keys, i), (k_state, v_state), masked)
+                k_state, v_state = self.step(tile, i, (k_state, v_state), masked)
             return k_state, v_state
 
         if const_expr(self.config.one_body):
@@ -145,24 +147,23 @@ class Consumer(forward.Consumer):
     def step(
         self,
         tile: cutlass.Constexpr[Tile],
-        turn: cutlass.Constexpr[tuple[KeyTiles, Int32]],
+        i: Int32,
         states: States,
         masked: cutlass.Constexpr[bool],
     ) -> States:
-        """Values of the key tile before, then scores and softmax of this one, number `turn[1]` of a tile of
-        queries."""
+        """Values of the key tile before, then scores and softmax of this one, number i of its query tile."""
         (k_state, v_state), pipes, products = states, tile.pipes, tile.products
-        key_tile = tile_at(*turn)
+        key_tile = tile_at(tile.keys, i)
         pipes.k.consumer_wait(k_state)
-        if turn[1] > 0:
+        if i > 0:
             pipes.v.consumer_wait(v_state)
         self.take_turn(tile.group)
-        if turn[1] > 0:
+        if i > 0:
             self.multiply_values(products, v_state.index)
             warpgroup.wait_group(0)
         begun = self.multiply_keys(products, k_state.index)
         self.give_turn(self.next(tile.group))
-        if turn[1] > 0:
+        if i > 0:
             pipes.v.consumer_release(v_state)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
@@ -172,15 +173,10 @@ class Consumer(forward.Consumer):
             self.rescale(tile)
         tile.softmax.exponentiate(rows_and_columns(begun.scores))
         if const_expr(masked and self.config.scores_move):  # noqa: SIM102  one is decided when compiled
-            if turn[1] == 0:
+            if i == 0:
                 centre(begun, moments(tile), tile.softmax)
         self.operands(tile, begun)
-        # Values take the same course through their ring as keys, one tile behind.
-        v_state = k_state.clone()
-        k_state.advance()
-        if const_expr(masked):
-            self.clear_past_end(tile, key_tile, v_state)
-        return k_state, v_state
+        return self.following(tile, key_tile, k_state, masked)
 
     @cute.jit
     def last(self, tile: cutlass.Constexpr[Tile], v_state: pipeline.PipelineState) -> None:

@@ -20,11 +20,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
-from fa4flex.kernels.common.boxes import stage_layouts
+from fa4flex.kernels.common.boxes import Layouts, stage_layouts
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.products import ROWS, tiled_products
+from fa4flex.kernels.common.products import ROWS, Mmas, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import prefetch_descriptors, reordered, tile_room
 from fa4flex.kernels.common.work import Grid
@@ -65,23 +65,22 @@ class Tangents:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
             grid = self.rows.grid(arguments, ordered)
         mma = tiled_products(kind, config.tile_n, config.head_dim_v)
-        self.device(arguments, grid, *transfers, mma).launch(
+        self.device(arguments, grid, *vars(transfers).values(), mma).launch(
             grid=[cutlass.min(grid.total, config.workers), 1, 1],
             block=[config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
 
-    def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
+    def layouts(self, kind: Any) -> Layouts:
         """Swizzled shared-memory layouts of q, k and v, which are those of their tangents; the last mode
         counts warpgroups or stages."""
         config = self.config
         shape = ROWS, config.tile_n, config.head_dim
         q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, kind, config.consumers)
-        return (q, *stage_layouts(config, kind))
+        return Layouts(q, *stage_layouts(config, kind))
 
-    def transfers(self, arguments: Arguments, layouts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Descriptors of q, k, v, and of their tangents, None for what has none."""
+    def transfers(self, arguments: Arguments, layouts: Layouts) -> Transfers:
         config, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
@@ -99,12 +98,12 @@ class Tangents:
                 else cpasync.make_tiled_tma_atom(load, reordered(v_like, columns), v, (dv, n)),
             )
 
-        return (
+        return Transfers(
             *of(arguments.q, arguments.k, arguments.v),
             *of(arguments.tq, arguments.tk, arguments.tv),
         )
 
-    def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
+    def storage(self, layouts: Layouts, kind: Any) -> Any:
         """Shared memory by name, in order."""
         regions: dict[str, Any] = {
             "barriers": room(self.barriers),
@@ -128,7 +127,7 @@ class Tangents:
         tq: cpasync.TmaInfo | None,
         tk: cpasync.TmaInfo | None,
         tv: cpasync.TmaInfo | None,
-        mma: tuple[cute.TiledMma, cute.TiledMma],
+        mma: Mmas,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(q, k, v, tq, tk, tv)
@@ -151,7 +150,7 @@ class Tangents:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, grid, transfers, shared, pipes, mma)
 
-    def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
+    def shared(self, storage: Any, layouts: Layouts) -> Shared:
         """Tiles of q, k, v, then of their tangents."""
         tiles = [
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)

@@ -30,7 +30,7 @@ from fa4flex.kernels.common.transfer import release
 from fa4flex.kernels.common.transposed import Slab
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.mass_sm90.config import Config
-from fa4flex.kernels.mass_sm90.resources import Shared, Warpgroup
+from fa4flex.kernels.mass_sm90.resources import Shared, Step, Warpgroup
 
 OWNERS = 4
 """Threads next to each other that have the probabilities of a key."""
@@ -118,20 +118,13 @@ class Consumer:
         multiply(mine.mma, scores, mine.k, mine.q[None, None, None, stage], False, config.depth)
         warpgroup.wait_group(0)
         q_first = tile * config.tile_m + mine.lane % OWNERS * 2
-        self.add(mine, slab, sums, (mine.shared.lse2[None, stage], rows_and_columns(scores)), q_first, masked)
+        step = Step(mine.shared.lse2[None, stage], rows_and_columns(scores), q_first)
+        self.add(mine, slab, sums, step, masked)
         release(mine.pipes.q, state)
 
-    def add(
-        self,
-        mine: Warpgroup,
-        slab: Slab,
-        sums: cute.Tensor,
-        found: tuple[cute.Tensor, cute.Tensor],
-        q_first: Int32,
-        masked: bool,
-    ) -> None:
-        """Adds probabilities of a step to sums. found: log-sum-exps of its rows, and scores (row, column)."""
-        config, (rows, grid) = self.config, found
+    def add(self, mine: Warpgroup, slab: Slab, sums: cute.Tensor, step: Step, masked: bool) -> None:
+        """Adds probabilities of a step to sums."""
+        config, rows, grid, q_first = self.config, step.lse2, step.scores, step.q_first
         factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
         for first in range(0, config.tile_m // 4, config.together):
             lse2 = self.log_sums(rows, mine.lane, first)

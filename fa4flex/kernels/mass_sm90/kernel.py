@@ -26,7 +26,7 @@ from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.mass_sm90.config import Config
 from fa4flex.kernels.mass_sm90.consumer import Consumer
 from fa4flex.kernels.mass_sm90.producer import Producer
-from fa4flex.kernels.mass_sm90.resources import Shared
+from fa4flex.kernels.mass_sm90.resources import Shared, Transfers
 from fa4flex.kernels.mass_sm90.roles import barrier_table
 
 
@@ -47,7 +47,7 @@ class Mass:
     @cute.jit
     def __call__(self, arguments: MassArguments, stream: cuda.CUstream) -> None:
         grid = self.scheduler.grid(arguments)
-        self.device(arguments, grid, *self.transfers(arguments)).launch(
+        self.device(arguments, grid, *vars(self.transfers(arguments)).values()).launch(
             grid=[grid.total, 1, 1],
             block=[self.config.threads, 1, 1],
             stream=stream,
@@ -63,8 +63,7 @@ class Mass:
             swizzled_rows(kind, (n, d, 1), config.swizzle),
         )
 
-    def transfers(self, arguments: MassArguments) -> tuple[Any, Any]:
-        """Descriptors of q and k."""
+    def transfers(self, arguments: MassArguments) -> Transfers:
         config, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
         layouts = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
         rows, tensors = (config.tile_m, config.tile_n), (arguments.q, arguments.k)
@@ -72,7 +71,7 @@ class Mass:
             cpasync.make_tiled_tma_atom(load, tokens_first(x, config.ragged), layout, (n, config.head_dim))
             for x, layout, n in zip(tensors, layouts, rows, strict=True)
         )
-        return q, k
+        return Transfers(q, k)
 
     def product(self, kind: Any) -> cute.TiledMma:
         """The product S = K Q' of a warpgroup."""
@@ -117,7 +116,7 @@ class Mass:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
-                self.producer.run(arguments, grid, (q, k), shared, pipes)
+                self.producer.run(arguments, grid, Transfers(q, k), shared, pipes)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, grid, shared, pipes, self.product(kind))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyGrid, KeyWork, query_tile_at, rows_of
 from fa4flex.kernels.common.barriers import Pipes
-from fa4flex.kernels.common.transfer import Views, head_of, load_once, load_stage, partition
+from fa4flex.kernels.common.transfer import Views, head_of, load_numbers, load_once, load_stage, partition
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.mass_sm90.config import Config
-from fa4flex.kernels.mass_sm90.resources import Shared
+from fa4flex.kernels.mass_sm90.resources import Shared, Transfers
 
 
 class Producer:
@@ -26,7 +25,7 @@ class Producer:
         self,
         arguments: MassArguments,
         grid: KeyGrid,
-        transfers: cutlass.Constexpr[tuple[Any, Any]],
+        transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
@@ -43,20 +42,20 @@ class Producer:
         self,
         arguments: MassArguments,
         work: KeyWork,
-        transfers: cutlass.Constexpr[tuple[Any, Any]],
+        transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
         """Loads what a tile of keys takes."""
-        (q, k), h = transfers, work.part
+        q, k, h = transfers.q, transfers.k, work.part
         load_once(k, self.keys(k, shared.k, work), pipes.k_full)
         queries = self.scheduler.queries(work, h, arguments)
         views = self.queries(q, shared.q, work, h)
         for i in cutlass.range(queries.count, unroll=1):
             tile = query_tile_at(queries, i)
             load_stage(q, pipes.q, state, views, tile)
-            self.rows(rows_of(arguments.lse2, work, h), shared.lse2, pipes.q, state, tile)
+            load_numbers(rows_of(arguments.lse2, work, h), shared.lse2, pipes.q, state, tile)
             state.advance()
         return state
 
@@ -75,10 +74,3 @@ class Producer:
         return partition(
             transfer, shared, cute.local_tile(whole, (config.tile_m, config.head_dim), (None, 0))
         )
-
-    def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:
-        """A number per row of a tile, on the same barrier."""
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        source = cute.local_tile(statistic, (self.config.tile_m,), (tile,))
-        with cute.arch.elect_one():
-            cute.copy(atom, source, shared[None, state.index], mbar_ptr=ring.producer_get_barrier(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Int32, cute
 
@@ -19,6 +20,14 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Transfers:
+    """TMA descriptors of q and k."""
+
+    q: Any
+    k: Any
+
+
+@dataclass(frozen=True)
 class Warpgroup:
     """Constants of a thread: its lane, the number of its warpgroup among consumers, the block's memory and
     barriers, the product S = K Q', and its operands, q by stage."""
@@ -30,3 +39,12 @@ class Warpgroup:
     mma: cute.TiledMma
     k: cute.Tensor
     q: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """A tile of queries: log-sum-exps of its rows, scores (key, query), and a thread's first query."""
+
+    lse2: cute.Tensor
+    scores: cute.Tensor
+    q_first: Int32

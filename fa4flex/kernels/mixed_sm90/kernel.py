@@ -17,6 +17,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.producer import Part
+from fa4flex.kernels.fwd_sm90.resources import Layouts
 from fa4flex.kernels.mixed_sm90.combine import Combine
 from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
@@ -47,10 +48,10 @@ class Forward(forward.Forward):
     def merging(self, width: int, arguments: type) -> tuple[Combine, type]:
         return Combine(width, self.config), arguments
 
-    def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
+    def members(self, layouts: Layouts, arguments: Arguments) -> dict[str, Any]:
         kept = cute.struct.MemRange[Float32, KEPT * ROWS]
         found: dict[str, Any] = {}
-        for name, member in super().members(layouts, kinds).items():
+        for name, member in super().members(layouts, arguments).items():
             found |= {name: member} | ({"kept": kept} if name == "next" else {})
         return found
 
@@ -58,8 +59,8 @@ class Forward(forward.Forward):
     def handed(self) -> int:
         return HANDED + NOTED
 
-    def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
-        one = super().shared(storage, layouts, kinds)
+    def shared(self, storage: Any, layouts: Layouts, arguments: Arguments) -> Shared:
+        one = super().shared(storage, layouts, arguments)
         # 16 bytes thread by thread: lanes of a warp meet in no bank.
         sums = cute.make_layout((128, (4, self.config.head_dim_v // 8)), stride=(4, (1, 512)))
         over = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
@@ -39,8 +39,13 @@ from fa4flex.kernels.mla_decode_sm90.producer import stage
 from fa4flex.kernels.mla_decode_sm90.resources import Shared
 from fa4flex.kernels.mla_decode_sm90.roles import BOTH, CLEARED, FIRST, MAXIMA, SECOND
 
-Mmas = tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]
-"""S = q k', O += p v with p in registers, and with p in shared memory."""
+
+class Mmas(NamedTuple):
+    """Products of one warpgroup: S = q k', O += p v with p in registers, and with p in shared memory."""
+
+    scores: cute.TiledMma
+    own: cute.TiledMma
+    other: cute.TiledMma
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Whole:
 
 def tiled_mmas(kind: Any, config: Config) -> Mmas:
     columns = config.own * PIECE
-    scores, own = tiled_products(kind, BLOCK, columns)
+    two = tiled_products(kind, BLOCK, columns)
     other = sm90.make_trivial_tiled_mma(
         kind,
         kind,
@@ -83,7 +88,7 @@ def tiled_mmas(kind: Any, config: Config) -> Mmas:
         atom_layout_mnk=(1, 1, 1),
         tiler_mn=(ROWS, columns),
     )
-    return scores, own, other
+    return Mmas(two.scores, two.values, other)
 
 
 class Consumer(base.Consumer):

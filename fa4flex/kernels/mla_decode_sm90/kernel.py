@@ -42,7 +42,7 @@ class Forward(SplitForward):
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         kind = arguments.q.element_type
-        transfer = transfer_of(arguments, layouts_of(self.config, kind)[1], self.config)
+        transfer = transfer_of(arguments, layouts_of(self.config, kind).pieces, self.config)
         mma = tiled_mmas(kind, self.config)
         self.launch(self.device(arguments, transfer, mma), arguments, stream)
 
@@ -65,7 +65,7 @@ class Forward(SplitForward):
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
         if part.split < part.splits:
-            self.work(arguments, part, transfer, (shared, ring), mma)
+            self.work(arguments, part, transfer, shared, ring, mma)
 
     @cute.jit
     def work(
@@ -73,11 +73,11 @@ class Forward(SplitForward):
         arguments: Arguments,
         part: Part,
         transfer: cpasync.TmaInfo,
-        handed: cutlass.Constexpr[tuple[Shared, Any]],
+        shared: cutlass.Constexpr[Shared],
+        ring: cutlass.Constexpr[Any],
         mma: Mmas,
     ) -> None:
         """A part of the keys, by three roles."""
-        shared, ring = handed
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)

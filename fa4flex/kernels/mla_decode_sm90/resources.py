@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, cute
@@ -53,14 +53,20 @@ def _view(first: cute.Pointer, layout: Any) -> cute.Tensor:
     return cute.make_tensor(first, cute.slice_(layout.outer, (None, None, 0)))
 
 
-def layouts_of(config: Config, kind: Any) -> tuple[Any, Any]:
+class Layouts(NamedTuple):
     """Swizzled layouts of q and of pieces; their last mode counts stages."""
+
+    q: Any
+    pieces: Any
+
+
+def layouts_of(config: Config, kind: Any) -> Layouts:
     q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, BLOCK, config.head_dim), kind, 1)
     pieces = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, BLOCK, PIECE), kind, BLOCKS * config.pieces)
-    return q, pieces
+    return Layouts(q, pieces)
 
 
-def members_of(layouts: tuple[Any, Any], kind: Any) -> dict[str, Any]:
+def members_of(layouts: Layouts, kind: Any) -> dict[str, Any]:
     """Members of a block's shared memory."""
     q, pieces = layouts
     return {
@@ -71,7 +77,7 @@ def members_of(layouts: tuple[Any, Any], kind: Any) -> dict[str, Any]:
     }
 
 
-def shared_of(storage: Any, layouts: tuple[Any, Any]) -> Shared:
+def shared_of(storage: Any, layouts: Layouts) -> Shared:
     q, pieces = layouts
     statistics = cute.make_layout((BLOCKS, ROWS), stride=(ROWS, 1))
     queries = storage.queries.get_tensor(q.outer, swizzle=q.inner)

@@ -247,9 +247,9 @@ class OutputGradient(_Elementwise):
             dtype = target.element_type if one.adding == "each" else Float32
             part = self.products(upstream, self.hooks.derivatives[number], places, row.valid, dtype)
             if const_expr(one.adding == "each"):
-                self.write(one, target, row, (part, piece, own))
+                self.write(one, target, row, part, piece, own)
             else:
-                self.write_sum(one, target, row, (part, thread, own))
+                self.write_sum(one, target, row, part, thread, own)
 
     def products(
         self, upstream: list[Float32], slope: Pointwise | None, places: list[At], valid: Boolean, dtype: Any
@@ -268,10 +268,11 @@ class OutputGradient(_Elementwise):
         one: cutlass.Constexpr[Sum],
         target: cute.Tensor,
         row: Row,
-        what: tuple[cute.Tensor, Int32, Boolean],
+        part: cute.Tensor,
+        piece: Int32,
+        own: Boolean,
     ) -> None:
         """Elements of a gradient that this row alone has."""
-        part, piece, own = what
         if self.wanted(one, target, row) & own:
             if const_expr(one.pieces):
                 store(part, target[row.along(one.index, target)], piece)
@@ -286,10 +287,11 @@ class OutputGradient(_Elementwise):
         one: cutlass.Constexpr[Sum],
         target: cute.Tensor,
         row: Row,
-        what: tuple[cute.Tensor, Int32, Boolean],
+        part: cute.Tensor,
+        thread: Int32,
+        own: Boolean,
     ) -> None:
         """The sum over the channels of a row."""
-        part, thread, own = what
         total = Float32(0.0)
         for e in range_constexpr(TOGETHER):
             total = total + part[e]

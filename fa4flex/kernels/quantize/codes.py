@@ -124,7 +124,7 @@ class Codes:
         for i in cutlass.range_constexpr(ROWS):
             row = self.turned(rows[i], factors, share.lane)
             scale = scale_of(greatest_of_lanes(greatest(row), lanes(width)), self.config.qk)
-            self.store(row, divisor_of(scale), a.q_codes[b, None, h, None], (tokens[i], share))
+            self.store(row, divisor_of(scale), a.q_codes[b, None, h, None], tokens[i], share)
             if share.exists and share.lane == 0 and tokens[i] < a.q.shape[1]:
                 a.q_scale[b, h, tokens[i]] = scale
 
@@ -159,7 +159,7 @@ class Codes:
         scale = scale_of(self.greatest_of_block([x for row in rows for x in row]), self.config.qk)
         by = divisor_of(scale)
         for i in cutlass.range_constexpr(ROWS):
-            self.store(rows[i], by, a.k_codes[b, None, h, None], (tokens[i], share))
+            self.store(rows[i], by, a.k_codes[b, None, h, None], tokens[i], share)
         if cute.arch.thread_idx()[0] == 0:
             a.k_scale[b, h, n] = scale
 
@@ -195,10 +195,9 @@ class Codes:
 
     @cute.jit
     def store(
-        self, row: cutlass.Constexpr[Row], by: Divisor, to: cute.Tensor, at: tuple[Int32, Share]
+        self, row: cutlass.Constexpr[Row], by: Divisor, to: cute.Tensor, token: Int32, share: Share
     ) -> None:
         """A thread's codes of a row, in `to` [S, D]."""
-        token, share = at
         held = cute.make_rmem_tensor((LANE,), Uint8)
         words = cute.recast_tensor(held, Int32)
         x = quotients(row, by)

@@ -75,13 +75,13 @@ class Sums:
         of_keys = self.blocks(a.k_sums)
         if const_expr(a.k_sums is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if number < of_keys:
-                self.add(self.chunk(a.k, a.k_sums, (number, a.chunk)), self.config.width, 1)
+                self.add(self.chunk(a.k, a.k_sums, number, a.chunk), self.config.width, 1)
         if const_expr(a.v_sums is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if number >= of_keys:
-                self.add(self.chunk(a.v, a.v_sums, (number - of_keys, a.chunk)), self.config.width_v, 3)
+                self.add(self.chunk(a.v, a.v_sums, number - of_keys, a.chunk), self.config.width_v, 3)
 
-    def chunk(self, x: cute.Tensor, sums: cute.Tensor, at: tuple[Int32, Int32]) -> Chunk:
-        (number, tokens), (_, heads, chunks) = at, sums.shape[:3]
+    def chunk(self, x: cute.Tensor, sums: cute.Tensor, number: Int32, tokens: Int32) -> Chunk:
+        _, heads, chunks = sums.shape[:3]
         n, h, b = number % chunks, number // chunks % heads, number // (chunks * heads)
         first = n * tokens
         end = cutlass.min(first + tokens, Int32(x.shape[1]))

@@ -54,7 +54,7 @@ class ShortRows:
         above = Int32(0)
         for i in range_constexpr(self.config.each):
             above = above + _count(keys[i] > least)
-        self.write(arguments, row, keys, (least, room - above), forced)
+        self.write(arguments, row, keys, least, room - above, forced)
 
     @cute.jit
     def keys(self, scores: cute.Tensor, units: Int32, forced: Forced | None) -> Any:
@@ -92,11 +92,11 @@ class ShortRows:
         arguments: TopkArguments,
         row: Int32,
         keys: cute.Tensor,
-        limit: tuple[Int32, Int32],
+        least: Int32,
+        equals: Int32,
         forced: Forced | None,
     ) -> None:
-        """Selected units, ascending: those above the limit's key, and so many of those that have it."""
-        least, equals = limit
+        """Selected units, ascending: those above the key `least`, and so many of those that have it."""
         lane, before = cute.arch.lane_idx(), cute.arch.lanemask_lt()
         ids, place, met = arguments.ids[row, None], Int32(0), Int32(0)
         for i in range_constexpr(self.config.each):

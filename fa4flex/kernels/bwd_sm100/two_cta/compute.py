@@ -72,14 +72,14 @@ class Compute(base.Compute):
         )
 
     def take(
-        self, f: int, place: base.Place, scores: cute.Tensor, pipes: Any, lse2: tuple[cute.Tensor, Int32]
+        self, f: int, head: base.Head, place: base.Place, step: base.Step, scores: cute.Tensor
     ) -> cute.Tensor:
         # Both, before the first probabilities are written over one of them.
         if f == 0:
             for one in range(CTAS):
                 place.scores.take(one, scores[None, one])
             cute.arch.fence_view_async_tmem_load()
-        return self.numbers(*lse2, place.number(f))
+        return self.numbers(head.shared.lse2, step.lse2.index, place.number(f))
 
     def share_fragment(self, place: base.Place, packed: cute.Tensor, kind: Any, f: int) -> None:
         """Nothing yet: products still read the last step's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100 import compute as base
@@ -46,7 +46,7 @@ class Compute(base.Compute):
         self.share(place.ds_row[None, (None, f)], packed, kind, place.half)
 
     def take(
-        self, f: int, place: base.Place, scores: cute.Tensor, pipes: Any, lse2: tuple[cute.Tensor, Int32]
+        self, f: int, head: base.Head, place: base.Place, step: base.Step, scores: cute.Tensor
     ) -> cute.Tensor:
         """With the first fragment's scores come all others, unless slopes need the room."""
         taken = range(f, f + 1)
@@ -57,5 +57,5 @@ class Compute(base.Compute):
         if taken:
             cute.arch.fence_view_async_tmem_load()
         if taken and taken[-1] == FRAGMENTS - 1:
-            arrive_once(pipes.s_read)
-        return self.numbers(*lse2, place.number(f))
+            arrive_once(head.pipes.s_read)
+        return self.numbers(head.shared.lse2, step.lse2.index, place.number(f))

@@ -32,11 +32,6 @@ def counters(device: int) -> Tensor:
     return result
 
 
-def being_captured(device: int) -> bool:
-    """True if launches on the current stream of CUDA device number `device` become part of a graph."""
-    return current_stream(device) != 0 and _capturing(device)
-
-
 def capture_of(q: Tensor) -> tuple[int, int] | None:
     """The current stream of q's device, and the number of the capture that it is in, 0 for none: what is
     computed on one stream, or becomes part of one graph, may not be there on another. None where nothing may
