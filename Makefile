@@ -11,7 +11,7 @@ WORKERS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # Kernels that tests compile are kept until something changes that decides their code: the first run compiles
 # all of them, in one of its processes each. FA4FLEX_CACHE=0 compiles in every process what it needs.
-test exhaustive: export FA4FLEX_CACHE_DIR ?= $(abspath $(VENV))/kernels
+test exhaustive clients: export FA4FLEX_CACHE_DIR ?= $(abspath $(VENV))/kernels
 
 # Tests start processes, and each would compile all of torch anew where Python is told to write no bytecode.
 ifdef PYTHONDONTWRITEBYTECODE

@@ -20,12 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from install import ENVIRONMENTS, ROOT, Environment, NotInstalled, step
+from engine_environments import ENVIRONMENTS, ROOT, Environment, NotInstalled, step
 
 HERE = Path(__file__).resolve().parent
 STUBS = HERE / "stubs"
 CLEAN = ("FA4FLEX_LAYERS", "FA4FLEX_ABSENT", "FA4FLEX_CPU_OPERATORS")
 OLDEST, NEWEST = "5.5.4", "newest"
+INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""vLLM's model runner of GPUs, whose kernels Triton interprets."""
+SOME = ["prefix", "preempted", "Gemma 2", "GPT-OSS"]
+"""Words of the cases that older or slower ways of an engine serve, too."""
 MARKS = "not exhaustive and not gpu and not slow"
 TESTS = [
     f"tests/integrations/test_{name}.py"
@@ -58,14 +62,16 @@ def engines(folder: Path, chosen: list[str], words: list[str]) -> Iterator[Row]:
             yield Row(each.name, "none", "nothing", str(error), False)
             continue
         print(f"{each.name}: installed in {taken}", file=sys.stderr)
-        yield from served(each, folder, {}, words)
-        if each.other is not None:
-            packages = each.packages(folder)
-            over = {
-                "PYTHONPATH": str(folder / each.name / "other"),
-                "FA4FLEX_CPU_OPERATORS": str(packages / each.other),
-            }
-            yield from served(each, folder, over, words)
+        if each.other is None:
+            yield from served(each, folder, {}, words)
+            continue
+        over = {
+            "PYTHONPATH": str(folder / each.name / "other"),
+            "FA4FLEX_CPU_OPERATORS": str(each.packages(folder) / each.other),
+        }
+        yield from served(each, folder, over, words)
+        yield from served(each, folder, over | INTERPRETED, words or SOME)
+        yield from served(each, folder, {}, words or SOME)
 
 
 def served(each: Environment, folder: Path, over: dict[str, str], words: list[str]) -> Iterator[Row]:
@@ -75,9 +81,9 @@ def served(each: Environment, folder: Path, over: dict[str, str], words: list[st
     environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
     environment |= {**engine.ENVIRONMENT, **over, "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(STUBS), *filter(None, [over.get("PYTHONPATH")])])
-    logs = folder / each.name / ("logs_other" if over else "logs")
+    logs = folder / each.name / f"logs{len(over)}"
     logs.mkdir(parents=True, exist_ok=True)
-    command = [str(each.python(folder)), str(HERE / "serve.py"), each.name, str(logs), *words]
+    command = [str(each.python(folder)), str(HERE / "serve_cases.py"), each.name, str(logs), *words]
     version, rows = "", 0
     with (logs / "errors.log").open("w") as errors:
         process = subprocess.Popen(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from cases import MODS, NEW, Case, Served
+from client_cases import MODS, NEW, Case, Served
 
 NAME = "vLLM"
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 CASES = [
     Case("Llama: mixed lengths, prefill in chunks of 32", environment=IN_PROCESS),
     Case("Llama: prefix caching, pages of 32",
@@ -27,6 +28,10 @@ CASES = [
     Case("BLOOM: ALiBi", "bloom", environment=IN_PROCESS),
     Case("Llama: cache of 8 bits", options={"kv_cache_dtype": "fp8"}, environment=IN_PROCESS,
          refused="kv_cache_dtype not supported"),
+    Case("Llama: traced by torch.compile, attention as an operator",
+         options={"enforce_eager": False}, environment={**IN_PROCESS, "VLLM_CPU_CI_ENV": "1"}),
+    Case("Llama: drafted tokens are verified",
+         options={"speculative_config": DRAFTS, "enable_prefix_caching": False}, environment=IN_PROCESS),
 ]  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "dtype": "float32",
@@ -36,11 +41,12 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare() -> str:
-    """Import vLLM before processes are forked. Returns its version, and whose operators it uses."""
+    """Import vLLM before processes are forked. Returns version, build and model runner."""
     import vllm
 
-    own = "FA4FLEX_CPU_OPERATORS" not in os.environ
-    return str(vllm.__version__).partition("+")[0] + (" (built for CPUs)" if own else "")
+    own = "" if "FA4FLEX_CPU_OPERATORS" in os.environ else ", built for CPUs"
+    runner = ", model runner V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ""
+    return str(vllm.__version__).partition("+")[0] + own + runner
 
 
 def serve(path: str, options: dict[str, Any], rounds: list[list[list[int]]]) -> Served:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from cases import NEW
+from client_cases import NEW
 from torch import Tensor
 
 COMMON = {
@@ -22,7 +22,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", WINDOW),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
-    "gemma2": ("Gemma2", {**WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 32,
+            "hidden_act": "gelu_pytorch_tanh",  # SGLang reads it; published configurations have it
+        },
+    ),
     "gemma3": (
         "Gemma3Text",
         {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
@@ -56,15 +64,15 @@ def _model(family: str) -> str:
     return f"{family.removesuffix('Text')}ForCausalLM"
 
 
-def expected(path: str, prompts: list[list[int]], mods: bool = False) -> list[list[int]]:
-    """Greedy tokens of each prompt alone. `mods`: with those that MODS assigns."""
+def expected(path: str, prompts: list[list[int]], mods: bool = False, **changes: Any) -> list[list[int]]:
+    """Greedy tokens of each prompt alone. mods: with those of MODS; changes: of the model's settings."""
     logging.disable(logging.WARNING)
     transformers.AttentionInterface.register("with_mods", attention_with_mods)
     transformers.AttentionMaskInterface.register(
         "with_mods", transformers.AttentionMaskInterface._global_mapping["eager"]
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="with_mods" if mods else "eager", dtype=torch.float32
+        path, attn_implementation="with_mods" if mods else "eager", dtype=torch.float32, **changes
     )
     made = []
     for prompt in prompts:

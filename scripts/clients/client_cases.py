@@ -9,8 +9,8 @@ from typing import Any
 NEW = 8
 """Tokens that are decoded after each prompt."""
 
-MODS = f"0={Path(__file__).with_name('mods.py')}:nearer; 1=softcap(2.0), sliding_window(9)"
-"""Mods by layer, as FA4FLEX_LAYERS says them; models.attention_with_mods is the same by definition."""
+MODS = f"0={Path(__file__).with_name('client_mods.py')}:nearer; 1=softcap(2.0), sliding_window(9)"
+"""Mods by layer, as FA4FLEX_LAYERS says them; client_models.attention_with_mods is the same by definition."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Case:
     options      settings of the engine
     environment  variables of its processes
     again        prompts that begin like the first ones follow, and keys of those are used
-    refused      a part of the message if it is right to refuse
+    reference    settings of the model that tokens are compared with, where the engine leaves some out
+    refused      a pattern of the message if it is right to refuse
     """
 
     what: str
@@ -29,6 +30,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     again: bool = False
+    reference: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
 
 

@@ -1,4 +1,4 @@
-"""A score mod for layers of a served model: FA4FLEX_LAYERS="0=scripts/clients/mods.py:nearer"."""
+"""A score mod for layers of a served model: FA4FLEX_LAYERS="0=scripts/clients/client_mods.py:nearer"."""
 
 from __future__ import annotations
 

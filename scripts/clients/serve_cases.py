@@ -1,4 +1,4 @@
-"""Serve the cases of one engine: python scripts/clients/serve.py vllm|sglang FOLDER [WORD ...]
+"""Serve the cases of one engine: python scripts/clients/serve_cases.py vllm|sglang FOLDER [WORD ...]
 
 Runs in an environment that has the engine. Each case is a process of its own, forked after the imports, that
 writes to a log in FOLDER. A line of JSON is printed for each: {"what", "result", "right"}, after one with the
@@ -25,14 +25,14 @@ LIMIT = 900
 
 def outcome(engine: Any, case: Any, folder: Path) -> tuple[str, bool]:
     """(words for the table, whether it is as it should be)"""
-    import models
+    import client_models
 
-    rounds = [models.PROMPTS, models.LONGER] if case.again else [models.PROMPTS]
-    path = models.make(case.model, folder)
+    rounds = [client_models.PROMPTS, client_models.LONGER] if case.again else [client_models.PROMPTS]
+    path = client_models.make(case.model, folder)
     served = engine.serve(path, case.options, rounds)
-    wanted = models.expected(path, [*chain(*rounds)], mods="FA4FLEX_LAYERS" in case.environment)
-    plain = models.expected(path, models.PROMPTS) if "FA4FLEX_LAYERS" in case.environment else None
-    assert plain != wanted, "mods that change no token show nothing"
+    mods, prompts = "FA4FLEX_LAYERS" in case.environment, [*chain(*rounds)]
+    wanted = client_models.expected(path, prompts, mods, **case.reference)
+    assert not mods or client_models.expected(path, prompts) != wanted, "the mods change no token"
     same = sum(map(list.__eq__, served.tokens, wanted))
     found = f", {served.cached} tokens from the cache" if case.again else ""
     right = same == len(wanted) and not case.refused and (served.cached > 0 or not case.again)
@@ -58,8 +58,8 @@ def judge(case: Any, folder: Path, number: int) -> tuple[str, bool]:
         words, right = json.loads(left.read_text())
         return words, right
     lines = (folder / f"{number}.log").read_text(errors="replace").splitlines()
-    if case.refused and any(case.refused in line for line in lines):
-        said = next(line for line in reversed(lines) if case.refused in line)
+    if case.refused and any(re.search(case.refused, line) for line in lines):
+        said = next(line for line in reversed(lines) if re.search(case.refused, line))
         return f"refused: {_message(said)}", True
     errors = [line for line in lines if re.search(r"^(\S.*)?\b\w*Error\b", line)]
     return f"failed: {_message((errors or lines or ['it ended'])[-1])}", False
