@@ -36,6 +36,9 @@ from fa4flex.kernels.fwd_sm90.consumer import Begun, Mine, Tile
 from fa4flex.kernels.fwd_sm90.resources import Shared
 from fa4flex.kernels.plan.keys import TILE
 
+LEAST_SHARE = 4
+"""Scores of a row that are exponentiated at once, at least: sums of them have as many chains."""
+
 
 @dataclass(frozen=True)
 class CodesTile(Tile):
@@ -191,6 +194,27 @@ class Consumer(forward.Consumer):
             self.add_all(tile, v)
             tile.pipes.v.consumer_release(v_state)
 
+    def weigh(self, tile: Any, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
+        """The same; a share of the scores under each product that is waited for."""
+        parts, columns = self.config.parts, cute.size(grid, mode=[1])
+        if parts == 1:
+            super().weigh(tile, grid, values, is_finite)
+            return
+        count = max(n for n in range(1, parts + 1) if columns % (LEAST_SHARE * n) == 0)
+        shares = cute.logical_divide(grid, (None, columns // count))
+
+        def share(part: int) -> None:
+            if part < count:
+                mine = shares[None, (None, part)]
+                tile.softmax.exponentiate(mine, is_finite=is_finite)
+                compute_before(mine[1, columns // count - 1])
+
+        v, v_state = values
+        warpgroup.wait_group(0)
+        self.add_all(tile, v, share)
+        tile.pipes.v.consumer_release(v_state)
+        share(parts - 1)
+
     def raise_maxima(self, tile: Any, grid: cute.Tensor) -> Boolean:
         keep_scales(tile)
         return super().raise_maxima(tile, grid)
@@ -207,11 +231,14 @@ class Consumer(forward.Consumer):
         keep_scales(tile)
         super().last(tile, v_state)
 
-    def add_all(self, tile: CodesTile, v: cute.Tensor) -> None:
-        """Add the first columns of a tile's output, and multiply and add the others."""
+    def add_all(self, tile: CodesTile, v: cute.Tensor, meanwhile: Any = None) -> None:
+        """Add the first columns of a tile's output, and multiply and add the others; `meanwhile` does what
+        can be done under the product of each of these."""
         add_up(tile)
         for part in range(1, self.config.parts):
             multiply_part(tile, v, part)
+            if meanwhile is not None:
+                meanwhile(part - 1)
             warpgroup.wait_group(0)
             add_up(tile, part)
         # Nothing that follows has registers beside these.

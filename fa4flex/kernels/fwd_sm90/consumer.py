@@ -311,8 +311,7 @@ class Consumer:
         raised = Boolean(False)
         if const_expr(tile.softmax.online):
             raised = self.raise_maxima(tile, grid)
-            self.take_values(tile, v, v_state)
-        tile.softmax.exponentiate(grid, is_finite=not masked and self.finite)
+        self.weigh(tile, grid, (v, v_state), not masked and self.finite)
         self.narrow(begun, products)
         self.drop(begun, tile)
         if const_expr(self.rescales(tile)):  # noqa: SIM102  one is decided when compiled, one when run
@@ -342,6 +341,13 @@ class Consumer:
         """Wait for the product with a tile of values, and give the tile back."""
         warpgroup.wait_group(0)
         tile.pipes.v.consumer_release(v_state)
+
+    def weigh(self, tile: Tile, grid: cute.Tensor, values: tuple[Any, Any], is_finite: bool) -> None:
+        """Scores become probabilities, after the product with the last tile's values (a tile of them and the
+        state of their ring) where these are rescaled by the scores' maxima."""
+        if tile.softmax.online:
+            self.take_values(tile, *values)
+        tile.softmax.exponentiate(grid, is_finite=is_finite)
 
     def raise_maxima(self, tile: Tile, grid: cute.Tensor) -> Boolean:
         """True if a tile's scores raise a maximum that is in use."""
