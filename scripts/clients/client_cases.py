@@ -1,4 +1,4 @@
-"""What is served: a model, an engine's settings, and what is to come of it."""
+"""Cases: a model, an engine's settings, and what is to come of them."""
 
 from __future__ import annotations
 

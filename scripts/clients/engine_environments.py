@@ -15,7 +15,7 @@ FOR_GPUS = [
     "nvidia-cutlass-dsl", "nvidia-mathdx", "nvshmem4py-cu13", "quack-kernels", "sgl-deep-ep",
     "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "tilelang", "torch-memory-saver",
 ]  # fmt: skip
-"""What SGLang imports only when it finds a GPU, or what only its kernels need."""
+"""Packages that SGLang imports only when it finds a GPU, or that only its kernels need."""
 UNUSED = ["deepseek-recipe", "modelscope", "py-spy", "smg-grpc-servicer", "timm"]
 
 REQUIREMENTS = """

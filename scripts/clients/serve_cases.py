@@ -52,7 +52,7 @@ def run(engine: Any, case: Any, folder: Path, number: int) -> None:
 
 
 def judge(case: Any, folder: Path, number: int) -> tuple[str, bool]:
-    """What a case's process left behind."""
+    """Result that a case's process left behind."""
     left = folder / f"{number}.json"
     if left.exists():
         words, right = json.loads(left.read_text())
