@@ -11,7 +11,7 @@ WORKERS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # Kernels that tests compile are kept until something changes that decides their code: the first run compiles
 # all of them, in one of its processes each. FA4FLEX_CACHE=0 compiles in every process what it needs.
-test exhaustive: export FA4FLEX_CACHE_DIR ?= $(abspath $(VENV))/kernels
+test exhaustive clients: export FA4FLEX_CACHE_DIR ?= $(abspath $(VENV))/kernels
 
 # Tests start processes, and each would compile all of torch anew where Python is told to write no bytecode.
 ifdef PYTHONDONTWRITEBYTECODE
@@ -27,7 +27,7 @@ SLOW ?= 6
 MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=4000000000:glibc.malloc.mmap_threshold=33554432
 test exhaustive: export GLIBC_TUNABLES ?= $(MALLOC)
 
-.PHONY: demo test exhaustive lint docs clean
+.PHONY: demo test exhaustive lint docs clients clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -69,9 +69,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Real engines that serve with fa4flex on a CPU, and the oldest, pinned and newest transformers: prints a table.
+# It installs vLLM and SGLang into environments of their own: 10 GB in all. CLIENTS_ONLY=vllm runs one of them.
+CLIENTS ?= .venv-clients
+CLIENTS_ONLY ?= vllm,sglang,transformers
+clients: $(VENV)/.dev
+	$(BIN)/python scripts/clients $(CLIENTS) --only $(CLIENTS_ONLY)
+
 # The site, in build/documentation/html: pages, API reference, gallery, notebooks that run; a broken link fails.
 docs: $(VENV)/.docs
 	$(BIN)/python scripts/documentation
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
