@@ -17,6 +17,9 @@ from fa4flex.bench.suites import Draw, Target
 
 QUERIES = 32
 """Query rows of a list's result that are judged."""
+MOST_UNEVEN = 0.1
+"""Most difference between sums over keys and over queries that are equal but for rounding, over the norm of
+what is summed."""
 MOST_NEW = 0.35
 """Most cost of a map that is new at every call: 0.02 to 0.34 were measured, most where fewest blocks are
 visited."""
@@ -120,9 +123,11 @@ class ListsRow(SparseRow):
         q = draw.normal(self.batch, self.heads, self.q_len, self.width)
         k = draw.normal(self.batch, self.kv_heads, self.kv_len, self.width)
         v = k if self.tied else draw.normal(*k.shape)
-        flops = 4 * self.batch * self.heads * self.q_len * self.listed * self.width
+        products = 10 if self.backward else 4
+        flops = products * self.batch * self.heads * self.q_len * self.listed * self.width
         lists = Lists(self.ids(draw), kv_len=self.kv_len, unit=self.keys, window=self.window)
-        return Problem(self, (q, k, v), flops, blocks=lists)
+        dout = draw.normal(*q.shape) if self.backward else None
+        return Problem(self, (q, k, v), flops, dout, blocks=lists)
 
     def ids(self, draw: Draw) -> Tensor:
         """int32 [batch, KV heads, queries, entries], each at most once; -1 stands for none."""
@@ -218,7 +223,10 @@ def judged(problem: Problem, result: Any, ours: bool) -> Accuracy:
     """Errors of a result, beside those of plain PyTorch in its dtype."""
     if isinstance(problem.row, TopkRow):
         return _selection(problem, problem.row, result, ours)
-    return _rows(problem, result) if problem.dout is None else _gradients(problem, problem.dout, result)
+    if problem.dout is None:
+        return _rows(problem, result)
+    of_row = _listed_gradients if isinstance(problem.row, ListsRow) else _gradients
+    return of_row(problem, problem.dout, result)
 
 
 def _selection(problem: Problem, row: TopkRow, ids: Tensor, ours: bool) -> Accuracy:
@@ -252,6 +260,33 @@ def _rows(problem: Problem, out: Tensor) -> Accuracy:
         exact.append(_attend([x.double() for x in one], allowed))
         plain.append(_attend(one, allowed))
     return Accuracy(*worst(found, exact), *worst(plain, exact))
+
+
+def _listed_gradients(problem: Problem, dout: Tensor, gradients: Sequence[Tensor]) -> Accuracy:
+    """Errors of some rows of two heads of dq, infinite where other gradients do not add up: dv of all keys to
+    dout, as weights of a query do to 1, and dk times k to dq times q, for each KV head."""
+    (q, k, v), (dq, dk, dv) = problem.tensors, gradients
+    group, (batch, heads, length, _) = q.shape[1] // k.shape[1], q.shape
+    at = torch.linspace(0, length - 1, QUERIES, device=q.device).long().unique()
+    found: list[Tensor] = []
+    exact: list[Tensor] = []
+    plain: list[Tensor] = []
+    for b, h in {(0, 0), (batch - 1, heads - 1)}:
+        allowed = _seen(problem.blocks, b, h, heads, at)
+        found.append(dq[b, h, at])
+        for computed, dtype in ((exact, torch.float64), (plain, q.dtype)):
+            own = q[b, h, at].detach().to(dtype).requires_grad_()
+            with torch.enable_grad():
+                out = _attend((own, *(x[b, h // group].detach().to(dtype) for x in (k, v))), allowed)
+            computed.append(torch.autograd.grad(out, own, dout[b, h, at].to(dtype))[0])
+    errors = Accuracy(*worst(found, exact), *worst(plain, exact))
+    of_keys = dv.double(), (dk.double() * k.double()).sum(-1, keepdim=True)
+    of_queries = dout.double(), (dq.double() * q.double()).sum(-1, keepdim=True)
+    for mine, other in zip(of_keys, of_queries, strict=True):
+        total = other.unflatten(1, (-1, group)).sum((2, 3))
+        if ((mine.sum(2) - total).abs() > MOST_UNEVEN * mine.norm(dim=2)).any():
+            return replace(errors, element=math.inf)
+    return errors
 
 
 def _gradients(problem: Problem, dout: Tensor, found: Sequence[Tensor]) -> Accuracy:
@@ -322,13 +357,19 @@ _DENSE = (Target("dense", 1.0),)
 _TOKENS = ListsRow("tokens 64:1", 64, 1, 1, 4096, 65536, 2048, 1, targets=_DENSE)
 _DECODE = ListsRow("decode 64:1", 64, 1, 64, 1, 131072, 2048, 1, targets=_DENSE)
 _BLOCKS = ListsRow("blocks 64:4 window", window=512, targets=_DENSE)
+_ALIKE = replace(_BLOCKS, name="blocks 64:4 window alike", alike=4)
 _LISTS: tuple[ListsRow, ...] = (
     _BLOCKS,
-    replace(_BLOCKS, name="blocks 64:4 window alike", alike=4),
+    replace(_BLOCKS, name="blocks 64:4 window backward", backward=True),
+    _ALIKE,
+    replace(_ALIKE, name="blocks 64:4 window alike backward", backward=True),
     replace(_BLOCKS, name="blocks 64:4 window 16k", q_len=16384, kv_len=16384),
     replace(_BLOCKS, name="blocks 64:4 NSA", window=0),
+    replace(_BLOCKS, name="blocks 64:4 NSA backward", window=0, backward=True),
     _TOKENS,
+    replace(_TOKENS, name="tokens 64:1 backward", backward=True),
     replace(_TOKENS, name="tokens 128:1", heads=128),
+    replace(_TOKENS, name="tokens 128:1 backward", heads=128, backward=True),
     replace(_TOKENS, name="tokens 128:1 K=V", heads=128, tied=True),
     replace(_TOKENS, name="tokens 128:1 shuffled", heads=128, shuffled=True),
     ListsRow("units of 4, 24:2 d256", 24, 2, 1, 4096, 65536, 512, 4, 3, 256, targets=_DENSE),

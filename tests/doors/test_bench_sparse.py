@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 BY_NAME = {row.name: row for row in ROWS}
 FORMS = [
     "map 64x16 25% 16k", "map 128x128 25% 16k backward", "map 64x64 12.5% 64k new",
+    "blocks 64:4 window backward",
     "blocks 64:4 window alike", "tokens 128:1 K=V", "tokens 128:1 shuffled", "decode 64:4 blocks",
     "top 2048 of 64 x 128k ties", "MoBA step 64k",
 ]  # fmt: skip
@@ -119,6 +120,16 @@ def test_what_is_wrong_is_seen(name: str, seed: int) -> None:
         return
     _, accuracy = attempt(Wrong("wrong", "torch"), problem)
     assert accuracy is not None and accuracy.ratio > 10
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_gradient_of_lists_that_lacks_keys_or_rows_is_seen(which: int, seed: int) -> None:
+    problem = small("blocks 64:4 window backward", seed)
+    run, accuracy = attempt(peers_of(smoke=True)[0], problem)
+    assert accuracy is not None and accuracy.ratio <= 2
+    found = [x.clone() for x in run()]  # type: ignore[operator]
+    found[which][:, :, : found[which].shape[2] // 2] = 0
+    assert judged(problem, found, True).ratio > 10
 
 
 def test_a_map_row_judges_by_the_oracle(seed: int) -> None:
