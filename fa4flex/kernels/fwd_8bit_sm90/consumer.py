@@ -153,15 +153,17 @@ class Consumer(forward.Consumer):
     def modify(self, begun: Any, tile: Any, masked: bool) -> None:
         """Products of codes become what the softmax is taken of. It is told how, where no pair is masked and
         nothing else happens to scores: a scale that is NaN would make NaN of those that are masked."""
-        if begun.numbers is not begun.scores:
-            begun.numbers.store(begun.scores.load().to(Float32))
+        integers = begun.numbers is not begun.scores
         for r in range(2):
             tile.lift[r] = tile.q_scale[r] * begun.scale
         if self.hooks.plain and not masked:
+            if integers:
+                begun.numbers.store(begun.scores.load().to(Float32))
             return
+        given = rows_and_columns(begun.scores)
         for r in range(2):
             row = begun.grid[r, None]
-            scores = row.load() * tile.lift[r]
+            scores = given[r, None].load().to(Float32) * tile.lift[r]
             row.store(scores if tile.q_bias is None else scores + tile.q_bias[r])
             tile.lift[r] = Float32(1.0)
         if self.hooks.start is not None:
