@@ -319,7 +319,7 @@ def comparing(keep: bool = False) -> Iterator[Compared]:
     def compare(gpu: device.Gpu, launch: Launch) -> None:
         plan, arguments = _planned[-1] if _planned else (None, ())
         topology = getattr(plan, "topology", None)  # kernels of block tables have one role
-        if topology is None or not any(topology.places) or not _is_main(launch):
+        if _changed or topology is None or not any(topology.places) or not _is_main(launch):
             return run(gpu, launch)
         trace = Trace()
         if keep:
@@ -333,6 +333,19 @@ def comparing(keep: bool = False) -> Iterator[Compared]:
 
     with patch.object(lower.Lowered, "compile", compiled), patch.object(device.Gpu, "run", compare):
         yield compared
+
+
+_changed: list[None] = []
+
+
+@contextlib.contextmanager
+def uncompared() -> Iterator[None]:
+    """Within, launches are of programs that were changed, of which graphs say nothing."""
+    _changed.append(None)
+    try:
+        yield
+    finally:
+        _changed.pop()
 
 
 def _is_main(launch: Launch) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from executed import uncompared
 from mutants import Mutant, can_matter, clean_to_its_end, mutants, unsaid
 
 import ptxsim
@@ -73,6 +75,32 @@ class Own:
         ]
 
 
+Implied = Callable[[Mutant], bool]
+"""Question whether what a mutant lacks is known not to matter."""
+
+
+def some_are_noticed(one: Own, implied: Implied) -> None:
+    """Of four mutants that can matter, chosen at random, one may be left."""
+    tried = random.sample([m for m in one.that_matter() if not implied(m)], 4)
+    left = [mutant for mutant in tried if not one.noticed(mutant)]
+    assert len(left) <= 1, left
+
+
+def nearly_all_are_noticed(one: Own, implied: Implied, least: int) -> None:
+    """Of at least so many mutants that can matter, 3 % may be left."""
+    tried = [mutant for mutant in one.that_matter() if not implied(mutant)]
+    left = [mutant for mutant in tried if not one.noticed(mutant)]
+    print(len(left), "of", len(tried), *left, sep="\n")
+    assert len(tried) >= least and len(left) <= 0.03 * len(tried)
+
+
+def is_first(mutant: Mutant, *kinds: str) -> bool:
+    """True if the mutant's instruction is the first of its kind in the kernel, and of one of these."""
+    opcode, before = mutant.instruction.opcode, mutant.program.kernel.body[: mutant.index]
+    kind = next((kind for kind in kinds if opcode.startswith(kind)), None)
+    return kind is not None and not any(other.opcode.startswith(kind) for other in before)
+
+
 @contextlib.contextmanager
 def _planted(mutant: Mutant | None) -> Iterator[None]:
     """Within, launches of the kernel that the mutant is one of execute the mutant."""
@@ -86,7 +114,8 @@ def _planted(mutant: Mutant | None) -> Iterator[None]:
         planted.append(mutant)
         return mutant.program
 
-    with patch.object(launching, "program_of", changed):
+    plain = contextlib.nullcontext() if mutant is None else uncompared()
+    with patch.object(launching, "program_of", changed), plain:
         yield
     assert mutant is None or planted, "the kernel was not launched, or was parsed anew"
 

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from mutants import Mutant
-from own_calls import Own
-from test_lists_mutants import is_first
+from own_calls import Own, is_first, nearly_all_are_noticed, some_are_noticed
 
 import fa4flex
 from fa4flex import Lists, listed_calls
@@ -74,20 +73,13 @@ def implied(mutant: Mutant) -> bool:
 
 @pytest.mark.slow
 def test_some() -> None:
-    one = own(random.choice(KINDS))
-    tried = random.sample([m for m in one.that_matter() if not implied(m)], 4)
-    left = [mutant for mutant in tried if not one.noticed(mutant)]
-    assert len(left) <= 1, left
+    some_are_noticed(own(random.choice(KINDS)), implied)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_all(kind: str) -> None:
     """Nearly every mutant that can matter is noticed, but for those that are implied."""
-    one = own(kind)
-    tried = [mutant for mutant in one.that_matter() if not implied(mutant)]
-    left = [mutant for mutant in tried if not one.noticed(mutant)]
-    print(len(left), "of", len(tried), *left, sep="\n")
     # Left is the meeting before P and dS are written anew: on the simulated GPU, warps come together to each
     # product, so that none is a tile ahead; on a chip, nothing says so.
-    assert len(tried) >= 60 and len(left) <= 0.03 * len(tried)
+    nearly_all_are_noticed(own(kind), implied, 60)
