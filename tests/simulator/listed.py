@@ -13,8 +13,30 @@ from torch import Tensor
 import fa4flex
 import ptxsim
 from fa4flex import Lists
+from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
+
+TABLE = torch.randn(140, 900) / 2
+
+
+def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + TABLE[h, kv_idx - q_idx + 400]
+
+
+def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """No intervals: asked of every pair."""
+    return (kv_idx * 7 + q_idx + h) % 5 > 1
+
+
+MODS: dict[str, tuple[Any, Any]] = {
+    "plain": (None, None),
+    "causal": (None, causal),
+    "alibi, causal": (alibi, causal),
+    "softcap, window": (softcap(20.0), causal & sliding_window(90)),
+    "relative": (relative, None),
+    "pairs": (None, striped),
+}
 
 
 @dataclass(frozen=True)

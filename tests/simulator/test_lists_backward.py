@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import captured_cases
@@ -12,7 +13,7 @@ import pytest
 import torch
 from executed import comparing
 from helpers import cumulative, poisoned
-from listed import TIMINGS, Size, allowed_pairs, drawn_lists, drawn_size, tensors
+from listed import MODS, TIMINGS, Size, allowed_pairs, drawn_lists, drawn_size, tensors
 from torch import Tensor
 
 import fa4flex
@@ -21,28 +22,7 @@ from fa4flex import Lists, UnsupportedError, Varlen, reference
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.runtime.listed_keys import tiling_of
-from fa4flex.variants import alibi, causal, sliding_window, softcap
-
-TABLE = torch.randn(140, 900) / 2
-
-
-def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score + TABLE[h, kv_idx - q_idx + 400]
-
-
-def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """No intervals: asked of every pair."""
-    return (kv_idx * 7 + q_idx + h) % 5 > 1
-
-
-MODS: dict[str, tuple[Any, Any]] = {
-    "plain": (None, None),
-    "causal": (None, causal),
-    "alibi, causal": (alibi, causal),
-    "softcap, window": (softcap(20.0), causal & sliding_window(90)),
-    "relative": (relative, None),
-    "pairs": (None, striped),
-}
+from fa4flex.variants import alibi, causal
 
 
 def of_lists(names: list[str]) -> bool:
@@ -173,6 +153,34 @@ def test_sinks_layouts_and_dtypes(seed: int) -> None:
     for layout, dtype in (("bhsd", torch.float16), ("bshd", torch.bfloat16)):
         lists = drawn_lists(rng, size, True, dtype=torch.int64)
         check("causal", size, lists, dtype=dtype, layout=layout, sinks=True)
+
+
+@pytest.mark.slow
+def test_what_changes_between_calls_is_seen(seed: int) -> None:
+    """A captured number, ids in place, lengths, and the dtype; one attention, whose launches are kept."""
+    factor = SimpleNamespace(value=1.0)
+
+    def scaled(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * factor.value
+
+    attn, ids = fa4flex.compile(scaled, causal), torch.arange(40, dtype=torch.int32).view(1, 1, 1, -1)
+    changes = (
+        (1.0, 0, 3, 200, torch.bfloat16),
+        (0.2, 7, 3, 200, torch.bfloat16),
+        (3.0, 20, 2, 150, torch.float16),
+    )
+    for factor.value, first, q_len, kv_len, dtype in changes:
+        ids.copy_(torch.arange(first, first + 40).view_as(ids))
+        lists = Lists(ids, kv_len=kv_len, unit=3, q_len=q_len, queries=4)
+        qkv = tensors(Size(16, 1, 1, q_len, kv_len), dtype)
+        upstream = torch.randn(1, 16, q_len, 64), torch.randn(1, 16, q_len)
+        with ptxsim.device("sm_90a", seed, "eager", sms=2) as gpu:
+            got = gradients(attn, qkv, [], upstream, blocks=lists)
+        assert not gpu.findings and of_lists([result.kernel for result in gpu.results])
+        fresh = fa4flex.compile(lambda score, *i, by=factor.value: score * by, causal & lists.mask())
+        exact = gradients(fresh, [x.double() for x in qkv], [], upstream)
+        for x, y in zip(got, exact, strict=True):
+            assert (x.double() - y).abs().max() <= 3 * torch.finfo(dtype).eps * y.abs().max()
 
 
 @pytest.mark.slow

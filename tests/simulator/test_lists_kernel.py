@@ -5,39 +5,29 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
 from decoding import split_in
-from listed import TIMINGS, Called, Size, attend, check, compare, drawn_lists, drawn_size, tensors
+from listed import (
+    MODS,
+    TIMINGS,
+    Called,
+    Size,
+    attend,
+    check,
+    compare,
+    drawn_lists,
+    drawn_size,
+    tensors,
+)
 
 import fa4flex
 from fa4flex import Lists
 from fa4flex.runtime import listed_keys
 from fa4flex.runtime.listed_keys import tiling_of
-from fa4flex.variants import alibi, causal, sliding_window, softcap
+from fa4flex.variants import causal
 
-TABLE = torch.randn(140, 900) / 2
-
-
-def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score + TABLE[h, kv_idx - q_idx + 400]
-
-
-def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """No intervals: asked of every pair."""
-    return (kv_idx * 7 + q_idx + h) % 5 > 1
-
-
-MODS: dict[str, tuple[Any, Any]] = {
-    "plain": (None, None),
-    "causal": (None, causal),
-    "alibi, causal": (alibi, causal),
-    "softcap, window": (softcap(20.0), causal & sliding_window(90)),
-    "relative": (relative, None),
-    "pairs": (None, striped),
-}
 DRAWS = 2
 
 
