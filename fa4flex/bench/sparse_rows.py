@@ -246,40 +246,39 @@ def _attend(qkv: Sequence[Tensor], allowed: Tensor) -> Tensor:
     return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v
 
 
-def _rows(problem: Problem, out: Tensor) -> Accuracy:
-    """Errors of some rows of two heads of an output."""
-    q, k, v = problem.tensors
+def _rows(problem: Problem, result: Tensor) -> Accuracy:
+    """Errors of some rows of two heads of an output, or of dq."""
+    (q, k, v), dout = problem.tensors, problem.dout
     blocks = step_lists(problem) if problem.blocks is None else problem.blocks
-    group, (batch, heads, length, _) = q.shape[1] // k.shape[1], q.shape
-    at = torch.linspace(0, length - 1, QUERIES, device=q.device).long().unique()
-    found, exact, plain = [], [], []
-    for b, h in {(0, 0), (batch - 1, heads - 1)}:
-        allowed = _seen(blocks, b, h, heads, at)
-        one = q[b, h, at], k[b, h // group], v[b, h // group]
-        found.append(out[b, h, at])
-        exact.append(_attend([x.double() for x in one], allowed))
-        plain.append(_attend(one, allowed))
-    return Accuracy(*worst(found, exact), *worst(plain, exact))
-
-
-def _listed_gradients(problem: Problem, dout: Tensor, gradients: Sequence[Tensor]) -> Accuracy:
-    """Errors of some rows of two heads of dq, infinite where other gradients do not add up: dv of all keys to
-    dout, as weights of a query do to 1, and dk times k to dq times q, for each KV head."""
-    (q, k, v), (dq, dk, dv) = problem.tensors, gradients
     group, (batch, heads, length, _) = q.shape[1] // k.shape[1], q.shape
     at = torch.linspace(0, length - 1, QUERIES, device=q.device).long().unique()
     found: list[Tensor] = []
     exact: list[Tensor] = []
     plain: list[Tensor] = []
     for b, h in {(0, 0), (batch - 1, heads - 1)}:
-        allowed = _seen(problem.blocks, b, h, heads, at)
-        found.append(dq[b, h, at])
+        allowed = _seen(blocks, b, h, heads, at)
+        one = q[b, h, at], k[b, h // group], v[b, h // group]
+        upstream = None if dout is None else dout[b, h, at]
+        found.append(result[b, h, at])
         for computed, dtype in ((exact, torch.float64), (plain, q.dtype)):
-            own = q[b, h, at].detach().to(dtype).requires_grad_()
-            with torch.enable_grad():
-                out = _attend((own, *(x[b, h // group].detach().to(dtype) for x in (k, v))), allowed)
-            computed.append(torch.autograd.grad(out, own, dout[b, h, at].to(dtype))[0])
-    errors = Accuracy(*worst(found, exact), *worst(plain, exact))
+            computed.append(_computed([x.detach().to(dtype) for x in one], allowed, upstream))
+    return Accuracy(*worst(found, exact), *worst(plain, exact))
+
+
+def _computed(qkv: Sequence[Tensor], allowed: Tensor, upstream: Tensor | None) -> Tensor:
+    """The output, or dq where its gradient arrives."""
+    if upstream is None:
+        return _attend(qkv, allowed)
+    q = qkv[0].requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(_attend(qkv, allowed), q, upstream.to(q.dtype))[0]
+
+
+def _listed_gradients(problem: Problem, dout: Tensor, gradients: Sequence[Tensor]) -> Accuracy:
+    """Errors of some rows of dq, infinite where other gradients do not add up: dv of all keys to dout, as
+    weights of a query do to 1, and dk times k to dq times q, for each KV head."""
+    (q, k, _), (dq, dk, dv) = problem.tensors, gradients
+    errors, group = _rows(problem, dq), q.shape[1] // k.shape[1]
     of_keys = dv.double(), (dk.double() * k.double()).sum(-1, keepdim=True)
     of_queries = dout.double(), (dq.double() * q.double()).sum(-1, keepdim=True)
     for mine, other in zip(of_keys, of_queries, strict=True):
