@@ -45,6 +45,19 @@ class Turn(NamedTuple):
     added: Int32
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Output of a query tile that nothing is added to any more: a thread's row of it, what that is to be
+    multiplied by, arguments of hooks there, and the barrier that lets the next tile's first product begin."""
+
+    output: Output
+    tile: int
+    row: Int32
+    scale: Float32
+    at: At
+    early: Int32 | int
+
+
 class Correction:
     def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
@@ -88,8 +101,8 @@ class Correction:
                 place = (row, warp, tile)
                 scale = self.final(shared, pipes, place, phase)
                 cute.arch.mbarrier_wait(pipes.o_full + tile, turn.added)
-                given = (outputs[tile], place, scale, at, turn.early)
-                out_count = self.hand_out(arguments, work, shared, pipes, given, out_count)
+                finished = Finished(outputs[tile], tile, row, scale, at, turn.early)
+                out_count = self.hand_out(arguments, work, shared, pipes, finished, out_count)
             return scale_phase, out_count
 
         self.scheduler.walk(grid, arguments, pipes.next, correct, (Int32(0), Int32(0)))
@@ -153,12 +166,12 @@ class Correction:
         work: Work,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        given: cutlass.Constexpr[tuple[Output, tuple[Int32, Int32, int], Float32, At, Int32 | int]],
+        finished: cutlass.Constexpr[Finished],
         count: Int32,
     ) -> Int32:
         """The finished output leaves tensor memory: for a TMA store by way of shared memory, or straight to
         global memory. Returns how many chunks have been staged so far."""
-        out, (row, _, tile), scale, at, early = given
+        out, tile, row = finished.output, finished.tile, finished.row
         blocks = self.config.head_dim_v // FRAGMENT
         per_chunk = chunk_columns(self.config, arguments.out.element_type) // FRAGMENT
         for block in cutlass.range_constexpr(blocks):
@@ -167,12 +180,12 @@ class Correction:
             cute.arch.fence_view_async_tmem_load()
             if const_expr(block == blocks - 1):
                 # The next tile's output may be written: its first product waits for this.
-                self.cluster.arrive(pipes.p_early + early)
+                self.cluster.arrive(pipes.p_early + finished.early)
             if const_expr(not self.hooks.elementwise):
-                multiply(part, scale)
+                multiply(part, finished.scale)
             if const_expr(self.hooks.output is not None):
                 first = first_row(self.config, work, tile, self.cluster.rank()) + row
-                self.apply(arguments, at.but(q=first), part, block * FRAGMENT)
+                self.apply(arguments, finished.at.but(q=first), part, block * FRAGMENT)
             rounded = cute.make_rmem_tensor((FRAGMENT,), arguments.out.element_type)
             rounded.store(part.load().to(arguments.out.element_type))
             if const_expr(shared.out is None):

@@ -10,7 +10,7 @@ alternate with the first two scores of the next one: O(n - 2) S'(0) O(n - 1) S'(
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
@@ -30,6 +30,15 @@ TURNS = 4
 def after(count: Int32) -> Int32:
     """The next key tile's number, modulo TURNS."""
     return (count + 1) & (TURNS - 1)
+
+
+class Span(NamedTuple):
+    """Key tiles [first, last), of which those from `following` to `end` are of the next tile of queries."""
+
+    first: Int32
+    last: Int32
+    following: Int32
+    end: Int32
 
 
 class MmaAhead(Mma):
@@ -55,8 +64,8 @@ class MmaAhead(Mma):
         begun = Int32(0)
         if work.valid:
             begun = cutlass.min(count, 2)
-            which = Int32(0), begun, Int32(0), count
-            k_state, turn = self.ahead(products, operands, pipes, which, (k_state, turn), phase)
+            span = Span(Int32(0), begun, Int32(0), count)
+            k_state, turn = self.ahead(products, operands, pipes, span, (k_state, turn), phase)
         while work.valid:
             number = self.scheduler.receive(number, pipes.next, phase)
             following = self.scheduler.work(number, grid, arguments)
@@ -77,8 +86,8 @@ class MmaAhead(Mma):
                 v_state.advance()
                 added = after(added)
                 until = cutlass.min(j + 2, end)
-                which = begun, until, count, end
-                k_state, turn = self.ahead(products, operands, pipes, which, (k_state, turn), phase)
+                span = Span(begun, until, count, end)
+                k_state, turn = self.ahead(products, operands, pipes, span, (k_state, turn), phase)
                 begun = cutlass.max(begun, until)
             begun -= count
             work, count = following, coming
@@ -89,13 +98,12 @@ class MmaAhead(Mma):
         products: cutlass.Constexpr[Products],
         operands: cutlass.Constexpr[Operands],
         pipes: cutlass.Constexpr[Pipes],
-        which: tuple[Int32, Int32, Int32, Int32],
+        span: Span,
         states: Any,
         phase: Int32,
     ) -> Any:
-        """Scores of key tiles [first, last), of which those from `following` to `end` are of the tile of
-        queries that comes in this phase. Returns the states after them."""
-        first, last, following, end = which
+        """Scores of key tiles; queries of the next tile come in this phase. Returns the states after them."""
+        first, last, following, end = span
         k_state, turn = states
         for i in cutlass.range(first, last, unroll=1):
             pipes.k.consumer_wait(k_state)
