@@ -26,27 +26,26 @@ from fa4flex.kernels.bwd_lists_sm90.resources import (
     shared_of,
 )
 from fa4flex.kernels.bwd_lists_sm90.roles import barrier_table
-from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room, sync
-from fa4flex.kernels.common.gathering_rings import tile_ring
+from fa4flex.kernels.common.barriers import Pipes, initialise, room, sync
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.lists_sm90.entries import Entries, United, entries_of
+from fa4flex.kernels.lists_sm90.entries import entries_of
+from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.lists_sm90.producer import Producer
 from fa4flex.kernels.lists_sm90.roles import listed
 from fa4flex.kernels.lists_sm90.tiles import (
     ListTile,
     Part,
-    Walk,
     part_of,
     tile_of,
     tiles_of_launch,
-    walk_of,
-    with_run,
 )
 from fa4flex.kernels.plan.target import ALL_SHARED
 
 
-class Backward:
+class Backward(Gathering):
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    config: Config
 
     direction = "listed_backward"
     """Schema of its arguments."""
@@ -125,24 +124,3 @@ class Backward:
             tile, walk = self.keys(arguments, part, tile, entries, shared)
             mmas = mmas_of(self.config, arguments.q.element_type)
             self.consumer.visit(arguments, tile, walk, shared, pipes, mmas)
-
-    def keys(
-        self,
-        arguments: ListsBackwardArguments,
-        part: Part,
-        tile: ListTile,
-        entries: Entries | United,
-        shared: Any,
-    ) -> tuple[ListTile, Walk]:
-        """The tile with all of its keys, once it is known which entries count."""
-        walk = walk_of(entries.found(shared), tile, arguments, self.config)
-        return with_run(tile, walk, part, self.config), walk
-
-    def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        at, table = mbarriers(self.barriers, storage), self.barriers
-        warps = self.config.gather_warps
-        return pipes_of(
-            at,
-            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps),
-            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps),
-        )

@@ -4,16 +4,18 @@ consumer warpgroup and their operands."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import AddressSpace, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from fa4flex.kernels.bwd_lists_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.resources import swizzled_rows, transposed
+from fa4flex.kernels.common.products import tiled_product
 from fa4flex.kernels.common.transfer import tile_room
-from fa4flex.kernels.lists_sm90.config import MOST_UNITED, PLACES, ROWS, TABLE, UNITED, WORDS
+from fa4flex.kernels.lists_sm90.config import ROWS
+from fa4flex.kernels.lists_sm90.resources import behind, entry_members, entry_tensors
 from fa4flex.kernels.plan.memory import column_block
 
 
@@ -65,13 +67,7 @@ def members_of(layouts: Layouts, kind: Any, config: Config) -> dict[str, Any]:
     """Members of a block's shared memory, behind barriers."""
     rooms = {name: tile_room(kind, cute.cosize(x)) for name, x in zip(Layouts._fields, layouts, strict=True)}
     over = sum(cute.cosize(x) for x in layouts[2:]) * kind.width // 32
-    return {
-        "ids": cute.struct.MemRange[Int32, config.tile_n * config.told * config.kv_stages],
-        "bits": cute.struct.MemRange[Int32, WORDS],
-        "united": cute.struct.MemRange[Int32, UNITED * (config.united > 1)],
-        **rooms,
-        "behind": cute.struct.MemRange[Int32, max(TABLE - over, 0)],
-    }
+    return {**entry_members(config), **rooms, "behind": behind(over)}
 
 
 def shared_of(storage: Any, layouts: Layouts, config: Config) -> Shared:
@@ -80,17 +76,7 @@ def shared_of(storage: Any, layouts: Layouts, config: Config) -> Shared:
         for name, layout in zip(Layouts._fields, layouts, strict=True)
     }
     one = {name: tiles[name][None, None, 0] for name in ("q", "dout", "p", "ds")}
-    table = cute.make_ptr(Int32, tiles["k"].iterator.toint(), AddressSpace.smem, assumed_align=16)
-    united = None
-    if config.united > 1:
-        united = storage.united.get_tensor(cute.make_layout((MOST_UNITED, UNITED // MOST_UNITED)))
-    return Shared(
-        **{**tiles, **one},
-        ids=storage.ids.get_tensor(cute.make_layout((config.tile_n, config.told, config.kv_stages))),
-        bits=storage.bits.get_tensor(cute.make_layout(WORDS)),
-        places=cute.make_tensor(table, cute.make_layout((PLACES, 2))),
-        united=united,
-    )
+    return Shared(**{**tiles, **one}, **entry_tensors(storage, tiles["k"], config))
 
 
 @dataclass(frozen=True)
@@ -105,18 +91,7 @@ class Mmas:
 
 def mmas_of(config: Config, kind: Any) -> Mmas:
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-
-    def product(majors: tuple[Any, Any], width: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
-        return sm90.make_trivial_tiled_mma(
-            kind,
-            kind,
-            *majors,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, width),
-            a_source=source,
-        )
-
+    product = partial(tiled_product, kind)
     return Mmas(
         product((k_major, k_major), KEYS),
         product((k_major, mn_major), config.head_dim, warpgroup.OperandSource.RMEM),

@@ -9,6 +9,7 @@ from a counter and hands them on.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -36,6 +37,7 @@ from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.products import tiled_product
 from fa4flex.kernels.common.transfer import prefetch_descriptors, reordered, tile_room, tokens_first
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
@@ -95,18 +97,7 @@ class Backward:
     def mmas(self, kind: Any) -> Mmas:
         config = self.config
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-
-        def product(majors: tuple[Any, Any], width: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
-            return sm90.make_trivial_tiled_mma(
-                kind,
-                kind,
-                *majors,
-                Float32,
-                atom_layout_mnk=(1, 1, 1),
-                tiler_mn=(KEYS, width),
-                a_source=source,
-            )
-
+        product = partial(tiled_product, kind)
         ds_major, ds_t_major = (k_major, mn_major) if self.along_keys else (mn_major, k_major)
         if config.transposes_dq:
             dq = [product((mn_major, ds_major), rows) for rows, _ in config.dq_shapes]

@@ -1,4 +1,4 @@
-"""The two products of a forward warpgroup on Hopper, 64 query rows each: S = q k^T and O += p v."""
+"""Products of a warpgroup on Hopper, 64 rows each, and the two of a forward pass: S = q k^T and O += p v."""
 
 from __future__ import annotations
 
@@ -38,29 +38,31 @@ class Products:
     out: cute.Tensor
 
 
+def tiled_product(
+    kind: Any,
+    majors: tuple[OperandMajorMode, OperandMajorMode],
+    width: int,
+    source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
+    sums: Any = Float32,
+) -> cute.TiledMma:
+    """One warpgroup's product of 64 rows and `width` columns, of operands of a kind, the first of which is in
+    `source`."""
+    return sm90.make_trivial_tiled_mma(
+        kind,
+        kind,
+        *majors,
+        sums,
+        atom_layout_mnk=(1, 1, 1),
+        tiler_mn=(ROWS, width),
+        a_source=source,
+    )
+
+
 def tiled_products(kind: Any, tile_n: int, head_dim_v: int) -> Mmas:
     """S = q k^T from shared memory, O += p v with p in registers; one warpgroup each."""
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-    scores = sm90.make_trivial_tiled_mma(
-        kind,
-        kind,
-        k_major,
-        k_major,
-        Float32,
-        atom_layout_mnk=(1, 1, 1),
-        tiler_mn=(ROWS, tile_n),
-    )
-    values = sm90.make_trivial_tiled_mma(
-        kind,
-        kind,
-        k_major,
-        mn_major,
-        Float32,
-        atom_layout_mnk=(1, 1, 1),
-        tiler_mn=(ROWS, head_dim_v),
-        a_source=warpgroup.OperandSource.RMEM,
-    )
-    return Mmas(scores, values)
+    scores = tiled_product(kind, (k_major, k_major), tile_n)
+    return Mmas(scores, tiled_product(kind, (k_major, mn_major), head_dim_v, warpgroup.OperandSource.RMEM))
 
 
 def products_of(

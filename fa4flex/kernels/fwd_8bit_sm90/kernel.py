@@ -18,7 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import KeyLayouts
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.products import ROWS, Mmas
+from fa4flex.kernels.common.products import ROWS, Mmas, tiled_product
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import reordered
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
@@ -52,18 +52,9 @@ class Forward(forward.Forward):
         config, k = self.config, OperandMajorMode.K
         sums = Int32 if config.qk == "int8" else Float32
         of_values, major = self.value_kind(kind), k if config.transposed else OperandMajorMode.MN
-        one = {"atom_layout_mnk": (1, 1, 1)}
-        scores = sm90.make_trivial_tiled_mma(kind, kind, k, k, sums, tiler_mn=(ROWS, config.tile_n), **one)
-        values = sm90.make_trivial_tiled_mma(
-            of_values,
-            of_values,
-            k,
-            major,
-            Float32,
-            tiler_mn=(ROWS, config.apart),
-            a_source=warpgroup.OperandSource.RMEM,
-            **one,
-        )
+        registers = warpgroup.OperandSource.RMEM
+        scores = tiled_product(kind, (k, k), config.tile_n, sums=sums)
+        values = tiled_product(of_values, (k, major), config.apart, registers)
         return Mmas(scores, values)
 
     def stages(self, kind: Any) -> KeyLayouts:

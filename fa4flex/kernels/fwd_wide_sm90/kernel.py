@@ -11,21 +11,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from fa4flex.kernels.combine.split_forward import SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import room
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.products import Mmas
+from fa4flex.kernels.common.products import Mmas, tiled_product
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.kernels.fwd_sm90.producer import Producer
 from fa4flex.kernels.fwd_sm90.rows import rows_of
-from fa4flex.kernels.fwd_wide_sm90.config import ROWS, Config, instruction_columns
+from fa4flex.kernels.fwd_wide_sm90.config import Config, instruction_columns
 from fa4flex.kernels.fwd_wide_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_wide_sm90.resources import Layouts, Shared, layouts_of, members_of, shared_of
 from fa4flex.kernels.fwd_wide_sm90.roles import barrier_table
@@ -56,13 +55,8 @@ class Forward(SplitForward, forward.Forward):
         """Products of a warpgroup: S = q k' of its keys, O += P v of its columns, both from shared memory."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         keys, columns = self.config.keys, instruction_columns(self.config.columns)
-        one, two = (
-            sm90.make_trivial_tiled_mma(
-                kind, kind, k_major, major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, width)
-            )
-            for major, width in ((k_major, keys), (mn_major, columns))
-        )
-        return Mmas(one, two)
+        scores = tiled_product(kind, (k_major, k_major), keys)
+        return Mmas(scores, tiled_product(kind, (k_major, mn_major), columns))
 
     def layouts(self, arguments: Arguments) -> Layouts:  # type: ignore[override]
         return layouts_of(self.config, arguments.q.element_type)

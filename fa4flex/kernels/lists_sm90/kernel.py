@@ -18,31 +18,28 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.combine.split_forward import ALL_SHARED, SplitForward
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room, sync
+from fa4flex.kernels.common.barriers import Pipes, initialise, room, sync
 from fa4flex.kernels.common.boxes import stage_layouts
-from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
-from fa4flex.kernels.lists_sm90.entries import Entries, United, entries_of
+from fa4flex.kernels.lists_sm90.entries import entries_of
+from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.lists_sm90.producer import Producer
 from fa4flex.kernels.lists_sm90.resources import Shared, members_of, shared_of
 from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
 from fa4flex.kernels.lists_sm90.tiles import (
     ListTile,
     Part,
-    Walk,
     part_of,
     tile_of,
     tiles_of_launch,
-    walk_of,
-    with_run,
 )
 
 
-class Forward(SplitForward):
+class Forward(Gathering, SplitForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
@@ -125,19 +122,3 @@ class Forward(SplitForward):
             sync(self.listed)
             tile, walk = self.keys(arguments, part, tile, entries, shared)
             self.consumer.visit(arguments, tile, walk, shared, pipes, mma)
-
-    def keys(
-        self, arguments: Arguments, part: Part, tile: ListTile, entries: Entries | United, shared: Shared
-    ) -> tuple[ListTile, Walk]:
-        """The tile with its part of the keys, once it is known which entries count."""
-        walk = walk_of(entries.found(shared), tile, arguments, self.config)
-        return with_run(tile, walk, part, self.config), walk
-
-    def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        at, table = mbarriers(self.barriers, storage), self.barriers
-        warps = self.config.gather_warps
-        return pipes_of(
-            at,
-            k=tile_ring(at["k_full"], shared.k, table["k_empty"].arrivals, warps),
-            v=tile_ring(at["v_full"], shared.v, table["v_empty"].arrivals, warps),
-        )

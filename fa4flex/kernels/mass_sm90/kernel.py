@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
 from cutlass import Float32, cute, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4flex.kernels.bwd_sm90.config import KEYS
 from fa4flex.kernels.bwd_sm90.resources import swizzled_rows
 from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyGrid
 from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.products import tiled_product
 from fa4flex.kernels.common.transfer import tile_room, tokens_first
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.mass_sm90.config import Config
@@ -75,17 +74,7 @@ class Mass:
 
     def product(self, kind: Any) -> cute.TiledMma:
         """The product S = K Q' of a warpgroup."""
-        major = OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            kind,
-            kind,
-            major,
-            major,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(KEYS, self.config.tile_m),
-            a_source=warpgroup.OperandSource.SMEM,
-        )
+        return tiled_product(kind, (OperandMajorMode.K, OperandMajorMode.K), self.config.tile_m)
 
     def storage(self, kind: Any) -> Any:
         config = self.config

@@ -15,7 +15,6 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import cutlass
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -27,7 +26,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, Tile, first_full, tile_of
-from fa4flex.kernels.common.products import tiled_products
+from fa4flex.kernels.common.products import tiled_product, tiled_products
 from fa4flex.kernels.common.same_rows import add_totals, row_number, tell
 from fa4flex.kernels.common.softmax import maxima, passed, rescale, take_all
 from fa4flex.kernels.common.transfer import release
@@ -79,15 +78,7 @@ class Whole:
 def tiled_mmas(kind: Any, config: Config) -> Mmas:
     columns = config.own * PIECE
     two = tiled_products(kind, BLOCK, columns)
-    other = sm90.make_trivial_tiled_mma(
-        kind,
-        kind,
-        OperandMajorMode.K,
-        OperandMajorMode.MN,
-        Float32,
-        atom_layout_mnk=(1, 1, 1),
-        tiler_mn=(ROWS, columns),
-    )
+    other = tiled_product(kind, (OperandMajorMode.K, OperandMajorMode.MN), columns)
     return Mmas(two.scores, two.values, other)
 
 
