@@ -80,14 +80,14 @@ Implied = Callable[[Mutant], bool]
 
 
 def some_are_noticed(one: Own, implied: Implied) -> None:
-    """Of four mutants that can matter, chosen at random, one may be left."""
+    """At most one of four mutants that can matter, chosen at random, may be left."""
     tried = random.sample([m for m in one.that_matter() if not implied(m)], 4)
     left = [mutant for mutant in tried if not one.noticed(mutant)]
     assert len(left) <= 1, left
 
 
 def nearly_all_are_noticed(one: Own, implied: Implied, least: int) -> None:
-    """Of at least so many mutants that can matter, 3 % may be left."""
+    """At most 3 % of the mutants that can matter, which are at least so many, may be left."""
     tried = [mutant for mutant in one.that_matter() if not implied(mutant)]
     left = [mutant for mutant in tried if not one.noticed(mutant)]
     print(len(left), "of", len(tried), *left, sep="\n")
