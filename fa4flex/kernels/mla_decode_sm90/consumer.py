@@ -108,19 +108,30 @@ class Consumer(base.Consumer):
         if const_expr(self.unit == 0):
             copy_rows(arguments.q[tile.b, None, None, None], Int32(0), tile, shared.q, lane)
         sync(BOTH)
-        rows = self.rows(arguments, tile, lane)
-        for row in rows:
-            row.softmax.state.clear()
-        whole = Whole(tile, self.products(mma, shared, lane), rows, shared, ring, lane)
-        whole.products.out.fill(0.0)
+        whole = self.begun(arguments, tile, (shared, ring), mma, lane)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
             self.visit(whole, i, True)
         for i in cutlass.range(full, tile.last, unroll=1):
             self.visit(whole, i, False)
-        totals = [(row.softmax, 0) for row in rows]
-        add_totals(shared.sums, self.unit, lane, totals, BOTH)
-        self.epilogue.run(arguments, tile, whole.products, rows, lane)
+        self.end(arguments, whole)
+
+    def begun(
+        self, arguments: Arguments, tile: Any, handed: tuple[Shared, Any], mma: Mmas, lane: Int32
+    ) -> Whole:
+        """State before any key. handed: shared memory and the ring of pieces."""
+        rows, (shared, ring) = self.rows(arguments, tile, lane), handed
+        for row in rows:
+            row.softmax.state.clear()
+        whole = Whole(tile, self.products(mma, shared, lane), rows, shared, ring, lane)
+        whole.products.out.fill(0.0)
+        return whole
+
+    def end(self, arguments: Arguments, whole: Whole) -> None:
+        """Sums of both warpgroups, and the results."""
+        totals = [(row.softmax, 0) for row in whole.rows]
+        add_totals(whole.shared.sums, self.unit, whole.lane, totals, BOTH)
+        self.epilogue.run(arguments, whole.tile, whole.products, whole.rows, whole.lane)
 
     def products(self, mma: Mmas, shared: Shared, lane: Int32) -> Products:  # type: ignore[override]
         scores, own, other = mma
@@ -153,17 +164,22 @@ class Consumer(base.Consumer):
         scores, grids = self.scores_of_block(whole, kv_first, phase, masked)
         if const_expr(masked):
             self.clear_past_end_of(whole, kv_first)
+        self.weigh(whole, scores, grids, phase)
+
+    def weigh(self, whole: Whole, scores: cute.Tensor, grids: list, phase: Int32) -> None:
+        """A tile, from this warpgroup's scores on."""
         others = range((1 - self.unit) * self.config.own, (2 - self.unit) * self.config.own)
         self.free(whole, self.unit, others, phase)
-        if const_expr(self.unit == 0):
+        if self.unit == 0:
             self.first(whole, scores, grids, phase)
         else:
             self.second(whole, scores, grids, phase)
 
     def scores_of_block(
-        self, whole: Whole, kv_first: Int32, phase: Int32, masked: bool
+        self, whole: Whole, kv_first: Any, phase: Int32, masked: bool
     ) -> tuple[cute.Tensor, list]:
-        """Modified scores of this warpgroup's block, as accumulators and by row."""
+        """Modified scores of this warpgroup's block, as accumulators and by row. kv_first: its first key, or
+        what fragments find their keys by."""
         products, rows = whole.products, whole.rows
         scores = cute.make_rmem_tensor(products.scores.partition_shape_C((ROWS, BLOCK)), Float32)
         grids, early = [row_of(scores, r) for r in range(len(rows))], []

@@ -21,10 +21,11 @@ from fa4flex.kernels.plan.topology import WARPGROUP, Action, Event, Events, Prod
 def latent_topology(pieces: int, own: int, clears: bool, box_rows: int = BLOCK) -> Topology:
     """pieces: of a block; own: of the output of a warpgroup; `clears`: sequences may end before their tensor
     does; box_rows: keys of a copy."""
-    table, keys = barrier_table(pieces, clears), _Keys(pieces, own)
+    table, keys = barrier_table(pieces, clears), KeyEvents(pieces, own)
+    first, second = consumers(keys, clears)
     size, box = (rows * PIECE * 2 for rows in (BLOCK, box_rows))
     return Topology(
-        (_producer(keys), _first(keys, clears), _second(keys, clears)),
+        (_producer(keys), first, second),
         (table.ring("k", size, (box,) * (size // box)),),
         table.named_barriers(),
         "none",
@@ -33,7 +34,7 @@ def latent_topology(pieces: int, own: int, clears: bool, box_rows: int = BLOCK) 
     )
 
 
-class _Keys:
+class KeyEvents:
     """Events of pieces of a tile of keys."""
 
     def __init__(self, pieces: int, own: int) -> None:
@@ -57,7 +58,12 @@ class _Keys:
         return BLOCKS * self.own
 
 
-def _producer(keys: _Keys) -> Role:
+def consumers(keys: KeyEvents, clears: bool = False) -> tuple[Role, Role]:
+    """The two warpgroups that multiply."""
+    return _first(keys, clears), _second(keys, clears)
+
+
+def _producer(keys: KeyEvents) -> Role:
     tile = tuple(
         keys.event(action, block, piece)
         for block in range(BLOCKS)
@@ -67,13 +73,13 @@ def _producer(keys: _Keys) -> Role:
     return Role("producer", 1, (), tile, tile)
 
 
-def _scores(keys: _Keys, unit: int, clears: bool) -> Events:
+def _scores(keys: KeyEvents, unit: int, clears: bool) -> Events:
     """Scores of a block. Where a sequence ends, values past it are cleared once all warps have scores."""
     meet = Event("sync", f"cleared {unit}", maybe=True)
     return *keys.all("wait", unit), Event("issue", "S"), Event("finish", "S"), *(meet, meet) * clears
 
 
-def _first(keys: _Keys, clears: bool) -> Role:
+def _first(keys: KeyEvents, clears: bool) -> Role:
     mine, others = keys.values(0), keys.values(1)
     tile = (
         *_scores(keys, 0, clears),
@@ -91,7 +97,7 @@ def _first(keys: _Keys, clears: bool) -> Role:
     return _consumer(keys, 0, opening, tile)
 
 
-def _second(keys: _Keys, clears: bool) -> Role:
+def _second(keys: KeyEvents, clears: bool) -> Role:
     mine, others = keys.values(1), keys.values(0)
     tile = (
         *_scores(keys, 1, clears),
@@ -107,7 +113,7 @@ def _second(keys: _Keys, clears: bool) -> Role:
     return _consumer(keys, 1, (Event("sync", "both"),), tile)
 
 
-def _consumer(keys: _Keys, unit: int, opening: Events, tile: Events) -> Role:
+def _consumer(keys: KeyEvents, unit: int, opening: Events, tile: Events) -> Role:
     other = 1 - unit
     sums = Event("write", f"sums of {unit}", per="block"), Event("sync", "both")
     own, others = (
