@@ -40,7 +40,7 @@ class Own:
         """The results of the kernels and whether they are right, in memory that is poisoned before."""
         with (
             torch.no_grad(),
-            _poisoned(),
+            poisoned(),
             _bounded(),
             _planted(mutant),
             ptxsim.device(self.arch, seed, timing, self.sms) as gpu,
@@ -121,7 +121,7 @@ def _planted(mutant: Mutant | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _poisoned() -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """Within, torch.empty fills memory with NaN or the greatest integers."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -198,11 +198,17 @@ class Consumer(base.Consumer):
                 atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        for mine, grid, (known, allowed) in zip(rows, grids, early):
+        for mine, grid, (known, _) in zip(rows, grids, early):
             mine.fragment.modify(self.hooks, grid, known)
-            if masked:
-                mine.fragment.mask(grid, kv_first, allowed)
+        if masked:
+            at = self.where(whole, kv_first)
+            for mine, grid, (_, allowed) in zip(rows, grids, early):
+                mine.fragment.mask(grid, at, allowed)
         return scores, grids
+
+    def where(self, whole: Whole, kv_first: Any) -> Any:
+        """The same as kv_first, once there are scores."""
+        return kv_first
 
     @cute.jit
     def first(

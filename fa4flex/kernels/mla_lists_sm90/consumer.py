@@ -56,8 +56,10 @@ class Consumer(base.Consumer):
         whole = self.begun(arguments, tile, (shared, pipes.k), mma, cute.arch.thread_idx()[0] % 128)
         for i in cutlass.range(tile.first, tile.last, unroll=1):
             phase = (i - tile.first) % 2
-            found = self.found(whole, pipes, phase, i >= walk.listed)
+            cute.arch.mbarrier_wait(pipes.ids_full + self.unit, phase)
+            found = self.found(whole, i >= walk.listed if self.config.beside else None)
             scores, grids = self.scores_of_block(whole, found, phase, True)
+            arrive_once(pipes.ids_empty + self.unit)
             self.weigh(whole, scores, grids, phase)
         self.end(arguments, whole)
 
@@ -65,10 +67,12 @@ class Consumer(base.Consumer):
         mine = super().row(arguments, tile, number, lane)
         return listed_row(mine, arguments, tile, self.config, self.hooks)
 
-    def found(self, whole: Whole, pipes: Pipes, phase: Int32, beside: Boolean) -> Found:
+    def where(self, whole: Whole, kv_first: Found) -> Found:
+        """Keys are read again: registers have no room for them beside a product."""
+        return self.found(whole, kv_first.beside)
+
+    def found(self, whole: Whole, beside: Boolean | None) -> Found:
         """Keys of this thread's columns of its block."""
-        cute.arch.mbarrier_wait(pipes.ids_full + self.unit, phase)
         fragment, ids = whole.rows[0].fragment, whole.shared.ids[None, 0, 0]  # type: ignore[attr-defined]
         keys = keys_of(ids, self.unit * BLOCK + fragment.first_column, fragment.columns)
-        arrive_once(pipes.ids_empty + self.unit)
-        return Found(keys, beside if self.config.beside else None)
+        return Found(keys, beside)

@@ -50,7 +50,8 @@ def _producer(keys: KeyEvents) -> Role:
 
 def _listed(role: Role, unit: int) -> Role:
     """The role of the kernel for latent rows, to which it is told which keys its blocks have."""
-    told: Events = tuple(Event(action, f"ids {unit}") for action in ("wait", "read", "release"))
+    told: Events = Event("wait", f"ids {unit}"), Event("read", f"ids {unit}")
+    until = role.first.index(Event("finish", "S")) + 1
     opening = tuple(replace(x, target="listed") if x.target == "both" else x for x in role.opening)
-    tile = *told, *role.first
+    tile = *told, *role.first[:until], Event("release", f"ids {unit}"), *role.first[until:]
     return replace(role, opening=opening, first=tile, body=tile)
