@@ -1,4 +1,5 @@
-"""The Hopper kernel for listed latent rows, compiled for sm_90a: nothing spills, shared memory is as planned."""
+"""The Hopper kernel for listed latent rows, compiled for sm_90a: nothing spills, shared memory is as
+planned."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
         {"beside": True},
     ),
+    "alibi, all value": ({"score_mod": alibi, "mask": causal}, {"width": 512, "beside": True}),
     "tree": ({"mask": tree(CHAIN)}, {}),
     "remainders, beside": ({"mask": remainders}, {"beside": True}),
     "causal, pages of 1": ({"mask": causal}, {"kept": in_pages(1)}),
@@ -41,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"beside": True, "kept": in_pages(64)},
     ),
 }
-"""Composition, and what `of_lists` is told."""
+"""Composition, what `of_lists` is told, and columns of a row."""
 
 
 @pytest.mark.slow
@@ -54,7 +56,8 @@ def test_nothing_spills(name: str) -> None:
     kept, beside = told.get("kept", CONTIGUOUS), told.get("beside", False)
     keys = of_lists(kept, counted=True, beside=beside, latent=True)
     lengths: Any = "used" if "kept" in told else "dense"
-    inputs = Inputs(Shape(1, 128, 4, 600), 1, 576, 512, keys=keys, lengths=lengths, captured=operands)
+    width = told.get("width", 576)
+    inputs = Inputs(Shape(1, 128, 4, 600), 1, width, 512, keys=keys, lengths=lengths, captured=operands)
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
     lowered = lower_forward(given)
     plan = lowered.plan

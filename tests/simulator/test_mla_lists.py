@@ -28,10 +28,10 @@ WIDTH, VALUE, SCALE = 576, 512, 192**-0.5
 Results = tuple[Tensor, Tensor]
 
 
-def drawn(size: Size, dtype: torch.dtype = torch.bfloat16) -> Results:
-    """Queries [B, H, Sq, 576] and rows [B, S, 1, 576]."""
-    q = torch.randn(size.batch, size.heads, size.q_len, WIDTH).to(dtype)
-    return q, torch.randn(size.batch, size.kv_len, 1, WIDTH).to(dtype)
+def drawn(size: Size, dtype: torch.dtype = torch.bfloat16, width: int = WIDTH) -> Results:
+    """Queries [B, H, Sq, width] and rows [B, S, 1, width]."""
+    q = torch.randn(size.batch, size.heads, size.q_len, width).to(dtype)
+    return q, torch.randn(size.batch, size.kv_len, 1, width).to(dtype)
 
 
 def attend(
@@ -146,6 +146,17 @@ def test_units_float16_and_layout_bshd(unit: int, monkeypatch: pytest.MonkeyPatc
     attn = fa4flex.compile(mask=causal, scale=SCALE, layout="bshd")
     out, lse = attend(attn, q.transpose(1, 2).contiguous(), Latent(rows), blocks=lists)
     compare((out.transpose(1, 2), lse), exact(q, rows, lists, size, (None, causal)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timing", TIMINGS, ids=lambda timing: timing[0])
+def test_rows_that_are_all_value(timing: tuple[str, int], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Rows of 512 columns, the rotated ones among their values: probabilities have room of their own."""
+    rng, size, mods = random.Random(seed), Size(16, 1, 1, 2, 400), (None, causal)
+    split_in(monkeypatch, rng.choice((1, 2)))
+    (q, rows), lists = drawn(size, width=VALUE), drawn_lists(rng, size, True, unit=1, capacity=160)
+    attn = fa4flex.compile(mask=causal, scale=SCALE)
+    compare(attend(attn, q, Latent(rows), timing, blocks=lists), exact(q, rows, lists, size, mods))
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ class Consumer(base.Consumer):
             self.scale(whole, words)
         self.put(whole, words)
         arrive(FIRST)
-        self.free(whole, 0, [config.spare], phase)
+        self.free(whole, 0, config.spare, phase)
         warpgroup.wait_group(0)
         self.free(whole, 0, range(config.own), phase)
         if raised:
@@ -244,7 +244,7 @@ class Consumer(base.Consumer):
             whole.ring.consumer_wait(stage(config, 1, piece, phase))
         self.free(whole, 1, range(config.own, 2 * config.own), phase)
         self.other(whole)
-        self.free(whole, 1, [*range(config.own), config.spare], phase)
+        self.free(whole, 1, [*range(config.own), *config.spare], phase)
 
     @cute.jit
     def second(
@@ -268,7 +268,7 @@ class Consumer(base.Consumer):
         narrow(as_operand(scores), products.p)
         self.put(whole, self.words(whole))
         arrive(SECOND)
-        self.free(whole, 1, [config.spare], phase)
+        self.free(whole, 1, config.spare, phase)
         multiply(products.own, products.out, products.p, products.values[0], True)
         for piece in cutlass.range_constexpr(config.pieces):
             whole.ring.consumer_wait(stage(config, 0, piece, phase))
@@ -277,7 +277,7 @@ class Consumer(base.Consumer):
         warpgroup.wait_group(0)
         self.free(whole, 1, range(config.own, 2 * config.own), phase)
         self.other(whole)
-        self.free(whole, 0, [*range(config.own, 2 * config.own), config.spare], phase)
+        self.free(whole, 0, [*range(config.own, 2 * config.own), *config.spare], phase)
 
     def other(self, whole: Whole) -> None:
         """Values of the other warpgroup's block."""
@@ -314,9 +314,9 @@ class Consumer(base.Consumer):
             words[i] = packed(low * by, high * by, kind)
 
     def put(self, whole: Whole, words: cute.Tensor) -> None:
-        """Write a thread's probabilities over its block's spare piece, for the other warpgroup's product: the
-        swizzle keeps lanes in different banks."""
-        first = whole.shared.at(self.config, self.unit, self.config.spare).toint()
+        """Write a thread's probabilities where the other warpgroup's product reads them: the swizzle keeps
+        lanes in different banks."""
+        first = whole.shared.weights(self.config, self.unit).toint()
         lane, span = whole.lane, 2 * PIECE
         for i in range(cute.size(words)):
             column = 16 * (i // 4) + 8 * (i // 2 % 2) + lane % 4 * 2

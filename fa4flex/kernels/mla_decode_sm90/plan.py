@@ -111,6 +111,7 @@ def memory_of(plan: LatentPlan, known: dict[str, int] | None = None, barriers: i
         **(known or {}),
         "q": tile_bytes(ROWS, width, itemsize),
         "k": tile_bytes(plan.tile_n, width, itemsize),
+        "p": 0 if has_spare(plan.problem) else tile_bytes(BLOCKS * ROWS, BLOCK, itemsize),
         "statistics": STATISTICS * ROWS * NUMBER,
     }
     return lay_out(sizes, {}, 2 * BLOCKS * (width // PIECE) + barriers, plan.target)
@@ -145,9 +146,13 @@ def plan_rows(request: ForwardRequest, kind: type[LatentPlan]) -> ForwardPlan:
 
 
 def has_pieces(problem: Problem) -> bool:
-    """True for rows of whole pieces, of which one is no value."""
-    widths = problem.head_dim % PIECE == 0 and problem.head_dim_v % (BLOCKS * PIECE) == 0
-    return widths and problem.head_dim >= problem.head_dim_v + PIECE
+    """True for rows of whole pieces, as many of which are values for each warpgroup."""
+    return problem.head_dim % PIECE == 0 and problem.head_dim_v % (BLOCKS * PIECE) == 0
+
+
+def has_spare(problem: Problem) -> bool:
+    """True for rows of which a piece is no value."""
+    return problem.head_dim > problem.head_dim_v
 
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:

@@ -4,8 +4,9 @@ One warp copies blocks of 64 keys by TMA in pieces of 64 columns, each with barr
 warpgroups share one output of 64 rows, half of its columns each, as the registers of one have room for no
 more; and each has the scores of every other block. So the probabilities of a block are used twice: by the
 warpgroup that has them in registers, and by the other one from shared memory, where they lie over the piece
-of their block that holds no values. Both use the same maxima, which the first warpgroup raises by its block
-and hands on, and the second one hands back with its block in them.
+of their block that holds no values; where there is none, in room of their own. Both use the same maxima,
+which the first warpgroup raises by its block and hands on, and the second one hands back with its block in
+them.
 
 This is FlashMLA's schedule ("seesaw", FlashMLA 2025), with a producer of its own: one warpgroup's products
 run under the other one's softmax.
@@ -52,10 +53,12 @@ class KeyEvents:
         """Pieces of the columns that a warpgroup has of the output."""
         return range(unit * self.own, (unit + 1) * self.own)
 
-    @property
-    def spare(self) -> int:
-        """Piece where probabilities of a block lie."""
-        return BLOCKS * self.own
+    def spare(self, action: Action, block: int) -> Events:
+        """The event of the piece where probabilities of a block lie; where all pieces are values they have
+        memory of their own, which nobody hands over."""
+        if self.pieces > BLOCKS * self.own:
+            return (self.event(action, block, BLOCKS * self.own),)
+        return (Event(action, f"P of {block}"),) if action in ("read", "write") else ()
 
 
 def consumers(keys: KeyEvents, clears: bool = False) -> tuple[Role, Role]:
@@ -87,11 +90,11 @@ def _first(keys: KeyEvents, clears: bool) -> Role:
         *(Event("softmax", "S of 0"), Event("write", "maxima of 0"), Event("give", "maxima")),
         Event("issue", "O"),
         *(Event("take", "second"), Event("read", "maxima of 1")),
-        *(keys.event("write", 0, keys.spare), Event("give", "first"), keys.event("release", 0, keys.spare)),
+        *(*keys.spare("write", 0), Event("give", "first"), *keys.spare("release", 0)),
         *(Event("finish", "O"), *keys.all("release", 0, mine)),
         *(*keys.all("wait", 1), *keys.all("release", 1, others)),
         *(Event("issue", "other O"), Event("finish", "other O")),
-        *(*keys.all("release", 1, mine), keys.event("release", 1, keys.spare)),
+        *(*keys.all("release", 1, mine), *keys.spare("release", 1)),
     )
     opening = Event("write", "q", per="block"), Event("sync", "both")
     return _consumer(keys, 0, opening, tile)
@@ -103,12 +106,12 @@ def _second(keys: KeyEvents, clears: bool) -> Role:
         *_scores(keys, 1, clears),
         *keys.all("release", 1, others),
         *(Event("take", "maxima"), Event("read", "maxima of 0")),
-        *(Event("softmax", "S of 1"), Event("write", "maxima of 1"), keys.event("write", 1, keys.spare)),
-        *(Event("give", "second"), keys.event("release", 1, keys.spare), Event("issue", "O")),
+        *(Event("softmax", "S of 1"), Event("write", "maxima of 1"), *keys.spare("write", 1)),
+        *(Event("give", "second"), *keys.spare("release", 1), Event("issue", "O")),
         *(*keys.all("wait", 0), *keys.all("release", 0, others)),
         *(Event("take", "first"), Event("finish", "O"), *keys.all("release", 1, mine)),
         *(Event("issue", "other O"), Event("finish", "other O")),
-        *(*keys.all("release", 0, mine), keys.event("release", 0, keys.spare)),
+        *(*keys.all("release", 0, mine), *keys.spare("release", 0)),
     )
     return _consumer(keys, 1, (Event("sync", "both"),), tile)
 
@@ -136,7 +139,7 @@ def _consumer(keys: KeyEvents, unit: int, opening: Events, tile: Events) -> Role
             Product("O", own, Event("update", f"O of {unit}", 0, each=2), fresh=True),
             Product(
                 "other O",
-                (keys.event("read", other, keys.spare), *others),
+                (*keys.spare("read", other), *others),
                 Event("update", f"O of {unit}", 1, each=2),
             ),
         ),
