@@ -154,7 +154,9 @@ def _may_train(lists: Lists, call: Call, engine: Engine) -> bool:
 def _decoded(kv: EncodedRows, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource:
     """The rows that bytes of a format stand for, all of them."""
     kv.fits(q, varlen)
-    return kv.copied(q, varlen, variant, kernels=True, eager=True).kv
+    copied = kv.copied(q, varlen, variant, kernels=True, eager=True)
+    assert copied is not None
+    return copied.kv
 
 
 def _lie_well(kv: Contiguous | Paged | LatentRows, paged: bool) -> bool:

@@ -200,15 +200,28 @@ def test_sinks_join_once(splits: int, monkeypatch: pytest.MonkeyPatch, seed: int
 
 
 @pytest.mark.slow
-def test_fixed_parts_and_output_functions(seed: int) -> None:
-    """Parts of a fixed size hold what is listed and what is beside it; the function is applied after."""
+def test_parts_of_a_fixed_size_hold_all_keys(seed: int) -> None:
+    """Keys beside lists have tiles of their own, for which there has to be a part."""
     rng, size = random.Random(seed), Size(4, 1, 1, 1, 400)
     (q, rows), lists = drawn(size), drawn_lists(rng, size, True)
-    doubled = lambda out, b, h, q_idx, d_idx: out * 2  # noqa: E731
-    more: Any = {"schedule": fa4flex.Schedule(split=128), "output_mod": doubled}
-    out, lse = attend(fa4flex.compile(mask=causal, scale=SCALE, **more), q, Latent(rows), blocks=lists)
-    truth, truth_lse = exact(q, rows, lists, size, (None, causal))
-    compare((out, lse), (2 * truth, truth_lse))
+    attn = fa4flex.compile(mask=causal, scale=SCALE, schedule=fa4flex.Schedule(split=128))
+    found = attend(attn, q, Latent(rows), blocks=lists)
+    compare(found, exact(q, rows, lists, size, (None, causal)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", (64, 128))
+def test_each_tile_gathers_a_row_once(heads: int) -> None:
+    """Bytes that are copied row by row, besides queries: a row is key and value, and absent ones are none."""
+    q, rows = drawn(Size(heads, 1, 1, 1, 400))
+    ids = torch.randperm(400)[:150].sort().values.int().view(1, 1, 1, -1)
+    with torch.no_grad(), ptxsim.device("sm_90a", sms=2) as gpu:
+        fa4flex.compile(scale=SCALE)(q, Latent(rows), blocks=Lists(ids, kv_len=400))
+    (result,) = (x for x in gpu.results if "mla_lists_sm90" in x.kernel)
+    lines = {x.line for x in result.program.kernel.body if x.opcode.startswith("cp.async.cg")}
+    gathered = sum(size for line, size in result.shared.items() if line in lines)
+    splits = result.shape.grid[0] // (heads // 64)
+    assert gathered == (heads // 64) * (150 + splits * 64) * 2 * WIDTH
 
 
 # --- lengths and pages --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Producer(base.Producer):
     config: Config  # type: ignore[assignment]
 
     @cute.jit
-    def run(  # type: ignore[override]
+    def run(
         self,
         arguments: Arguments,
         tile: ListTile,
@@ -55,7 +55,7 @@ class Producer(base.Producer):
         row = first + lane % config.height
         loader = self.loader(arguments, tile)
         blocks = [
-            Listed(entries, shared, walk, loader, row + n * BLOCK, config.tile_n, config.beside)  # type: ignore[arg-type]
+            Listed(entries, shared, walk, loader, row + n * BLOCK, config.tile_n, config.beside)
             for n in range(BLOCKS)
         ]
         target = Target(self.latent_rows(arguments, shared), first, pipes)
