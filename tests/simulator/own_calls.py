@@ -94,6 +94,12 @@ def nearly_all_are_noticed(one: Own, implied: Implied, least: int) -> None:
     assert len(tried) >= least and len(left) <= 0.03 * len(tried)
 
 
+def wait_left_out(mutant: Mutant) -> bool:
+    """True if a wait for an mbarrier is left out. Of the kernels for latent rows, some do not matter: a
+    warpgroup waits for pieces of the other one's block, which that one has told it of."""
+    return "try_wait" in mutant.instruction.opcode
+
+
 def is_first(mutant: Mutant, *kinds: str) -> bool:
     """True if the mutant's instruction is the first of its kind in the kernel, and of one of these."""
     opcode, before = mutant.instruction.opcode, mutant.program.kernel.body[: mutant.index]

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from mutants import Mutant
-from own_calls import Own, is_first, nearly_all_are_noticed, some_are_noticed
+from own_calls import Own, is_first, nearly_all_are_noticed, some_are_noticed, wait_left_out
 
 import fa4flex
 from fa4flex import Latent, Lists
@@ -52,9 +52,12 @@ def implied(mutant: Mutant) -> bool:
     """True if what it lacks is known not to matter: of two fences after the initialisation of barriers,
     either; a fence of products that follows another one with no use of the registers between; a warp that
     gathers where its lanes have not parted; the fence after queries are copied, as there is one before each
-    product; and the meeting of all threads at the start, who meet again before they use barriers."""
+    product; the meeting of all threads at the start, who meet again before they use barriers; and waits for
+    pieces, most of which others imply: a warpgroup waits for those of the other one's block, which that one
+    has told it of, and pieces that are freed together are waited for one by one."""
     fences = "fence.mbarrier_init", "wgmma.fence", "bar.warp"
-    return mutant.instruction.opcode.startswith(fences) or is_first(mutant, "fence.proxy", "bar.sync")
+    again = mutant.instruction.opcode.startswith(fences) or is_first(mutant, "fence.proxy", "bar.sync")
+    return again or wait_left_out(mutant)
 
 
 @pytest.mark.slow
