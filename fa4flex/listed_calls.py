@@ -52,8 +52,9 @@ def attend(
     """The results of `variant` over what is listed by a kernel that gathers it; None where none does."""
     varlen, paging, scales = described
     if any_autocast() and isinstance(qkv[0], Tensor) and autocast.active(qkv[0]) and _casts(*qkv[1:]):
+        cast = _cast(*qkv)
         with autocast.off(qkv[0]):
-            return attend(variant, caller, lists, _cast(*qkv), described, statistics)
+            return attend(variant, caller, lists, cast, described, statistics)
     if scales is not None or not _may(variant, lists, qkv):
         return None
     if variant.blocks is not None:

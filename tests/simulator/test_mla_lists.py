@@ -315,6 +315,21 @@ def test_bytes_of_a_format_are_dequantised_first(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cast", (False, True), ids=("bfloat16", "autocast"))
+def test_rows_that_lie_badly_and_autocast(cast: bool, seed: int) -> None:
+    """Rows that no copy of 16 bytes can begin at are copied first; autocast casts queries and rows."""
+    rng, size = random.Random(seed), Size(4, 1, 1, 1, 200)
+    (q, rows), lists = drawn(size, torch.float32, 580), drawn_lists(rng, size, True)
+    q, rows = (x if cast else x.bfloat16() for x in (q[..., :WIDTH], rows))
+    attn = fa4flex.compile(mask=causal, scale=SCALE)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        found = attend(attn, q, Latent(rows[..., :WIDTH]), blocks=lists)
+    rounded = q.bfloat16(), rows[..., :WIDTH].bfloat16()
+    assert found[0].dtype == torch.bfloat16
+    compare(found, exact(*rounded, lists, size, (None, causal)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", (False, True))
 def test_narrow_rows_are_views_for_the_kernel_of_listed_keys(trains: bool, seed: int) -> None:
     rng, size = random.Random(seed), Size(4, 1, 1, 2, 100)
