@@ -15,7 +15,7 @@ GATHER_WARPS = 4
 
 @dataclass(frozen=True)
 class Config(base.Config):
-    """That of the kernel for latent rows, where lengths may be "packed", too; and
+    """Fields of the kernel for latent rows, whose lengths may be "packed" here, and
 
     beside    queries see sinks, a window or a tail beside their lists
     """

@@ -15,8 +15,8 @@ from fa4flex.kernels.mla_lists_sm90.config import Config
 
 @dataclass(frozen=True)
 class Shared(base.Shared):
-    """That of the kernel for latent rows; keys of a tile, ids (128, 1, 1), -1 for none; and what is known of
-    entries, see Shared of the kernel for listed keys."""
+    """Shared memory of the kernel for latent rows; keys of a tile, ids (128, 1, 1), -1 for none; and what is
+    known of entries, see Shared of the kernel for listed keys."""
 
     ids: cute.Tensor
     bits: cute.Tensor
