@@ -240,8 +240,7 @@ class Consumer(base.Consumer):
         self.free(whole, 0, range(config.own), phase)
         if raised:
             rescale(products.out, [mine.softmax for mine in rows])
-        for piece in cutlass.range_constexpr(config.pieces):
-            whole.ring.consumer_wait(stage(config, 1, piece, phase))
+        self.wait(whole, 1, phase)
         self.free(whole, 1, range(config.own, 2 * config.own), phase)
         self.other(whole)
         self.free(whole, 1, [*range(config.own), *config.spare], phase)
@@ -270,14 +269,18 @@ class Consumer(base.Consumer):
         arrive(SECOND)
         self.free(whole, 1, config.spare, phase)
         multiply(products.own, products.out, products.p, products.values[0], True)
-        for piece in cutlass.range_constexpr(config.pieces):
-            whole.ring.consumer_wait(stage(config, 0, piece, phase))
+        self.wait(whole, 0, phase)
         self.free(whole, 0, range(config.own), phase)
         sync(FIRST)
         warpgroup.wait_group(0)
         self.free(whole, 1, range(config.own, 2 * config.own), phase)
         self.other(whole)
         self.free(whole, 0, [*range(config.own, 2 * config.own), *config.spare], phase)
+
+    def wait(self, whole: Whole, block: int, phase: Int32) -> None:
+        """Wait for all pieces of a block."""
+        for piece in range(self.config.pieces):
+            whole.ring.consumer_wait(stage(self.config, block, piece, phase))
 
     def other(self, whole: Whole) -> None:
         """Values of the other warpgroup's block."""

@@ -19,6 +19,7 @@ from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk
 from fa4flex.kernels.mla_decode_sm90 import consumer as base
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK
 from fa4flex.kernels.mla_decode_sm90.consumer import Mmas, Whole
+from fa4flex.kernels.mla_decode_sm90.producer import stage
 from fa4flex.kernels.mla_lists_sm90.config import Config
 from fa4flex.kernels.mla_lists_sm90.epilogue import Epilogue
 from fa4flex.kernels.mla_lists_sm90.resources import Shared
@@ -66,6 +67,13 @@ class Consumer(base.Consumer):
     def row(self, arguments: Arguments, tile: Any, number: Int32, lane: Int32) -> Mine:
         mine = super().row(arguments, tile, number, lane)
         return listed_row(mine, arguments, tile, self.config, self.hooks)
+
+    def wait(self, whole: Whole, block: int, phase: Int32) -> None:
+        """Wait for all pieces of a block, with one fence: rows are written by the generic proxy."""
+        for piece in range(self.config.pieces):
+            state = stage(self.config, block, piece, phase)
+            whole.ring.sync_object_full.wait(state.index, state.phase)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def where(self, whole: Whole, kv_first: Found) -> Found:
         """Keys are read again: registers have no room for them beside a product."""
