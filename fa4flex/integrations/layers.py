@@ -22,6 +22,7 @@ from fa4flex import variants
 from fa4flex.api import Attention, compile
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.mask import as_mask
+from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.score import as_score
 from fa4flex.selection import Selection, select
 
@@ -100,12 +101,14 @@ class LayerSettings:
     window   keys that a query sees, itself among them; None: all before it
     slopes   [Hq] ALiBi slopes, or None
     softcap  applied before the slopes, as FlashAttention does
+    schedule that of its calls
     """
 
     scale: float | None
     window: int | None = None
     softcap: float | None = None
     slopes: Tensor | None = None
+    schedule: Schedule = Schedule()
 
     def attention(self, selection: Selection) -> Attention:
         """Causal attention of this layer, with what was assigned to it."""
@@ -116,7 +119,8 @@ class LayerSettings:
         for each in scores:
             score = each if score is None else score >> each
         mask = as_mask(variants.causal if self.window is None else variants.sliding_window(self.window))
-        return compile(score, mask & selection["mask"] if "mask" in selection else mask, scale=self.scale)
+        mask = mask & selection["mask"] if "mask" in selection else mask
+        return compile(score, mask, scale=self.scale, schedule=self.schedule)
 
 
 class LayerAttention:

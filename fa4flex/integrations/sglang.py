@@ -16,21 +16,22 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.layers import LayerAttention, LayerSettings
-from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, reads_pages
+from fa4flex.integrations.paged_cache import INVARIANT, Batch, Caches, attend, check_widths, reads_pages
 from fa4flex.runtime.checks import DTYPES
 
 NAME = "fa4flex"
 
 
 def register() -> None:
-    """Make `--attention-backend fa4flex` known to SGLang."""
+    """Make `--attention-backend fa4flex` known to SGLang, also with `--enable-deterministic-inference`."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(NAME)(Backend)
-    choices = getattr(server_args, "ATTENTION_BACKEND_CHOICES", [])
-    if NAME not in choices:
-        getattr(server_args, "add_attention_backend_choices", choices.extend)([NAME])
+    for kind in ("ATTENTION", "DETERMINISTIC_ATTENTION"):
+        choices = getattr(server_args, f"{kind}_BACKEND_CHOICES", [])
+        if NAME not in choices:
+            getattr(server_args, f"add_{kind.lower()}_backend_choices", choices.extend)([NAME])
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,7 @@ class Backend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.page_size = int(getattr(runner, "page_size", 1) or 1)
+        self.schedule = INVARIANT if _deterministic(runner) else None
         self._layers: dict[tuple[int, float, int, float], LayerAttention] = {}
         self._step: _Step | None = None
         self._captured: dict[int, _Step] = {}
@@ -76,7 +78,8 @@ class Backend(AttentionBackend):
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
             on_host = torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0)
-            full = Batch.of_starts(self._pages(table), lengths, starts, on_host)
+            pages, alone = self._pages(table), self.schedule is not None
+            full = Batch.of_starts(pages, lengths, starts, on_host, invariant=alone)
         self._step = _Step(full, self._in_sliding_pool(full, table))
 
     def _tokens(self, requests: Tensor, lengths: Any) -> Tensor:
@@ -101,7 +104,7 @@ class Backend(AttentionBackend):
         behind all windows, becomes its first slot."""
         if self._to_sliding is None:
             return None
-        return replace(full, table=self._pages(self._to_sliding(tokens.long()).clamp(min=0)))
+        return full.with_table(self._pages(self._to_sliding(tokens.long()).clamp(min=0)))
 
     # --- CUDA graphs: buffers of fixed addresses, which replays find filled anew ---------------------------
 
@@ -235,6 +238,7 @@ class Backend(AttentionBackend):
         if key not in self._layers:
             _, scale, window, cap = key
             settings = LayerSettings(scale, window + 1 if window >= 0 else None, cap if cap > 0 else None)
+            settings = replace(settings, schedule=self.schedule or settings.schedule)
             self._layers[key] = LayerAttention(settings)
         return self._layers[key].named(f"layers.{layer.layer_id}")
 
@@ -250,10 +254,28 @@ def _check_runner(runner: Any) -> None:
             "leave that out, or serve with another attention backend",
         )
     _check_dtypes(runner, settings, config)
+    _check_chunks(runner, settings)
     model = getattr(runner, "model", None)
     for layer in [] if model is None else model.modules():
         if hasattr(layer, "tp_q_head_num") and hasattr(layer, "qk_head_dim"):
             _check_layer(layer, {})
+
+
+def _deterministic(runner: Any) -> bool:
+    """True if results must not depend on what else is in a batch."""
+    return bool(getattr(getattr(runner, "server_args", None), "enable_deterministic_inference", False))
+
+
+def _check_chunks(runner: Any, settings: Any) -> None:
+    """Raise where results must not depend on the batch, and other requests decide where prompts are cut."""
+    size = getattr(settings, "chunked_prefill_size", None)
+    if _deterministic(runner) and size is not None and size > 0:
+        raise UnsupportedError(
+            f"deterministic inference with chunked_prefill_size={size}: where a prompt is cut then depends on"
+            " other requests, and bits of results on where it is cut",
+            "prompts in one piece",
+            "serve with --chunked-prefill-size -1, or with another attention backend",
+        )
 
 
 def _unsupported(runner: Any, settings: Any, config: Any) -> dict[str, bool]:

@@ -6,6 +6,7 @@ layers are given with fa4flex.integrations.layers. Importing this module imports
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,7 +24,17 @@ from vllm.v1.attention.backend import (
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.layers import LayerAttention, LayerSettings
-from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, serves_width, write
+from fa4flex.integrations.paged_cache import (
+    INVARIANT,
+    Batch,
+    Caches,
+    attend,
+    check_widths,
+    serves_width,
+    views,
+    write,
+)
+from fa4flex.primitives.schedule import Schedule
 
 
 def register() -> None:
@@ -82,6 +93,10 @@ class Backend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # launches are chosen from the lengths on the host
 
@@ -103,6 +118,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.invariant = _batch_invariant()
+        if self.invariant:
+            _check_chunks(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """common_prefix_len is a hint that is not taken: shared pages are read for each sequence."""
@@ -117,12 +135,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             common.seq_lens[: ends - 1],
             common.query_start_loc[:ends],
             common.query_start_loc_cpu[:ends],
+            invariant=self.invariant,
         )
         return Metadata(batch, common.slot_mapping)
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
         table = blk_table[: len(metadata.batch.lengths)]
-        return replace(metadata, batch=replace(metadata.batch, table=table), slot_mapping=slot_mapping)
+        return replace(metadata, batch=metadata.batch.with_table(table), slot_mapping=slot_mapping)
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -152,7 +171,8 @@ class Impl(AttentionImpl[Metadata]):
         self.sinks = sinks
         self._slopes = alibi_slopes
         window = sliding_window if sliding_window and sliding_window > 0 else None
-        self._settings = LayerSettings(self.scale, window, logits_soft_cap or None)
+        schedule = INVARIANT if _batch_invariant() else Schedule()
+        self._settings = LayerSettings(self.scale, window, logits_soft_cap or None, schedule=schedule)
         self._layer: LayerAttention | None = None
 
     def do_kv_cache_update(
@@ -197,20 +217,31 @@ class Impl(AttentionImpl[Metadata]):
         return self._layer.named(getattr(layer, "layer_name", ""))
 
     def _caches(self, kv_cache: Tensor) -> Caches:
-        """Keys and values of a cache [blocks, Hkv, block_size, D + Dv] of any strides, or of that which
-        `get_kv_cache_shape` gives."""
-        heads, width, shape = self.num_kv_heads, self.head_size, kv_cache.shape
-        if len(shape) == 5 and (shape[1], *shape[3:]) == (2, heads, width):
-            return kv_cache[:, 0], kv_cache[:, 1]
-        if len(shape) != 4 or shape[1] != heads or shape[3] <= width:
-            raise UnsupportedError(
-                f"a cache of shape {list(shape)} for {heads} heads of {width}",
-                "[blocks, heads, block_size, keys and values], or before vLLM 0.29"
-                " [blocks, 2, block_size, heads, head_size]",
-                "use a release of vLLM that docs/serving.md names",
-            )
-        cells = kv_cache.transpose(1, 2)
-        return cells[..., :width], cells[..., width:]
+        """Keys and values of a cache of any layout, as views. Values may be narrower or wider than keys."""
+        return views(kv_cache, self.num_kv_heads, self.head_size)
+
+
+def _batch_invariant() -> bool:
+    """True if results of a sequence must not depend on what else is in a batch: what vLLM reads, too."""
+    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+
+
+def _check_chunks(config: Any) -> None:
+    """Raise where results must not depend on the batch, and other requests decide where a prompt is cut, or
+    what of it is in the cache."""
+    settings = {
+        "enable_chunked_prefill": getattr(config, "scheduler_config", None),
+        "enable_prefix_caching": getattr(config, "cache_config", None),
+    }
+    asked = [name for name, part in settings.items() if getattr(part, name, False)]
+    if asked:
+        fix = " ".join(f"--no-{name.replace('_', '-')}" for name in asked)
+        raise UnsupportedError(
+            f"VLLM_BATCH_INVARIANT with {' and '.join(asked)}: where a prompt is cut then depends on other"
+            " requests, and bits of results on where it is cut",
+            "prompts in one piece",
+            f"serve with {fix}, or with another attention backend",
+        )
 
 
 def _check_heads(heads: int, kv_heads: int, slopes: list[float] | None, sinks: Tensor | None) -> None:
