@@ -6,6 +6,7 @@ Mods of layers are given with fa4flex.integrations.layers. Importing this module
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.assignments import Assignment, check_all_fit, of_engine
 from fa4flex.integrations.layers import LayerAttention, LayerSettings
 from fa4flex.integrations.paged_cache import INVARIANT, Batch, Caches, attend, check_widths, reads_pages
 from fa4flex.runtime.checks import DTYPES
@@ -56,6 +58,7 @@ class Backend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.page_size = int(getattr(runner, "page_size", 1) or 1)
+        self._own = _own_layers(runner)
         self.schedule = INVARIANT if _deterministic(runner) else None
         self._layers: dict[tuple[int, float, int, float], LayerAttention] = {}
         self._step: _Step | None = None
@@ -239,8 +242,8 @@ class Backend(AttentionBackend):
             _, scale, window, cap = key
             settings = LayerSettings(scale, window + 1 if window >= 0 else None, cap if cap > 0 else None)
             settings = replace(settings, schedule=self.schedule or settings.schedule)
-            self._layers[key] = LayerAttention(settings)
-        return self._layers[key].named(f"layers.{layer.layer_id}")
+            self._layers[key] = LayerAttention(settings, self._own)
+        return self._layers[key].named(*_names(layer))
 
 
 def _check_runner(runner: Any) -> None:
@@ -255,15 +258,37 @@ def _check_runner(runner: Any) -> None:
         )
     _check_dtypes(runner, settings, config)
     _check_chunks(runner, settings)
-    model = getattr(runner, "model", None)
-    for layer in [] if model is None else model.modules():
-        if hasattr(layer, "tp_q_head_num") and hasattr(layer, "qk_head_dim"):
-            _check_layer(layer, {})
+    for layer in _layers(runner):
+        _check_layer(layer, {})
 
 
 def _deterministic(runner: Any) -> bool:
     """True if results must not depend on what else is in a batch."""
     return bool(getattr(getattr(runner, "server_args", None), "enable_deterministic_inference", False))
+
+
+def _names(layer: Any) -> tuple[str, str]:
+    """Names of a layer in patterns: of its number alone, as SGLang's layers have none, and vLLM's."""
+    name = f"layers.{layer.layer_id}"
+    return name, f"model.{name}.self_attn.attn"
+
+
+def _layers(runner: Any) -> list[Any]:
+    """Attention layers of a runner's model."""
+    model = getattr(runner, "model", None)
+    modules = [] if model is None else model.modules()
+    return [layer for layer in modules if hasattr(layer, "tp_q_head_num") and hasattr(layer, "qk_head_dim")]
+
+
+def _own_layers(runner: Any) -> list[Assignment]:
+    """Mods of layers that --json-model-override-args assigns: {"fa4flex": {"layers": ...}}. Raises for layers
+    that the model does not have."""
+    settings = getattr(runner, "server_args", None)
+    said = getattr(settings, "json_model_override_args", None)
+    own = of_engine(json.loads(said), "json_model_override_args") if said else []
+    if own and (getattr(settings, "pp_size", 1) or 1) == 1:
+        check_all_fit(own, [name for layer in _layers(runner) for name in _names(layer)])
+    return own
 
 
 def _check_chunks(runner: Any, settings: Any) -> None:

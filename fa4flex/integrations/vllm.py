@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import (
 )
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.assignments import Assignment, check_all_fit, of_engine
 from fa4flex.integrations.layers import LayerAttention, LayerSettings
 from fa4flex.integrations.paged_cache import (
     INVARIANT,
@@ -118,6 +119,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _check_layers(vllm_config)
         self.invariant = _batch_invariant()
         if self.invariant:
             _check_chunks(vllm_config)
@@ -173,6 +175,7 @@ class Impl(AttentionImpl[Metadata]):
         window = sliding_window if sliding_window and sliding_window > 0 else None
         schedule = INVARIANT if _batch_invariant() else Schedule()
         self._settings = LayerSettings(self.scale, window, logits_soft_cap or None, schedule=schedule)
+        self._own = _own_layers(_current_config())
         self._layer: LayerAttention | None = None
 
     def do_kv_cache_update(
@@ -213,12 +216,42 @@ class Impl(AttentionImpl[Metadata]):
         if self._layer is None:
             slopes = self._slopes
             table = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
-            self._layer = LayerAttention(replace(self._settings, slopes=table))
+            self._layer = LayerAttention(replace(self._settings, slopes=table), self._own)
         return self._layer.named(getattr(layer, "layer_name", ""))
 
     def _caches(self, kv_cache: Tensor) -> Caches:
         """Keys and values of a cache of any layout, as views. Values may be narrower or wider than keys."""
         return views(kv_cache, self.num_kv_heads, self.head_size)
+
+
+_read: tuple[Any, list[Assignment]] = (None, [])
+"""The last engine's configuration, and what it assigns to layers: all of them share its functions."""
+
+
+def _current_config() -> Any:
+    """Configuration of the engine whose layers are being made; None outside of engines."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:  # a release without it
+        return None
+    return get_current_vllm_config_or_none()
+
+
+def _own_layers(config: Any) -> list[Assignment]:
+    """Mods of layers that --additional-config assigns: {"fa4flex": {"layers": ...}}."""
+    global _read
+    if config is None:
+        return []
+    if _read[0] is not config:
+        _read = config, of_engine(getattr(config, "additional_config", None), "additional_config")
+    return _read[1]
+
+
+def _check_layers(config: Any) -> None:
+    """Raise for mods that --additional-config assigns to layers which the model does not have."""
+    own = _own_layers(config)
+    if own and config.parallel_config.pipeline_parallel_size == 1:
+        check_all_fit(own, config.compilation_config.static_forward_context)
 
 
 def _batch_invariant() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from client_cases import MODS, NEW, Case, Served
+from client_cases import MODS, MODS_FILE, NEW, Case, Served
 
 NAME = "vLLM"
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -19,6 +19,13 @@ CASES = [
          options={"num_gpu_blocks_override": 12, "max_model_len": 128}, environment=IN_PROCESS),
     Case("Llama: mods by layer, by FA4FLEX_LAYERS and a file; engine in processes of its own",
          environment={"FA4FLEX_LAYERS": MODS}),
+    Case("Llama: mods by layer, by a file that additional_config names", mods=True,
+         options={"additional_config": {"fa4flex": {"layers": MODS_FILE}}}, environment=IN_PROCESS),
+    Case("Llama: batch-invariant, prompts in one piece", environment={**IN_PROCESS, "VLLM_BATCH_INVARIANT": "1"},
+         options={"enable_chunked_prefill": False, "enable_prefix_caching": False,
+                  "max_num_batched_tokens": 256}),
+    Case("Llama: batch-invariant, prompts in chunks", environment={**IN_PROCESS, "VLLM_BATCH_INVARIANT": "1"},
+         refused="VLLM_BATCH_INVARIANT with enable_chunked_prefill"),
     Case("Mistral: sliding window", "mistral", environment=IN_PROCESS),
     Case("Qwen2: biases", "qwen2", environment=IN_PROCESS),
     Case("Qwen3: norms of queries and keys", "qwen3", environment=IN_PROCESS),

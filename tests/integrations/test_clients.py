@@ -25,7 +25,7 @@ from engine_environments import NotInstalled, step  # noqa: E402
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_mods_are_by_definition(layer: int) -> None:
-    layers.assign_text(MODS)
+    layers.assign_from(MODS)
     q, k, v = (torch.randn(1, heads, 30, 8, dtype=torch.float64) for heads in (4, 2, 2))
     hidden = torch.full((30, 30), -torch.inf, dtype=torch.float64).triu(1)
     module = SimpleNamespace(layer_idx=layer)

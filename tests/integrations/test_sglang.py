@@ -157,7 +157,7 @@ def test_steps_are_by_definition(sglang: ModuleType, name: str, page_size: int) 
 
 def test_assigned_mods_are_found_by_number(sglang: ModuleType) -> None:
     layers.assign("sliding_window(2)", layers=4)
-    layers.assign_text("0,2-4 = softcap(0.5); *.9.* = alibi")
+    layers.assign_from("0,2-4 = softcap(0.5); *.9.* = alibi")
     runner = Runner(sglang)
     found, q = runner.step({0: 7})
     expected = runner.history.expected(Definition(SCALE, softcap=0.5), q, {0: 7})
