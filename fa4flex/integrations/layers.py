@@ -19,7 +19,7 @@ from torch import Tensor
 from fa4flex import variants
 from fa4flex.api import Attention, compile
 from fa4flex.integrations.assignments import Assignment, assignments_of, last_of, layers_of, selected
-from fa4flex.primitives.mask import as_mask
+from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.score import as_score
 from fa4flex.selection import Selection
@@ -86,6 +86,7 @@ class LayerSettings:
     slopes   [Hq] ALiBi slopes, or None
     softcap  applied before the slopes, as FlashAttention does
     schedule that of its calls
+    causal   False: queries see keys after them, too, and a window is of so many keys to either side
     """
 
     scale: float | None
@@ -93,18 +94,35 @@ class LayerSettings:
     softcap: float | None = None
     slopes: Tensor | None = None
     schedule: Schedule = Schedule()
+    causal: bool = True
 
     def attention(self, selection: Selection) -> Attention:
-        """Causal attention of this layer, with what was assigned to it."""
+        """Attention of this layer, with what was assigned to it."""
         scores = [] if self.softcap is None else [variants.softcap(self.softcap)]
-        scores += [] if self.slopes is None else [variants.alibi(self.slopes)]
+        scores += [] if self.slopes is None else [variants.alibi(self.slopes, symmetric=not self.causal)]
         scores += [as_score(selection["score_mod"])] if "score_mod" in selection else []
         score = None
         for each in scores:
             score = each if score is None else score >> each
-        mask = as_mask(variants.causal if self.window is None else variants.sliding_window(self.window))
-        mask = mask & selection["mask"] if "mask" in selection else mask
+        mask, assigned = self._mask(), selection.get("mask")
+        if assigned is not None:
+            mask = as_mask(assigned) if mask is None else mask & assigned
         return compile(score, mask, scale=self.scale, schedule=self.schedule)
+
+    def _mask(self) -> Mask | None:
+        if self.causal:
+            return as_mask(variants.causal if self.window is None else variants.sliding_window(self.window))
+        return None if self.window is None else as_mask(_either_side(self.window))
+
+
+def _either_side(window: int) -> Callable[..., Any]:
+    """A mask of `window` keys up to and with the query, and as many from it on."""
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+        position = q_idx + kv_len - q_len
+        return (kv_idx > position - window) & (kv_idx < position + window)
+
+    return mask
 
 
 class LayerAttention:

@@ -19,8 +19,10 @@ from fa4flex.api import Attention
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.plan.keys import in_pages
+from fa4flex.kernels.plan.keys import eight_bit, in_pages
 from fa4flex.kernels.plan.problem import Problem
+from fa4flex.kernels.plan.sizes import Sizes
+from fa4flex.primitives.kv_scales import E4M3, KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
@@ -88,18 +90,22 @@ def _stepped(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, (*steps, x.stride(-1)))
 
 
-def write(caches: Caches, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
+def write(
+    caches: Caches, new: tuple[Tensor, Tensor], slots: Tensor, kv_scales: KVScales | None = None
+) -> None:
     """Write new keys and values [T, Hkv, D] to `slots` [T], integers page * page_size + place in the page.
 
     A slot below 0 belongs to a token that only pads the batch: nothing is written. The host waits for
-    nothing, so that a CUDA graph may capture it.
+    nothing, so that a CUDA graph may capture it. kv_scales: of caches of 8 bits, as `append` takes them.
     """
     if not slots.numel():
         return
     page_size, count = caches[0].shape[1], (slots >= 0).int()
-    k, v = (x.unsqueeze(2).to(caches[0].dtype) for x in new)
+    k, v = (x.unsqueeze(2) for x in new)
+    if kv_scales is None:
+        k, v = k.to(caches[0].dtype), v.to(caches[0].dtype)
     paging = Paging((slots // page_size).unsqueeze(1), slots % page_size)  # a token is a sequence of one page
-    append(k, v, *caches, paging, varlen=Varlen(seqused_q=count))
+    append(k, v, *caches, paging, varlen=Varlen(seqused_q=count), kv_scales=kv_scales)
 
 
 def serves_width(width: int) -> bool:
@@ -125,6 +131,26 @@ def reads_pages() -> bool:
     try:
         target_of(torch.device("cuda"))
     except UnsupportedError:  # a GPU without kernels, beside a model on a CPU
+        return False
+    return True
+
+
+def decodes_in_place(
+    widths: tuple[int, int], dtype: torch.dtype, page_size: int, group: int, scaled: bool = False
+) -> bool:
+    """True if a GPU is there whose kernel for one query reads such pages as they are. group: query heads per
+    KV head; scaled: keys have 8 bits, and a scale for each head."""
+    if not torch.cuda.is_available():
+        return False
+    target = target_like(torch.cuda.get_device_capability())
+    if target is None:
+        return False
+    keys, sizes = eight_bit(page_size, "head", "head") if scaled else in_pages(page_size), Sizes()
+    sizes.extents, sizes.group, sizes.heads = (1, 1, page_size), group, group
+    try:
+        problem = Problem(*widths, name_of(dtype), name_of(dtype), keys=keys)
+        dispatch.choose("forward", problem, target, sizes)
+    except UnsupportedError:
         return False
     return True
 
@@ -221,8 +247,9 @@ def _padded(parts: list[Tensor], q: Tensor, caches: Caches) -> Tensor:
 
 def _mixes(attn: Attention, q: Tensor, caches: Caches) -> bool:
     """True if a launch for chunks has the heads of single queries packed. Where the schedule fixes the keys
-    of a part, single queries keep a launch of their own: their bits do not depend on chunks beside them."""
-    if not on_gpu(q) or attn.variant.schedule.split is not None:
+    of a part, single queries keep a launch of their own: their bits do not depend on chunks beside them. Of
+    caches of 8 bits, too: their kernel reads them as they are, and that for chunks does not."""
+    if not on_gpu(q) or attn.variant.schedule.split is not None or caches[0].dtype == E4M3:
         return False
     widths = q.shape[-1], caches[1].shape[-1]
     capability = torch.cuda.get_device_capability(q.device)

@@ -97,9 +97,12 @@ def test_runs_without_metadata_write_zeros(vllm: ModuleType) -> None:
 
 def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:
     impl = vllm.Backend.get_impl_cls()
-    with pytest.raises(UnsupportedError, match="encoder_only"):
-        impl(4, 8, SCALE, 2, attn_type="encoder_only")
-    with pytest.raises(UnsupportedError, match="a cache of fp8_e4m3"):
+    for kind in ("encoder", "encoder_decoder"):
+        with pytest.raises(UnsupportedError, match=f"{kind} attention"):
+            impl(4, 8, SCALE, 2, attn_type=kind)
+    with pytest.raises(UnsupportedError, match="a cache of fp8_e5m2"):
+        impl(4, 8, SCALE, 2, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(UnsupportedError, match="heads of 8 in a cache of fp8_e4m3"):
         impl(4, 8, SCALE, 2, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(UnsupportedError, match="chunk_lookback"):
         impl(4, 8, SCALE, 2, chunk_lookback=3)
@@ -117,8 +120,8 @@ def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:
     engine = Engine(vllm)
     engine.history.grow({0: 2})
     common = engine.common({0: 2}, 0)
-    common.causal = False
-    with pytest.raises(UnsupportedError, match="not causal"):
+    common.causal = torch.tensor([True])
+    with pytest.raises(UnsupportedError, match="some sequences are causal"):
         engine.builder.build(0, common)
     q = torch.randn(3, 4, 8)
     with pytest.raises(UnsupportedError, match="quantised output"):
@@ -139,7 +142,7 @@ def reasons(backend: Any, **asked: Any) -> list[str]:
 def test_vllm_has_no_reason_against_it(vllm: ModuleType) -> None:
     backend = vllm.Backend
     assert not reasons(backend) and not reasons(backend, has_sink=True, has_sliding_window=True)
-    for asked in ({"head_size": 100}, {"block_size": 12}, {"kv_cache_dtype": "fp8"}, {"use_mla": True}):
+    for asked in ({"head_size": 100}, {"block_size": 12}, {"kv_cache_dtype": "fp8_e5m2"}, {"use_mla": True}):
         assert len(reasons(backend, **asked)) == 1
     sizes = backend.get_supported_kernel_block_sizes
     assert [size.base for size in sizes()] == [size.base for size in sizes(None)] == [8]

@@ -26,11 +26,13 @@ TOGETHER = "BNHC"
 """Shape with places before heads, and keys and values side by side."""
 
 
-def new_cache(history: History, layout: str) -> Tensor:
+def new_cache(history: History, layout: str, dtype: torch.dtype = torch.float64) -> Tensor:
     """Cache of one of three layers, [blocks, Hkv, block_size, D + Dv], or of one layer in another shape."""
     sizes = {"L": 3, "B": BLOCKS, "H": history.kv_heads, "N": BLOCK_SIZE, "C": 2 * history.width}
     sizes |= {"2": 2, "D": history.width}
-    buffer = torch.full([sizes[axis] for axis in layout], torch.nan, dtype=torch.float64)
+    shape = [sizes[axis] for axis in layout]
+    unwritten = torch.nan if dtype.is_floating_point else 0x7F  # NaN of e4m3
+    buffer = torch.full(shape, unwritten, dtype=dtype)
     if "L" not in layout:
         return buffer
     return buffer.permute([layout.index(axis) for axis in "LBHNC"])[1]
@@ -38,14 +40,22 @@ def new_cache(history: History, layout: str) -> Tensor:
 
 class Engine:
     """Scheduler and cache: a table of blocks in random order, and slots of new tokens. The cache is laid out
-    by its name, or as the backend says."""
+    by its name, or as the backend says. `layer` has what the layer has besides its name."""
 
-    def __init__(self, vllm: ModuleType, layout: str | None = LAYOUTS[0], **options: Any) -> None:
-        backend, self.history = vllm.Backend, History()
-        h = self.history
+    def __init__(
+        self,
+        vllm: ModuleType,
+        layout: str | None = LAYOUTS[0],
+        history: History | None = None,
+        dtype: torch.dtype = torch.float64,
+        layer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        backend, self.history, self.causal = vllm.Backend, history or History(), True
+        h, self.layer = self.history, SimpleNamespace(layer_name=NAME, **(layer or {}))
         shape = backend.get_kv_cache_shape(BLOCKS, BLOCK_SIZE, h.kv_heads, h.width)
         own = torch.full(shape, torch.nan, dtype=torch.float64)
-        self.cache = own if layout is None else new_cache(h, layout)
+        self.cache = own if layout is None else new_cache(h, layout, dtype)
         self.table = torch.randperm(BLOCKS)[: 3 * MOST_BLOCKS].view(3, MOST_BLOCKS).int()
         self.builder = backend.get_builder_cls()(None, [NAME], None, torch.device("cpu"))
         self.impl = backend.get_impl_cls()(h.heads, h.width, SCALE, h.kv_heads, **options)
@@ -70,7 +80,7 @@ class Engine:
             seq_lens=torch.tensor([*lengths, *[0] * padded]).int(), num_reqs=len(lengths) + padded,
             num_actual_tokens=len(slots) + padded, max_query_len=max(counts.values()),
             max_seq_len=max(lengths), block_table_tensor=table,
-            slot_mapping=torch.tensor(slots + [-1] * padded), causal=True,
+            slot_mapping=torch.tensor(slots + [-1] * padded), causal=self.causal,
         )  # fmt: skip
 
     def step(self, counts: dict[int, int], padded: int = 0) -> tuple[Tensor, Tensor]:
@@ -78,7 +88,7 @@ class Engine:
         q, k, v = self.history.grow(counts)
         padded_qkv = [torch.cat([x, x.new_full((padded, *x.shape[1:]), 7.0)]) for x in (q, k, v)]
         metadata = self.builder.build(0, self.common(counts, padded))
-        layer = SimpleNamespace(layer_name=NAME)
+        layer = self.layer
         self.impl.do_kv_cache_update(layer, *padded_qkv[1:], self.cache, metadata.slot_mapping)
         output = torch.full((len(q) + padded, q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
         assert self.impl.forward(layer, *padded_qkv, self.cache, metadata, output) is output
