@@ -135,6 +135,12 @@ def reads_pages() -> bool:
     return True
 
 
+def on_hopper() -> bool:
+    """True on the GPU whose kernels read caches of 8 bits in place."""
+    target = target_like(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    return target is not None and target.family == "sm90"
+
+
 def decodes_in_place(
     widths: tuple[int, int], dtype: torch.dtype, page_size: int, group: int, scaled: bool = False
 ) -> bool:

@@ -19,15 +19,6 @@ CASES = [
         options={"json_model_override_args": json.dumps({"fa4flex": {"layers": MODS_FILE}})},
         mods=True,
     ),
-    Case(
-        "Llama: deterministic, prompts in one piece",
-        options={"enable_deterministic_inference": True, "chunked_prefill_size": -1},
-    ),
-    Case(
-        "Llama: deterministic, prompts in chunks",
-        options={"enable_deterministic_inference": True},
-        refused="deterministic inference with chunked_prefill_size=32",
-    ),
     Case("Mistral: SGLang's model passes no window", "mistral", reference={"sliding_window": None}),
     Case("Qwen2: biases", "qwen2"),
     Case("Qwen3: norms of queries and keys", "qwen3"),

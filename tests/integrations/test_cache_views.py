@@ -14,6 +14,7 @@ import fa4flex
 import ptxsim
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.paged_cache import Batch, attend, views, write
+from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.runtime.cuda.calls.conversions import tma_able
 from fa4flex.variants import causal
 
@@ -124,3 +125,34 @@ def test_kernels_write_and_read_them_in_place(shape: str, monkeypatch: pytest.Mo
         (decoded, attend(attn, q[:2].double(), wide, Batch.decoding(table, lengths))),
     ):
         assert (found.double() - exact).abs().max() <= 2 * 2**-8 * exact.abs().max()
+
+
+@pytest.mark.slow
+def test_caches_of_8_bits_are_written_and_decoded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale for all heads is one number, of stride 0."""
+    from fa4flex.primitives.paging import Paging
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise AssertionError("keys are copied")
+
+    scales = KVScales(*(torch.tensor(x).reshape(-1).expand(HEADS) for x in (0.02, 0.03)))
+    cache = torch.full((BLOCKS, HEADS, 16, 2 * WIDTH), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    caches = views(cache, HEADS, WIDTH)
+    table, lengths = torch.randperm(BLOCKS).view(2, 6).int(), torch.tensor([40, 70], dtype=torch.int32)
+    k, v = (torch.randn(110, HEADS, WIDTH).bfloat16() for _ in range(2))
+    tokens = map(torch.arange, (40, 70))
+    slots = torch.cat([table[n, t // 16].long() * 16 + t % 16 for n, t in enumerate(tokens)])
+    q, attn = torch.randn(2, 4, WIDTH).bfloat16(), fa4flex.compile(mask=causal)
+    batch = Batch.decoding(table, lengths)
+    for name in ("gather", "spread"):
+        monkeypatch.setattr(Paging, name, refused)
+    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
+        write(caches, (k, v), slots, scales)
+        out = attend(attn, q, caches, batch, kv_scales=scales)
+    assert not gpu.findings, gpu.report()
+    monkeypatch.undo()
+    assert scales.k is not None
+    held = caches[0][table[1].long()].double().flatten(0, 1)[:70] * scales.k.double().view(-1, 1)
+    assert ((held - k[40:].double()).abs() <= k[40:].double().abs() / 16 + 1e-4).all()
+    exact = attend(attn, q.double(), caches, batch, kv_scales=scales)
+    assert (out.double() - exact).abs().max() <= 2 * 2**-8 * exact.abs().max()
