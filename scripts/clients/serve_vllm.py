@@ -27,7 +27,8 @@ CASES = [
          environment={"FA4FLEX_LAYERS": MODS}),
     Case("Llama: mods by layer, by a file that additional_config names", mods=True,
          options={"additional_config": {"fa4flex": {"layers": MODS_FILE}}}, environment=IN_PROCESS),
-    Case("Llama: batch-invariant, prompts in one piece", environment=INVARIANT, options=IN_ONE_PIECE),
+    *[Case("Llama: batch-invariant, prompts in one piece", environment=INVARIANT, options=IN_ONE_PIECE)]
+    * ("TRITON_INTERPRET" in os.environ),  # vLLM's other layers then have kernels of Triton alone
     Case("Llama: batch-invariant, prompts in chunks", environment=INVARIANT,
          refused="VLLM_BATCH_INVARIANT with enable_chunked_prefill"),
     Case("Mistral: sliding window", "mistral", environment=IN_PROCESS),
