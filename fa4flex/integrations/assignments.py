@@ -221,7 +221,8 @@ class _Document:
             for role, mod in mods.items():
                 words = name if alone else [*name, role]
                 chosen[role] = self._mod(role, mod)
-            selection = selected(chosen.pop("variant", None), *map(chosen.get, ROLES), folder=self.folder)
+            score_mod, mask = map(chosen.get, ROLES)
+            selection = selected(chosen.get("variant"), score_mod, mask, self.folder)
         except Fa4flexError as error:
             given = f"{self.name}: layers {layers!r}: {error.given}"
             raise type(error)(given, error.expected, error.fix, self.at(*words)) from error

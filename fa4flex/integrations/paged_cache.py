@@ -154,7 +154,8 @@ def decodes_in_place(
     keys, sizes = eight_bit(page_size, "head", "head") if scaled else in_pages(page_size), Sizes()
     sizes.extents, sizes.group, sizes.heads = (1, 1, page_size), group, group
     try:
-        problem = Problem(*widths, name_of(dtype), name_of(dtype), keys=keys)
+        kind: Any = name_of(dtype)  # Problem refuses what no kernel has
+        problem = Problem(*widths, kind, kind, keys=keys)
         dispatch.choose("forward", problem, target, sizes)
     except UnsupportedError:
         return False

@@ -161,7 +161,10 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Of steps in which all sequences decode, where a kernel reads their pages in place."""
+        """Of steps in which all sequences decode, where a kernel reads their pages in place. Encoders have no
+        such steps."""
+        if type(kv_cache_spec).__name__ == "EncoderOnlyAttentionSpec":
+            return AttentionCGSupport.NEVER
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         widths = kv_cache_spec.head_size, getattr(kv_cache_spec, "head_size_v", kv_cache_spec.head_size)
         group = max(model.get_num_attention_heads(parallel) // kv_cache_spec.num_kv_heads, 1)

@@ -51,20 +51,24 @@ def batch_invariant() -> bool:
 
 
 def check_chunks(config: Any) -> None:
-    """Raise where results must not depend on the batch, and other requests decide where a prompt is cut, or
-    what of it is in the cache."""
+    """Raise where results must not depend on the batch, and other requests decide where a prompt is cut, what
+    of it is in the cache, or how many drafted tokens are verified."""
     settings = {
-        "enable_chunked_prefill": getattr(config, "scheduler_config", None),
-        "enable_prefix_caching": getattr(config, "cache_config", None),
+        "--no-enable-chunked-prefill": ("scheduler_config", "enable_chunked_prefill"),
+        "--no-enable-prefix-caching": ("cache_config", "enable_prefix_caching"),
+        "no --speculative-config": ("", "speculative_config"),
     }
-    asked = [name for name, part in settings.items() if getattr(part, name, False)]
+    asked = {
+        option: name
+        for option, (part, name) in settings.items()
+        if getattr(getattr(config, part, None) if part else config, name, None)
+    }
     if asked:
-        fix = " ".join(f"--no-{name.replace('_', '-')}" for name in asked)
         raise UnsupportedError(
-            f"VLLM_BATCH_INVARIANT with {' and '.join(asked)}: where a prompt is cut then depends on other"
-            " requests, and bits of results on where it is cut",
-            "prompts in one piece",
-            f"serve with {fix}, or with another attention backend",
+            f"VLLM_BATCH_INVARIANT with {' and '.join(asked.values())}: how many tokens of a sequence are"
+            " computed together then depends on other requests, and bits of results on that",
+            "prompts in one piece, and one token at a time",
+            f"serve with {' '.join(asked)}, or with another attention backend",
         )
 
 

@@ -26,7 +26,8 @@ class Case:
     again        prompts that begin like the first ones follow, and keys of those are used
     reference    settings of the model that tokens are compared with, where the engine leaves some out
     refused      a pattern of the message if it is right to refuse
-    mods         layers have the mods of MODS, by an option of the engine
+    attention    of the model that tokens are compared with: "eager", "with_mods" with those of MODS, or
+                 "rounded", over keys and values of e4m3
     """
 
     what: str
@@ -36,7 +37,7 @@ class Case:
     again: bool = False
     reference: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
-    mods: bool = False
+    attention: str = "eager"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,15 @@ CASES = [
     Case("Llama: mixed lengths, prefill in chunks of 32, radix cache", again=True),
     Case("Llama: pages of 16", options={"page_size": 16}, again=True),
     Case("Llama: chunks and single tokens in one step", options={"enable_mixed_chunk": True}),
-    Case("Llama: mods by layer, by FA4FLEX_LAYERS and a file", environment={"FA4FLEX_LAYERS": MODS}),
+    Case(
+        "Llama: mods by layer, by FA4FLEX_LAYERS and a file",
+        attention="with_mods",
+        environment={"FA4FLEX_LAYERS": MODS},
+    ),
     Case(
         "Llama: mods by layer, by a file that json_model_override_args names",
         options={"json_model_override_args": json.dumps({"fa4flex": {"layers": MODS_FILE}})},
-        mods=True,
+        attention="with_mods",
     ),
     Case("Mistral: SGLang's model passes no window", "mistral", reference={"sliding_window": None}),
     Case("Qwen2: biases", "qwen2"),

@@ -24,8 +24,8 @@ CASES = [
     Case("Llama: 12 pages of 16, requests preempted",
          options={"num_gpu_blocks_override": 12, "max_model_len": 128}, environment=IN_PROCESS),
     Case("Llama: mods by layer, by FA4FLEX_LAYERS and a file; engine in processes of its own",
-         environment={"FA4FLEX_LAYERS": MODS}),
-    Case("Llama: mods by layer, by a file that additional_config names", mods=True,
+         attention="with_mods", environment={"FA4FLEX_LAYERS": MODS}),
+    Case("Llama: mods by layer, by a file that additional_config names", attention="with_mods",
          options={"additional_config": {"fa4flex": {"layers": MODS_FILE}}}, environment=IN_PROCESS),
     *[Case("Llama: batch-invariant, prompts in one piece", environment=INVARIANT, options=IN_ONE_PIECE)]
     * ("TRITON_INTERPRET" in os.environ),  # vLLM's other layers then have kernels of Triton alone
@@ -38,7 +38,8 @@ CASES = [
     Case("Gemma 3: a layer with a window", "gemma3", environment=IN_PROCESS),
     Case("GPT-OSS: sinks, a layer with a window", "gpt_oss", environment=IN_PROCESS),
     Case("BLOOM: ALiBi", "bloom", environment=IN_PROCESS),
-    Case("Llama: cache of 8 bits", options={"kv_cache_dtype": "fp8_e4m3"}, environment=IN_PROCESS),
+    Case("Llama: cache of 8 bits", attention="rounded", options={"kv_cache_dtype": "fp8_e4m3"},
+         environment=IN_PROCESS),
     Case("Llama: traced by torch.compile, attention as an operator",
          options={"enforce_eager": False}, environment={**IN_PROCESS, "VLLM_CPU_CI_ENV": "1"}),
     Case("Llama: drafted tokens are verified",

@@ -174,19 +174,26 @@ def test_vllm_is_asked_by_its_variable(vllm: ModuleType, monkeypatch: pytest.Mon
     assert plain.impl._attention(None, torch.device("cpu")).variant.schedule.split is None
 
 
-@pytest.mark.parametrize("asked", [("enable_chunked_prefill",), ("enable_prefix_caching",),
-                                   ("enable_chunked_prefill", "enable_prefix_caching")])  # fmt: skip
+OPTIONS = {
+    "enable_chunked_prefill": "--no-enable-chunked-prefill",
+    "enable_prefix_caching": "--no-enable-prefix-caching",
+    "speculative_config": "no --speculative-config",
+}
+
+
+@pytest.mark.parametrize("asked", [*((name,) for name in OPTIONS), tuple(OPTIONS)[:2], tuple(OPTIONS)])
 def test_vllm_may_not_cut_prompts_then(
     vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...]
 ) -> None:
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(enable_chunked_prefill="enable_chunked_prefill" in asked),
         cache_config=SimpleNamespace(enable_prefix_caching="enable_prefix_caching" in asked),
+        speculative_config=SimpleNamespace() if "speculative_config" in asked else None,
     )
     vllm.MetadataBuilder(None, [], config, torch.device("cpu"))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    options = " ".join(f"--no-{name.replace('_', '-')}" for name in asked)
-    with pytest.raises(UnsupportedError, match=f"{' and '.join(asked)}.*(.|\n)*serve with {options},"):
+    options = " ".join(OPTIONS[name] for name in asked)
+    with pytest.raises(UnsupportedError, match=f"{' and '.join(asked)}: (.|\\n)*serve with {options},"):
         vllm.MetadataBuilder(None, [], config, torch.device("cpu"))
 
 

@@ -160,6 +160,8 @@ def test_graphs_of_decoding_are_captured_where_pages_are_read_in_place(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
     wanted = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if captured else AttentionCGSupport.NEVER
     assert ask(config(ranks), spec(**asked)) == wanted
+    encoder = type("EncoderOnlyAttentionSpec", (SimpleNamespace,), {})(**vars(spec(**asked)))
+    assert ask(config(ranks), encoder) == AttentionCGSupport.NEVER
 
 
 def test_replays_read_buffers_of_the_same_addresses(
