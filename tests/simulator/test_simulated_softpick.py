@@ -99,7 +99,7 @@ def test_gradients_of_modified_scores(chip: str, factor: float, seed: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [0.0, 1e-3, 1e2])
+@pytest.mark.parametrize("size", [0.0, 1e-5, 1e2])
 @pytest.mark.parametrize("q_len", [2, 70])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_scores_of_all_sizes(chip: str, q_len: int, size: float, seed: int) -> None:
