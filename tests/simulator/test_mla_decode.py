@@ -1,5 +1,5 @@
-"""The Hopper kernel for latent rows on the simulated GPU: right against the oracle, as its graph says, and
-nothing found, however many blocks share the keys and however rows fall into tiles."""
+"""The kernels for latent rows on the simulated GPU: right against the oracle, as their graphs say, and nothing
+found, however many blocks share the keys and however rows fall into tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import split_in
+from decoding import SIMULATED, split_in
 from helpers import drawn_timing
 from paged_pools import Size
 from paged_pools import drawn as pools
@@ -21,6 +21,13 @@ from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 WIDTH, VALUE, SCALE = 576, 512, 192**-0.5
 
+KERNELS = {"sm_90a": "mla_decode_sm90", "sm_100a": "mla_decode_sm100"}
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIMULATED, "chip", request.param)
+
 
 def drawn(
     heads: int, q_len: int, kv_len: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16
@@ -32,9 +39,10 @@ def drawn(
 def attend(attn: fa4flex.Attention, q: Tensor, rows: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Results from the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = drawn_timing()
-    with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = attn(q, Latent(rows), return_lse=True, **more)
-    assert any("mla_decode_sm90" in result.kernel for result in gpu.results), "another kernel was launched"
+    name = KERNELS[SIMULATED["chip"]]
+    assert any(name in result.kernel for result in gpu.results), "another kernel was launched"
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
     return out, lse
 
@@ -204,7 +212,7 @@ def test_pages_are_read_in_place(page: int, layout: Any, monkeypatch: pytest.Mon
 def test_a_length_past_the_table_is_told() -> None:
     d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=16))
     d.paging.seqused_k[1] = 5000
-    with torch.no_grad(), ptxsim.device("sm_90a"):
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]):
         fa4flex.compile(scale=SCALE)(d.q, Latent(d.k), paging=d.paging)
     with pytest.raises(fa4flex.InputError, match="seqused_k of 5000"):
         fa4flex.synchronize()
@@ -214,7 +222,7 @@ def test_pages_of_few_keys_are_gathered() -> None:
     """PyTorch operations compute such calls."""
     d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=1))
     attn = fa4flex.compile(mask=causal, scale=SCALE)
-    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]) as gpu:
         out = attn(d.q, Latent(d.k), paging=d.paging)
     assert not any("mla_decode" in result.kernel for result in gpu.results)
     truth = attn(d.q.double(), Latent(d.k.double()), paging=d.paging)
