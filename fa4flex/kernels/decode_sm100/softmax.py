@@ -59,9 +59,13 @@ class Memory:
 
 
 class Softmax:
+    together = 1
+    """Blocks of HELD columns of queries whose loads are under way at a time."""
+
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.held = config.head_dim
         self.epilogue = Epilogue(config, hooks)
 
     @cute.jit
@@ -103,33 +107,48 @@ class Softmax:
         fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
         return Mine(row, part, fragment, softmax)
 
-    @cute.jit
     def queries(
         self,
         arguments: Arguments,
         tile: Tile,
         row: Row,
-        shared: cutlass.Constexpr[Shared],
+        shared: Shared,
+        products: Products,
+        base: cute.Pointer,
+    ) -> None:
+        """Bring the tile's queries to where products read them."""
+        self.hold(arguments, tile, row, products, base)
+
+    @cute.jit
+    def hold(
+        self,
+        arguments: Arguments,
+        tile: Tile,
+        row: Row,
         products: cutlass.Constexpr[Products],
         base: cute.Pointer,
     ) -> None:
-        """The thread's row to its lane of tensor memory, two elements in a column. Tiles may be wider than
-        the tensor, and have zeros there."""
+        """The first `held` columns of the thread's row to its lane of tensor memory, two elements in a column
+        there. Tiles may be wider than the tensor, and have zeros there."""
         q, width = arguments.q, arguments.q.shape[3]
-        words = products.words_at(base + self.config.memory.queries, self.config.head_dim // 2)
+        words = products.words_at(base + self.config.memory.queries, self.held // 2)
         blocks = cute.flat_divide(words, (128, HELD))[None, None, 0, None]
         into = Blocks.store(store_op(HELD), blocks, cute.arch.thread_idx()[0])
         eights = cute.logical_divide(q[tile.b, row.q, row.h, None], cute.make_layout(WIDE))
-        for block in cutlass.range_constexpr(self.config.head_dim // 2 // HELD):
-            held = cute.make_rmem_tensor((2 * HELD,), q.element_type)
-            pieces = cute.logical_divide(held, cute.make_layout(WIDE))
-            for i in cutlass.range_constexpr(2 * HELD // WIDE):
-                piece = block * (2 * HELD // WIDE) + i
-                if const_expr(piece * WIDE < width):
-                    cute.autovec_copy(eights[None, piece], pieces[None, i])
-                else:
-                    pieces[None, i].fill(q.element_type(0.0))
-            into.put(block, cute.recast_tensor(held, Float32))
+        count = self.held // 2 // HELD
+        for first in cutlass.range_constexpr(0, count, self.together):
+            run = range(first, min(first + self.together, count))
+            every = [cute.make_rmem_tensor((2 * HELD,), q.element_type) for _ in run]
+            for block, held in zip(run, every):
+                pieces = cute.logical_divide(held, cute.make_layout(WIDE))
+                for i in cutlass.range_constexpr(2 * HELD // WIDE):
+                    piece = block * (2 * HELD // WIDE) + i
+                    if const_expr(piece * WIDE < width):
+                        cute.autovec_copy(eights[None, piece], pieces[None, i])
+                    else:
+                        pieces[None, i].fill(q.element_type(0.0))
+            for block, held in zip(run, every):
+                into.put(block, cute.recast_tensor(held, Float32))
         cute.arch.fence_view_async_tmem_store()
 
     def memory(self, shared: Shared, products: Products, base: cute.Pointer, thread: Int32) -> Memory:

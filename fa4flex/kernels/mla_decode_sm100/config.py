@@ -29,10 +29,11 @@ WIDEST_PRODUCT = 256
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """First columns of the output and of scores, and how many are allocated."""
+    """First columns of the output, of scores and of queries, and how many are allocated."""
 
     output: int
     scores: int
+    queries: int
     allocated: int
 
 
@@ -40,6 +41,7 @@ class TensorMemory:
 class Config(Gathering):
     """head_dim, head_dim_v    columns of a row, and of its value: the first ones
     memory                   columns of tensor memory
+    held                     columns of queries that tensor memory has room for; shared memory has the others
     kv_stages                tiles of keys in flight
     rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
@@ -53,6 +55,7 @@ class Config(Gathering):
     head_dim: int
     head_dim_v: int
     memory: TensorMemory
+    held: int
     kv_stages: int
     rescale_threshold: float = 8.0
     lengths: Lengths = "dense"

@@ -65,9 +65,13 @@ class Mma(base.Mma):
         """S = q k of the next tile of keys, which stay for their values."""
         pipes.k.consumer_wait(state)
         q = products.scores.make_fragment_A(shared.q_operand)[None, None, None, 0]
-        k = products.scores.make_fragment_B(shared.k_operand)[None, None, None, state.index]
-        steps, result = range(self.config.head_dim // MMA_K), first + self.config.memory.scores
-        products.scores_product.issue(result, q, k, steps, False)
+        k, rest = (
+            products.scores.make_fragment_B(x)[None, None, None, state.index]
+            for x in (shared.k_operand, shared.k_rest)
+        )
+        result, held, steps = first + self.config.memory.scores, products.queries_at(first), q.shape[2]
+        products.held_product.issue(result, held, k, range(len(held)), False)
+        products.scores_product.issue(result, q, rest, range(cute.size(steps)), True)
         self.cluster.commit(pipes.s_full)
 
     @cute.jit

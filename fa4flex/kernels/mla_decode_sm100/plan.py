@@ -73,7 +73,7 @@ class BlackwellLatentPlan(FewRowsPlan):
         """Roles, rings and barriers; `.graph` is the networkx form."""
         config = self.config()
         return latent_topology(
-            config.head_dim, self.kv_stages, self.columns, config.clears, config.box_rows
+            config.head_dim, config.held, self.kv_stages, self.columns, config.clears, config.box_rows
         )
 
     @property
@@ -88,7 +88,8 @@ class BlackwellLatentPlan(FewRowsPlan):
         return Config(
             head_dim=self.widths[0],
             head_dim_v=self.widths[1],
-            memory=TensorMemory(first["O"], first["S"], _allocated(self.columns)),
+            memory=TensorMemory(first["O"], first["S"], first["Q"], _allocated(self.columns)),
+            held=_held(self.problem, self.target),
             kv_stages=self.kv_stages,
             rescale_threshold=self.rescale_threshold,
             lengths=self.problem.lengths,
@@ -124,7 +125,7 @@ def _memory(problem: Problem, kv_stages: int, target: Target) -> Memory:
         "freed": BARRIER,
         "columns": NUMBER,
         "statistics": STATISTICS * LANES * NUMBER,
-        "q": tile_bytes(ROWS, problem.head_dim, problem.itemsize),
+        "q": tile_bytes(ROWS, problem.head_dim - _held(problem, target), problem.itemsize),
         "k": tile_bytes(BLOCK, problem.head_dim, problem.itemsize) * kv_stages,
         "p": tile_bytes(ROWS, BLOCK, problem.itemsize),
     }
@@ -132,9 +133,21 @@ def _memory(problem: Problem, kv_stages: int, target: Target) -> Memory:
 
 
 def _columns(problem: Problem, target: Target) -> Columns:
-    """The output, then scores: half of the columns of either, as each lies in both halves of the lanes."""
-    output = problem.head_dim_v // HALVES
-    return Columns((Range("O", 0, output), Range("S", output, BLOCK // HALVES)), target.tensor_columns)
+    """The output, then scores: half of the columns of either, as each lies in both halves of the lanes. What is
+    left has columns of queries, which are the same in both halves."""
+    output, scores = problem.head_dim_v // HALVES, BLOCK // HALVES
+    ranges = (
+        Range("O", 0, output),
+        Range("S", output, scores),
+        Range("Q", output + scores, _held(problem, target) // 2),
+    )
+    return Columns(ranges, target.tensor_columns)
+
+
+def _held(problem: Problem, target: Target) -> int:
+    """Columns of queries in tensor memory, two in a column of it: whole pieces, and not the last one."""
+    left = target.tensor_columns - (problem.head_dim_v + BLOCK) // HALVES
+    return min(2 * left // PIECE * PIECE, problem.head_dim - PIECE)
 
 
 def _allocated(columns: Columns) -> int:

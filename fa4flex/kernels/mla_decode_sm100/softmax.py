@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, cute
 
 from fa4flex.kernels.common.arguments import Arguments
@@ -46,25 +45,27 @@ class Memory:
 
 class Softmax(base.Softmax):
     config: Config  # type: ignore[assignment]
+    together = 7
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.held = config.held
         self.epilogue = Epilogue(config, hooks)
 
-    @cute.jit
     def queries(  # type: ignore[override]
         self,
         arguments: Arguments,
         tile: Tile,
         row: Row,
-        shared: cutlass.Constexpr[Shared],
-        products: cutlass.Constexpr[Products],
+        shared: Shared,
+        products: Products,
         first: cute.Pointer,
     ) -> None:
-        """All rows of the tile to shared memory."""
-        thread = cute.arch.thread_idx()[0]
-        copy_rows(arguments.q[tile.b, None, None, None], Int32(0), tile, shared.q, thread)
+        """First columns to tensor memory, in both lanes of a row, and the others to shared memory."""
+        self.hold(arguments, tile, row, products, first)
+        rest = cute.domain_offset((0, 0, self.held), arguments.q[tile.b, None, None, None])
+        copy_rows(rest, Int32(0), tile, shared.q, cute.arch.thread_idx()[0])
 
     def memory(  # type: ignore[override]
         self, shared: Shared, products: Products, first: cute.Pointer, thread: Int32

@@ -36,15 +36,15 @@ MAXIMA = 2
 
 
 def latent_topology(
-    width: int, kv_stages: int, columns: Columns, clears: bool, box_rows: int = BLOCK
+    width: int, held: int, kv_stages: int, columns: Columns, clears: bool, box_rows: int = BLOCK
 ) -> Topology:
-    """width: of a row; `clears`: sequences may end before their tensor does; box_rows: keys of a copy."""
+    """width: of a row; held: of these columns of queries, in tensor memory; `clears`: sequences may end before their tensor does; box_rows: keys of a copy."""
     table = barrier_table(kv_stages)
     box = box_rows * PIECE * 2
     copies = (box,) * (BLOCK * width * 2 // box)
     return Topology(
         (_load(), _multiply(clears), _softmax()),
-        (table.ring("k", BLOCK * width * 2, copies), table.ring("q", ROWS * width * 2)),
+        (table.ring("k", BLOCK * width * 2, copies), table.ring("q", ROWS * (width - held) * 2)),
         table.named_barriers(),
         "none",
         mbarriers=table.barriers(),
@@ -80,7 +80,10 @@ def _multiply(clears: bool) -> Role:
         last=(*output(0), Event("commit", "o_full", per="work")),
         products=(
             Product(
-                "S", (Event("read", "q", per="work"), Event("read", "k")), Event("write", "S"), engine=CORE
+                "S",
+                (*(Event("read", name, per="work") for name in ("Q", "q")), Event("read", "k")),
+                Event("write", "S"),
+                engine=CORE,
             ),
             Product("O", (Event("read", "p"), Event("read", "k")), result, fresh=True, engine=CORE),
         ),
@@ -100,7 +103,7 @@ def _softmax() -> Role:
         "softmax",
         WARPGROUP,
         opening=(Event("allocate", WHOLE), Event("sync", "allocated")),
-        first=(Event("fill", "q", per="work"), *take, *give),
+        first=(Event("write", "Q", per="work"), Event("fill", "q", per="work"), *take, *give),
         body=(*take, Event("update", "O", each=UPDATES), *give),
         last=(Event("await", "o_full", per="work"), *sums, *finish),
         closing=(Event("free", WHOLE),),
