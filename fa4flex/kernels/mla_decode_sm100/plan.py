@@ -108,6 +108,7 @@ class BlackwellLatentPlan(FewRowsPlan):
             "  rows: queries of up to 64 heads; more of them are more tiles over the same keys",
             "  a row is key and value; its scores and its output lie in two lanes of tensor memory, half of"
             " the columns in each",
+            f"  {self.config().held} columns of queries lie in tensor memory, the others in shared memory",
         ]
 
     def explain_threads(self) -> list[str]:

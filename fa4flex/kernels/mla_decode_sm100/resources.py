@@ -132,7 +132,9 @@ def shared_of(storage: Any, layouts: Layouts, config: Config) -> Shared:
 
     k = whole(storage.keys, layouts.k)
     stage = BLOCK * config.head_dim
-    values = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (ROWS, config.head_dim_v, BLOCK), k.element_type, 1)
+    values = sm90.make_smem_layout_b(
+        LayoutEnum.COL_MAJOR, (ROWS, config.head_dim_v, BLOCK), k.element_type, 1
+    )
     every = [
         (k.iterator + i * config.product_columns * BLOCK, layouts.v_operand) for i in range(config.products)
     ]
