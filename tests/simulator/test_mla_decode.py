@@ -1,5 +1,5 @@
-"""The kernels for latent rows on the simulated GPU: right against the oracle, as their graphs say, and nothing
-found, however many blocks share the keys and however rows fall into tiles."""
+"""The kernels for latent rows on the simulated GPU: right against the oracle, as their graphs say, and
+nothing found, however many blocks share the keys and however rows fall into tiles."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ class Words(NamedTuple):
 class Product:
     """Properties that all instructions of a product have in common. rows: of the result, over all CTAs;
     columns of it; a_in_tensor_memory: else A is in shared memory; b_along_columns: B lies in memory along the
-    columns of the result, else along what is summed over; a_along_rows: likewise A along its rows; stationary:
-    tcgen05.mma.ws, whose results of 64 rows use all lanes of tensor memory, half of the columns in each half
-    of the lanes."""
+    columns of the result, else along what is summed over; a_along_rows: likewise A along its rows;
+    stationary: tcgen05.mma.ws, whose results of 64 rows use all lanes of tensor memory, half of the columns
+    in each half of the lanes."""
 
     kind: Any
     ctas: int

@@ -20,8 +20,8 @@ PIECE = 64
 """Columns of a piece of a tile of keys: what one copy brings."""
 
 HALVES = LANES // ROWS
-"""Parts of a row in tensor memory, below each other: a product of 64 rows has the first half of its columns in
-lanes 0 to 63, the second half in lanes 64 to 127 (PTX ISA, tcgen05.mma.ws, layout E)."""
+"""Parts of a row in tensor memory, below each other: a product of 64 rows has the first half of its columns
+in lanes 0 to 63, the second half in lanes 64 to 127 (PTX ISA, tcgen05.mma.ws, layout E)."""
 
 WIDEST_PRODUCT = 256
 """Columns of the output that one instruction adds to, at most."""

@@ -134,8 +134,8 @@ def _memory(problem: Problem, kv_stages: int, target: Target) -> Memory:
 
 
 def _columns(problem: Problem, target: Target) -> Columns:
-    """The output, then scores: half of the columns of either, as each lies in both halves of the lanes. What is
-    left has columns of queries, which are the same in both halves."""
+    """The output, then scores: half of the columns of either, as each lies in both halves of the lanes. What
+    is left has columns of queries, which are the same in both halves."""
     output, scores = problem.head_dim_v // HALVES, BLOCK // HALVES
     ranges = (
         Range("O", 0, output),

@@ -39,10 +39,10 @@ class Layouts(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory. q (64, columns that tensor memory does not hold) and k (64, width, stage), as copies fill
-    them; v (width of values, 64, stage), another view of k; q_operand, k_operand, k_rest (what meets q_operand),
-    p_operand and, for each product, v_operands are operands, (instruction, M or N, K, stage). Float32:
-    statistics (128, 2), a thread's shift and sum; maxima (128, 2), of tiles in turn."""
+    """Shared memory. q (64, columns that tensor memory does not hold) and k (64, width, stage), as copies
+    fill them; v (width of values, 64, stage), another view of k; q_operand, k_operand, k_rest (what meets
+    q_operand), p_operand and, for each product, v_operands are operands, (instruction, M or N, K, stage).
+    Float32: statistics (128, 2), a thread's shift and sum; maxima (128, 2), of tiles in turn."""
 
     q: cute.Tensor
     k: cute.Tensor

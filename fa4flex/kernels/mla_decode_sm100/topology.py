@@ -18,7 +18,7 @@ tile of queries, with a part of the keys of a sequence.
 What is not there, and why the simulation finds nothing missing:
 
 no s_empty        S(j + 1) comes after O(j), which waited for probabilities of all of S(j).
-no p_empty        Probabilities of j + 1 are written when S(j + 1) is there, so after O(j) has read those of j.
+no p_empty        Probabilities of j + 1 are written when S(j + 1) is there: O(j) has read those of j.
 no o_empty        O is rescaled when S(j) is there, so after O(j - 1), and before probabilities of j are.
 """
 
@@ -38,7 +38,8 @@ MAXIMA = 2
 def latent_topology(
     width: int, held: int, kv_stages: int, columns: Columns, clears: bool, box_rows: int = BLOCK
 ) -> Topology:
-    """width: of a row; held: of these columns of queries, in tensor memory; `clears`: sequences may end before their tensor does; box_rows: keys of a copy."""
+    """width: of a row; held: columns of queries that are in tensor memory; `clears`: sequences may end before
+    their tensor does; box_rows: keys of a copy."""
     table = barrier_table(kv_stages)
     box = box_rows * PIECE * 2
     copies = (box,) * (BLOCK * width * 2 // box)
