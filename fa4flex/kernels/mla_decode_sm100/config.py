@@ -47,6 +47,7 @@ class Config(Gathering):
     lengths                  "dense" or "used" (seqused per batch)
     paged                    rows lie in pages
     box_rows                 keys that one copy brings: all of a tile, or of pages, fewer
+    gather_warps             0: one warp copies boxes
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
@@ -61,12 +62,12 @@ class Config(Gathering):
     lengths: Lengths = "dense"
     paged: bool = False
     box_rows: int = BLOCK
+    gather_warps: int = 0
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
 
     tile_n: ClassVar[int] = BLOCK
-    gather_warps: ClassVar[int] = 0
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True
     """True if several blocks may share the keys of a tile."""

@@ -25,7 +25,7 @@ class Epilogue(base.Epilogue):
     config: Config  # type: ignore[assignment]
 
     @cute.jit
-    def merge(  # type: ignore[override]
+    def merge(
         self,
         arguments: Arguments,
         tile: Tile,

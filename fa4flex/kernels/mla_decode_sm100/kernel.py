@@ -37,7 +37,7 @@ class Forward(SplitForward):
         self.hooks = hooks
         self.barriers = barrier_table(config.kv_stages)
         self.load = Producer(config, hooks)
-        self.mma = Mma(config, hooks)
+        self.mma = Mma(config, hooks)  # type: ignore[arg-type]
         self.softmax = Softmax(config, hooks)
 
     @cute.jit

@@ -24,7 +24,7 @@ class Mma(base.Mma):
     config: Config  # type: ignore[assignment]
 
     @cute.jit
-    def run(  # type: ignore[override]
+    def run(
         self,
         arguments: Arguments,
         part: Part,
@@ -54,7 +54,7 @@ class Mma(base.Mma):
                 self.cluster.commit(pipes.o_full)
 
     @cute.jit
-    def scores(  # type: ignore[override]
+    def scores(
         self,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
@@ -75,7 +75,7 @@ class Mma(base.Mma):
         self.cluster.commit(pipes.s_full)
 
     @cute.jit
-    def values(  # type: ignore[override]
+    def values(
         self,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],

@@ -51,7 +51,7 @@ class Softmax(base.Softmax):
         self.config = config
         self.hooks = hooks
         self.held = config.held
-        self.epilogue = Epilogue(config, hooks)
+        self.epilogue = Epilogue(config, hooks)  # type: ignore[arg-type]
 
     def queries(  # type: ignore[override]
         self,
