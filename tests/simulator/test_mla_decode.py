@@ -36,11 +36,18 @@ def drawn(
     return torch.randn(batch, heads, q_len, WIDTH).to(dtype), torch.randn(batch, kv_len, 1, WIDTH).to(dtype)
 
 
-def attend(attn: fa4flex.Attention, q: Tensor, rows: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-    """Results from the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = drawn_timing()
+def attend(
+    attn: fa4flex.Attention,
+    q: Tensor,
+    rows: Tensor | Latent,
+    timed: tuple[str, int] | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Results from the simulated GPU, under this timing or a random one; nothing may be found."""
+    timing, seed = timed or drawn_timing()
+    latent = rows if isinstance(rows, Latent) else Latent(rows)
     with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
-        out, lse = attn(q, Latent(rows), return_lse=True, **more)
+        out, lse = attn(q, latent, return_lse=True, **more)
     name = KERNELS[SIMULATED["chip"]]
     assert any(name in result.kernel for result in gpu.results), "another kernel was launched"
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
@@ -123,6 +130,32 @@ def test_rows_fall_into_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     split_in(monkeypatch, random.choice((1, 2)))
     q, rows = drawn(*SIZES[name])
     compare(attend(fa4flex.compile(alibi, causal, scale=SCALE), q, rows), exact(q, rows, alibi, causal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width, value", [(320, 256), (448, 384), (512, 512)])
+def test_other_widths(width: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512 columns are values as a whole, with the rotated part in them."""
+    if width == value and SIMULATED["chip"] == "sm_90a":
+        pytest.skip("probabilities lie over a piece that is no value")
+    split_in(monkeypatch, random.choice((1, 2)))
+    q, rows = torch.randn(1, 20, 2, width).bfloat16(), torch.randn(1, 270, 1, width).bfloat16()
+    attn = fa4flex.compile(alibi, causal, scale=SCALE)
+    found = attend(attn, q, Latent(rows, value_dim=value, rope_dim=64))
+    k = rows.double().transpose(1, 2)
+    truth = reference.attention(q.double(), k, k[..., :value].clone(), alibi, causal, scale=SCALE)
+    compare(found, truth)
+
+
+@pytest.mark.slow
+def test_every_timing_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are also those of another order of copies, products and warps."""
+    split_in(monkeypatch, 2)
+    (q, rows), attn = drawn(16, 2, 301), fa4flex.compile(alibi, causal, scale=SCALE)
+    every = [attend(attn, q, rows, timing) for timing in (("eager", 0), ("late", 1), ("random", 2))]
+    for out, lse in every[1:]:
+        assert torch.equal(out, every[0][0]) and torch.equal(lse, every[0][1])
+    compare(every[0], exact(q, rows, alibi, causal))
 
 
 @pytest.mark.slow
