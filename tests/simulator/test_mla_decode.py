@@ -88,8 +88,13 @@ def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def rising(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Each block raises the maxima."""
+    """Each block has larger maxima than those before it."""
     return score + 0.3 * kv_idx
+
+
+def falling(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Each block has larger maxima than those after it: full tiles are met last to first."""
+    return score - 0.3 * kv_idx
 
 
 MODS: dict[str, tuple[Any, Any]] = {
@@ -100,6 +105,7 @@ MODS: dict[str, tuple[Any, Any]] = {
     "empty rows": (None, nobody),
     "pairs": (None, striped),
     "rising": (rising, None),
+    "falling": (falling, None),
 }
 
 
