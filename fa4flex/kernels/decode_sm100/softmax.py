@@ -187,8 +187,8 @@ class Softmax:
         softmax = mine.softmax
         if const_expr(softmax.online):
             self.take_maximum(mine, memory, self.largest(memory, row, phase), later)
-        pairs = self.probabilities(softmax, row.numbers)
-        self.put(mine, memory, packed.narrowed(pairs, memory.kind))
+        pairs, weights = self.weighed(softmax, row.numbers)
+        self.put(mine, memory, packed.narrowed(weights, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
         if const_expr(softmax.online):
@@ -210,6 +210,13 @@ class Softmax:
     def put(self, mine: Mine, memory: Memory, words: cute.Tensor) -> None:
         """Store the thread's probabilities, two in a word, for the product with values."""
         memory.probabilities.put(mine.part, words)
+
+    def weighed(self, softmax: Any, row: list[Float32]) -> tuple[list[packed.Pair], list[packed.Pair]]:
+        """Terms of the total of a row, and its weights."""
+        if self.hooks.rectified:
+            return packed.softpicked(softmax, row)
+        found = self.probabilities(softmax, row)
+        return found, found
 
     def probabilities(self, softmax: Any, row: list[Float32]) -> list[packed.Pair]:
         """Probabilities of a row; elementwise weights as they are."""
