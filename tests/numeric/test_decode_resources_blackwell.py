@@ -44,7 +44,11 @@ CASES: tuple[Case, ...] = (
     *((kind, width, 2) for kind in COMMON for width in OTHERS),
     *((kind, width, 8) for kind in COMMON for width in ((64, 64), (128, 128), (256, 256))),
 )
-USUAL: tuple[Case, ...] = (("alibi", (64, 64), 8), ("softcap", (192, 128), 2), ("learned_bias", (256, 256), 8))
+USUAL: tuple[Case, ...] = (
+    ("alibi", (64, 64), 8),
+    ("softcap", (192, 128), 2),
+    ("learned_bias", (256, 256), 8),
+)
 
 
 def few(kind: Kind, q_len: int) -> Kind:
