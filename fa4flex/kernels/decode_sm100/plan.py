@@ -215,8 +215,8 @@ def _for_many_rows(request: ForwardRequest) -> ForwardPlan:
     if not FWD_SM100.accepts(request.problem, request.target, request.sizes):
         raise UnsupportedError(
             f"a schedule with a tile, an order or `next_tile`, for {request.problem.explain()}",
-            "keys that the kernel for many queries reads where they lie: contiguous ones, or pages of narrower"
-            " heads",
+            "keys that the kernel for many queries reads where they lie: contiguous ones, or those of narrow"
+            " heads in pages",
             "nothing: pages are gathered instead",
         )
     return plan_blackwell(request)
