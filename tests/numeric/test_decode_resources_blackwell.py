@@ -38,13 +38,17 @@ COMMON = ("plain", "alibi", "softcap", "learned_bias")
 Case = tuple[str, Width, int]
 """Kind, widths, and queries of 8 heads that share keys."""
 
-WIDE: tuple[Width, ...] = ((64, 64), (96, 96), (192, 128))
+OTHERS: tuple[Width, ...] = ((64, 64), (96, 96), (192, 128), (256, 256))
 CASES: tuple[Case, ...] = (
     *((kind, (128, 128), 2) for kind in KINDS),
-    *((kind, width, 2) for kind in COMMON for width in WIDE),
-    *((kind, width, 8) for kind in COMMON for width in ((64, 64), (128, 128))),
+    *((kind, width, 2) for kind in COMMON for width in OTHERS),
+    *((kind, width, 8) for kind in COMMON for width in ((64, 64), (128, 128), (256, 256))),
 )
-USUAL: tuple[Case, ...] = (("alibi", (64, 64), 8), ("softcap", (192, 128), 2))
+USUAL: tuple[Case, ...] = (
+    ("alibi", (64, 64), 8),
+    ("softcap", (192, 128), 2),
+    ("learned_bias", (256, 256), 8),
+)
 
 
 def few(kind: Kind, q_len: int) -> Kind:

@@ -33,7 +33,9 @@ from fa4flex.primitives.schedule import Schedule
 
 FEW = Problem(128, 128)
 PAGED = replace(FEW, lengths="used", keys=in_pages(16))
-WIDTHS = (*((d, d) for d in range(8, 129, 8)), (192, 128), (136, 64), (64, 128))
+NARROW = (*((d, d) for d in range(8, 129, 8)), (136, 64), (64, 128), (256, 64))
+WIDE = (*((d, d) for d in range(136, 257, 8)), (192, 128), (64, 256), (256, 128), (200, 136))
+"""Widths of which a multiprocessor has room for two blocks, and for one."""
 TILES = ([1], [2], [3], [9])
 """Key tiles that a block visits; the rings go round more than once."""
 
@@ -56,11 +58,12 @@ def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
         {"mask_form": "tables"},
         {"lengths": "packed"},
         {"statistics": ("lse", "max_scores")},
-        {"head_dim": 200},
-        {"head_dim_v": 136},
     ):
         problem = replace(FEW, **changes)  # type: ignore[arg-type]
         assert dispatch.choose("forward", problem, SM100A, sizes_of(64)) is FWD_SM100
+    for widths in WIDE:
+        for problem in (Problem(*widths), Problem(*widths, lengths="used", keys=in_pages(16))):
+            assert dispatch.choose("forward", problem, SM100A, sizes_of(64)) is DECODE_SM100
 
 
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
@@ -71,6 +74,10 @@ def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
             )
     with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
         plan_forward(Facts(), PAGED, SM100A, Schedule(order="longest_first"), sizes=sizes_of(1))
+    for changes in ({"head_dim": 256}, {"head_dim": 96, "keys": in_pages(1)}):
+        problem = replace(PAGED, **changes)  # type: ignore[arg-type]
+        with pytest.raises(fa4flex.UnsupportedError, match="pages are gathered instead"):
+            plan_forward(Facts(), problem, SM100A, Schedule(order="row_major"), sizes=sizes_of(1))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,7 @@ def test_copies_fill_the_lanes() -> None:
 # --- what fits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d, dv", WIDTHS)
+@pytest.mark.parametrize("d, dv", NARROW + WIDE)
 def test_every_width_has_a_plan(d: int, dv: int) -> None:
     for lengths, rows in product(("dense", "used"), (32, 64)):
         plan = planned(Problem(d, dv, lengths=lengths), rows=rows)  # type: ignore[arg-type]
@@ -109,7 +116,7 @@ def test_every_width_has_a_plan(d: int, dv: int) -> None:
         assert plan.kv_stages >= 2 and in_flight >= 160 << 10, "memory would wait for the next copy"
         columns = plan.config().memory.allocated
         assert columns * plan.blocks <= 512 and columns & (columns - 1) == 0
-    assert plan.blocks == (1 if (d, dv) == (192, 128) else 2)
+    assert plan.blocks == (1 if (d, dv) in WIDE else 2)
 
 
 def test_a_plan_that_does_not_hold_is_refused() -> None:
@@ -148,7 +155,7 @@ def test_it_is_explained() -> None:
 
 
 @pytest.mark.parametrize("lengths", ["dense", "used"])
-@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (192, 128)])
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 96), (192, 128), (256, 256)])
 def test_it_runs_in_any_order(widths: tuple[int, int], lengths: str, seed: int) -> None:
     plan = planned(Problem(*widths, lengths=lengths), rows=64)  # type: ignore[arg-type]
     for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
@@ -179,9 +186,10 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
         assert ordered(run, f"product O tile {j}", f"update O tile {j + 1} use 0")
 
 
-def test_every_dropped_event_is_found() -> None:
+@pytest.mark.parametrize("width", [128, 256])
+def test_every_dropped_event_is_found(width: int) -> None:
     """The copies' statistics are read by their own warps alone in the graph, and clearing changes nothing."""
-    pipeline = planned(PAGED).topology
+    pipeline = planned(replace(PAGED, head_dim=width, head_dim_v=width)).topology
     assert not broken(pipeline, *TILES)
     every = [x for x in dropped(pipeline) if matters(*x[:2])]
     assert len(every) > 35
@@ -204,4 +212,5 @@ def test_wrong_counts_are_found() -> None:
 
 @pytest.mark.parametrize("moved, to", [("Q", "S"), ("O", "S"), ("O", "P"), ("Q", "O")])
 def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
-    refuses_columns(planned(), moved, to)
+    for problem in (FEW, Problem(256, 256)):
+        refuses_columns(planned(problem), moved, to)

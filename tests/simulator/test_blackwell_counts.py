@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from cases import Size, fa4_forward
 
 import fa4flex
 import ptxsim
+from fa4flex.kernels.plan import splitting
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.variants import causal
 from ptxsim import model
+from ptxsim.model.chip import B200
 from ptxsim.run.counts import by_warp, cycles, shared_memory
 from ptxsim.run.launch import Result
 
@@ -69,6 +72,20 @@ def test_a_step_of_heads_of_256(name: str, share: float) -> None:
         wide(name)
     found = model.predict(recorder.traces[-1])
     assert found.utilisation["tensor core"] >= share
+
+
+@pytest.mark.slow
+def test_a_step_of_few_queries_of_256() -> None:
+    """A block alone is done with 64 keys before memory, at 8 TB/s, has brought the next ones: K and V of 256
+    columns of 16 bits. Products of 128 rows take 1,024 clocks of it."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(1, 8, 1, 256).bfloat16(), torch.randn(2, 1, 1, 1024, 256).bfloat16()
+    alone = patch.object(splitting, "_splits", lambda *given: (1, 1))
+    with model.recording("sm_100a") as recorder, torch.no_grad(), alone:
+        fa4flex.compile()(q, k, v)
+    found = model.predict(recorder.traces[0])
+    memory = 2 * 64 * 256 * 2 / (8e3 / B200.processors / B200.gigahertz)
+    assert 1024 < found.cycles_per_step < 0.8 * memory
 
 
 def arithmetic(result: Result) -> float:

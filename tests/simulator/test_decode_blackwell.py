@@ -43,12 +43,15 @@ def test_any_group_of_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(fa4flex.compile(**BOTH), drawn(GROUPS[name]))
 
 
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("timing", [("eager", 0), ("late", 1), ("random", 2), ("random", 3)])
-def test_every_timing_has_the_same_bits(timing: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_timing_has_the_same_bits(
+    timing: tuple[str, int], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Results are also those of another order of copies, products and warps."""
     split_in(monkeypatch, 2)
     torch.manual_seed(1)
-    qkv, attn = drawn(Size(8, 2, 2, 470, 128)), fa4flex.compile(**BOTH)
+    qkv, attn = drawn(Size(8, 2, 2, 470, width)), fa4flex.compile(**BOTH)
     with patch.object(random, "choice", lambda several: timing):
         out, lse = attend(attn, *qkv)
     with patch.object(random, "choice", lambda several: ("eager", 0)):
@@ -57,11 +60,12 @@ def test_every_timing_has_the_same_bits(timing: tuple[str, int], monkeypatch: py
     check(attn, qkv)
 
 
-def test_maxima_that_rise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [128, 256])
+def test_maxima_that_rise(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of some rows pass the maximum in use at every tile, by more than probabilities may: the output
     so far is rescaled. Full tiles are met last to first."""
     split_in(monkeypatch, random.choice([1, 2]))
-    q, k, v = drawn(Size(8, 2, 3, 470, 128))
+    q, k, v = drawn(Size(8, 2, 3, 470, width))
     larger = torch.linspace(9, 0.1, 470).view(1, 1, 470, 1)
     q[:, :, 1:2] = 0.05 * q[:, :, 1:2]
     check(fa4flex.compile(**BOTH), [q, (larger * k).bfloat16(), v])
@@ -87,6 +91,40 @@ def test_float16_of_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     check(fa4flex.compile(), [q, k, v[..., :128]])
 
 
+WIDE: dict[str, tuple[Size, int]] = {
+    "256": (Size(8, 1, 2, 300, 256), 256),
+    "256, 64 rows": (Size(8, 2, 16, 141, 256), 256),
+    "256, 5 queries of 32 heads": (Size(32, 1, 5, 129, 256), 256),
+    "256, one key": (Size(4, 2, 1, 1, 256, batch=2), 256),
+    "192": (Size(8, 1, 3, 270, 192), 192),
+    "200 and 136": (Size(6, 2, 3, 200, 200), 136),
+    "64 and 256": (Size(6, 1, 9, 210, 256), 64),
+    "256 and 64": (Size(16, 2, 1, 401, 256), 64),
+}
+"""Sizes of the wider operands, and columns of values; of "64 and 256", of queries and keys."""
+
+COMPOSED: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "alibi, causal": BOTH,
+    "softcap, window": {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
+    "a tree": {"mask": lambda b, h, q_idx, kv_idx: (q_idx * 7 + kv_idx) % 3 != h % 2},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_heads_up_to_256(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of up to 256 columns beside queries and scores are most of tensor memory: one block of a
+    multiprocessor."""
+    split_in(monkeypatch, random.choice([1, 2, 3]))
+    size, other = WIDE[name]
+    q, k, v = drawn(size, random.choice([torch.bfloat16, torch.float16]))
+    if name.startswith("64"):
+        q, k = q[..., :other], k[..., :other]
+    else:
+        v = v[..., :other]
+    check(fa4flex.compile(**COMPOSED[random.choice(list(COMPOSED))]), [q, k, v])
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_sinks_of_ragged_lengths(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence's own keys are split; what lies past its end may be anything. A sequence without keys has
@@ -109,6 +147,8 @@ PAGES = {
     "16": paged_pools.Size(8, 1, 3, (301, 0, 1), 128, 128, 16),
     "64": paged_pools.Size(4, 1, 2, (129, 64), page_size=64),
     "1": paged_pools.Size(8, 2, 1, (70, 33), page_size=1),
+    "16, heads of 256": paged_pools.Size(8, 1, 3, (133, 0, 1), 256, 256, 16),
+    "1, heads of 200 and 256": paged_pools.Size(4, 2, 2, (70, 1), 200, 256, 1),
 }
 
 

@@ -13,6 +13,7 @@ from own_forward import Own, captured_forward
 
 from fa4flex.kernels.plan import splitting
 
+WIDTHS = (64, 128, 256)
 CHIPS = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
 
 
@@ -33,7 +34,7 @@ def implied(mutant: Mutant) -> bool:
 @pytest.mark.slow
 @CHIPS
 def test_some(chip: str) -> None:
-    own = forward(chip, random.random() < 0.5, random.choice((64, 128)))
+    own = forward(chip, random.random() < 0.5, random.choice(WIDTHS))
     assert "decode" in own.launch.kernel
     for mutant in random.sample([m for m in own.that_matter() if not implied(m)], 4):
         assert own.noticed(mutant), mutant
@@ -42,7 +43,7 @@ def test_some(chip: str) -> None:
 @pytest.mark.exhaustive
 @CHIPS
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", WIDTHS)
 def test_all(masked: bool, dim: int, chip: str) -> None:
     """Every mutant that can matter is noticed, but for those that are implied."""
     own = forward(chip, masked, dim)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm100.config import (
     LANES,
     MERGED_STAGES,
@@ -17,8 +18,8 @@ from fa4flex.kernels.decode_sm100.config import (
 )
 from fa4flex.kernels.decode_sm100.roles import WARPS, barrier_table
 from fa4flex.kernels.decode_sm100.topology import decode_topology
-from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
-from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
+from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, plan_blackwell
+from fa4flex.kernels.fwd_sm100.tiles import WIDEST, pad
 from fa4flex.kernels.plan.errors import PlanError
 from fa4flex.kernels.plan.few_rows import (
     MOST_ROWS,
@@ -182,7 +183,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     """The kernel for many rows has a choice of tiles and orders: schedules that ask for these get it."""
     problem, target = request.problem, request.target
     if asks_for_order(request.schedule):
-        return plan_blackwell(request)
+        return _for_many_rows(request)
     rows = request.sizes.rows
     copies = next((n for n in COPIES if rows.at_most(LANES // n, right="no")), COPIES[-1])
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
@@ -210,9 +211,20 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     )
 
 
+def _for_many_rows(request: ForwardRequest) -> ForwardPlan:
+    if not FWD_SM100.accepts(request.problem, request.target, request.sizes):
+        raise UnsupportedError(
+            f"a schedule with a tile, an order or `next_tile`, for {request.problem.explain()}",
+            "keys that the kernel for many queries reads where they lie: contiguous ones, or those of narrow"
+            " heads in pages",
+            "nothing: pages are gathered instead",
+        )
+    return plan_blackwell(request)
+
+
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
-    narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
-    return target.family == "sm100" and narrow and takes(problem, sizes)
+    fits = max(problem.head_dim, problem.head_dim_v) <= WIDEST
+    return target.family == "sm100" and fits and takes(problem, sizes)
 
 
 DECODE_SM100 = Pipeline(
