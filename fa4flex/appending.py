@@ -22,6 +22,7 @@ from fa4flex.runtime.append_checks import (
     check_positions,
     check_scales,
     check_tokens,
+    refuse_gradients,
 )
 from fa4flex.runtime.checks import check_descriptions, check_strided
 from fa4flex.runtime.compute import on_gpu
@@ -139,7 +140,7 @@ def append(
     check_positions(k, rotary, positions)
     scales = check_scales(k, (k_pool, v_pool), kv_scales)
     weights = (None, None) if norm is None else (norm.q, norm.k)
-    _refuse_gradients(k, v, k_pool, v_pool, q, *weights)
+    refuse_gradients(k, v, k_pool, v_pool, q, *weights)
     _check_dtype(k)
     cos, sin, turns_pairs, axes = _of_rotary(rotary)
     cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
@@ -164,7 +165,7 @@ def _append_latent(new: New, latent: Latent, paging: Any, varlen: Varlen | None,
     check_latent_heads(rows, latent, q, rotary, norm)
     check_positions(rows, rotary, positions)
     weights = (None, None) if norm is None else (norm.q, norm.k)
-    _refuse_gradients(rows, latent.cache, latent.scale, q, *weights)
+    refuse_gradients(rows, latent.cache, latent.scale, q, *weights)
     if varlen is not None:
         new = new._replace(cu_seqlens=varlen.cu_seqlens_q, seqused=varlen.seqused_q)
     if positions is not None and rotary is not None and rotary.axes is None:
@@ -218,15 +219,6 @@ def _split(q: Tensor | None, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if q is None or q.ndim != k.ndim or q.shape[-1] != 2 * k.shape[-1]:
         return q, None
     return q[..., : k.shape[-1]], q[..., k.shape[-1] :]
-
-
-def _refuse_gradients(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise UnsupportedError(
-            "append of tensors that require gradients: a cache has none",
-            "tensors without gradients",
-            "call it under torch.no_grad(), or detach what is appended, q and the weights of a norm",
-        )
 
 
 def _check_dtype(x: Tensor) -> None:

@@ -11,7 +11,7 @@ decoded tokens attend to the rows themselves. Rows are one tensor, of 16 bits or
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from fa4flex.integrations.transformers import registered
 from fa4flex.primitives.latent import Latent, LatentFormat
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.append_checks import refuse_gradients
 
 __all__ = ["LatentCache", "PagedLatentCache"]
 
@@ -43,7 +44,7 @@ class _Rows:
             raise InputError(
                 f"a format of {form.width} columns for rows of {self.value_dim} + {self.rope_dim}",
                 "a format of the model's rows",
-                "describe them: fa4flex.LatentFormat(((torch.float8_e4m3fn, columns, torch.float32, group), ...))",
+                "describe its segments: fa4flex.LatentFormat((first, second))",
             )
 
     @property
@@ -145,23 +146,26 @@ class LatentLayer(CacheLayerMixin):
         [B, 1, S, rope_dim]."""
         if self.cache is None:
             self.lazy_initialization(key_states)
-        new, device = key_states.shape[2], key_states.device
-        cache = self._with_room(self.length + new)
-        used = torch.full((cache.shape[0],), self.length, dtype=torch.int32, device=device)
-        paging = Paging(torch.arange(cache.shape[0], dtype=torch.int32, device=device)[:, None], used)
-        append(torch.cat((key_states, value_states), -1), self.rows.latent(cache), paging)
+        new, before = key_states.shape[2], self.length
         self.length += new
-        keys = LatentKeys(
-            self.rows.latent(cache[:, : self.length]), new, self.length, key_states.dtype
-        )
+        rows = torch.cat((key_states, value_states), -1).transpose(1, 2)
+        refuse_gradients(rows)
+        cache = self._with_room(before)
+        latent = self.rows.latent(cache[:, : self.length])
+        if latent.format is not None:
+            rows = latent.format.encoded(rows, latent.scale)
+        cache[:, before : self.length] = rows
+        keys = LatentKeys(latent, new, self.length, key_states.dtype)
         return keys, keys
 
-    def _with_room(self, length: int) -> Tensor:
+    def _with_room(self, used: int) -> Tensor:
+        """Memory for `length` rows, the first of which are used."""
         assert self.cache is not None
-        if length > self.cache.shape[1]:
-            before, (batch, capacity, _, columns) = self.cache, self.cache.shape
-            self.cache = before.new_zeros(batch, max(length, 2 * capacity), 1, columns)
-            self.cache[:, : self.length] = before[:, : self.length]
+        batch, capacity, _, columns = self.cache.shape
+        if self.length > capacity:
+            grown = self.cache.new_zeros(batch, max(self.length, 2 * capacity), 1, columns)
+            grown[:, :used] = self.cache[:, :used]
+            self.cache = grown
         return self.cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -225,6 +229,22 @@ class LatentCache(Cache):
 # --- pages ------------------------------------------------------------------------------------------------
 
 
+class _Step(NamedTuple):
+    """Sequences of a call, their pages and lengths before it, and its tokens."""
+
+    batch: Batch
+    before: Paging
+    new: Varlen
+
+    @staticmethod
+    def of(batch: Batch) -> _Step:
+        lengths, starts = batch.lengths, batch.starts
+        if starts is None:
+            starts = torch.arange(batch.tokens + 1, device=lengths.device)
+        starts = starts.to(lengths.dtype)
+        return _Step(batch, Paging(batch.table, lengths - starts.diff()), Varlen(starts))
+
+
 class PagedLatentLayer(CacheLayerMixin):
     """Pages of a layer, [pages, page_size, 1, columns]."""
 
@@ -232,8 +252,8 @@ class PagedLatentLayer(CacheLayerMixin):
 
     def __init__(self, rows: _Rows, places: tuple[int, int], like: Tensor) -> None:
         super().__init__()
-        self.rows, self.latent = rows, rows.latent(rows.empty(places, like))
-        self.batch: Batch | None = None
+        self.latent = rows.latent(rows.empty(places, like))
+        self.now: _Step | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -242,21 +262,17 @@ class PagedLatentLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Pages after latents [1, 1, T, value_dim] and rotated columns [1, 1, T, rope_dim] of the batch's
         tokens, one sequence after the other."""
-        batch = self.batch
-        if batch is None or key_states.shape[0] != 1 or key_states.shape[2] < batch.tokens:
+        now, (batch, _, length, _) = self.now, key_states.shape
+        if now is None or batch != 1 or length < now.batch.tokens:
             raise InputError(
-                f"tokens {list(key_states.shape[::2])} for pages of"
-                f" {'no batch' if batch is None else f'a batch of {batch.tokens} tokens'}",
+                f"tokens {[batch, length]} for pages of"
+                f" {'no batch' if now is None else f'a batch of {now.batch.tokens} tokens'}",
                 "the new tokens of all sequences in one row, [1, T]",
                 "call cache.step(batch) before the model",
             )
-        starts = batch.starts
-        if starts is None:
-            starts = torch.arange(batch.tokens + 1, device=batch.lengths.device)
-        rows = torch.cat((key_states, value_states), -1)[0].transpose(0, 1)[: batch.tokens]
-        starts = starts.to(batch.lengths.dtype)
-        append(rows, self.latent, Paging(batch.table, batch.lengths - starts.diff()), varlen=Varlen(starts))
-        keys = LatentKeys(self.latent, key_states.shape[2], key_states.shape[2], key_states.dtype, batch)
+        rows = torch.cat((key_states, value_states), -1)[0].transpose(0, 1)[: now.batch.tokens]
+        append(rows, self.latent, now.before, varlen=now.new)
+        keys = LatentKeys(self.latent, length, length, key_states.dtype, now.batch)
         return keys, keys
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -300,5 +316,6 @@ class PagedLatentCache(Cache):
 
     def step(self, batch: Batch) -> None:
         """Set the sequences of the next call: `batch.lengths` are those with the new tokens."""
+        now = _Step.of(batch)
         for layer in self.layers:
-            layer.batch = batch
+            layer.now = now

@@ -23,8 +23,8 @@ MOST_ABSORBED = 64
 
 @dataclass(frozen=True, eq=False)
 class LatentKeys:
-    """Rows of a layer in place of keys and values: those of all tokens so far, [B, length, 1, width], or pages
-    of the sequences of a batch. new: tokens that this call added to each sequence, or to all of a batch."""
+    """Rows of a layer in place of keys and values: those of all tokens so far, [B, length, 1, width], or
+    pages of the sequences of a batch. new: tokens that this call added to each sequence, or to a batch."""
 
     latent: Latent
     new: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -186,7 +186,8 @@ def attention_forward(
                 "call the model itself, or fa4flex.probabilities on queries and gathered keys",
             )
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
-        return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
+        qkv = query, cast(Tensor, key), cast(Tensor, value)
+        return paged_attention(cache, layer, qkv, attention_mask, options), None
     qk, positions = (query, key), options.get("position_ids")
     if isinstance(attention_mask, TreeMask):
         _check_lengths(attention_mask, *qk)
@@ -213,7 +214,7 @@ def attention_forward(
             "call model.eval(), or set attention_dropout=0 in the model's config",
         )
     out, lse = made
-    weights = probabilities(query, key, lse, **composition)
+    weights = probabilities(query, cast(Tensor, key), lse, **composition)
     return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
 
 

@@ -236,3 +236,13 @@ def check_latent_heads(
         check_weights("k", norm.k, rows, latent.value_dim)
         if q is not None:
             check_weights("q", norm.q, q, q.shape[-1])
+
+
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """Raise UnsupportedError for tensors that gradients are wanted of."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            "append of tensors that require gradients: a cache has none",
+            "tensors without gradients",
+            "call it under torch.no_grad(), or detach what is appended, q and the weights of a norm",
+        )
