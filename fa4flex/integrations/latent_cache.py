@@ -33,7 +33,7 @@ __all__ = ["LatentCache", "PagedLatentCache"]
 
 
 class _Rows:
-    """How rows of a model are stored: columns, format and scale."""
+    """Storage of a model's rows: columns, format and scale."""
 
     def __init__(self, model: Any, form: LatentFormat | None, scale: Tensor | None) -> None:
         self.layers = _layers_of(model)

@@ -34,7 +34,7 @@ class LatentKeys:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of keys with heads first, all of which share one head."""
+        """Shape of keys with heads first; all query heads share one."""
         return self.latent.cache.shape[0], 1, self.length, self.latent.width
 
     @property

@@ -85,7 +85,7 @@ def absorbed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 @torch.no_grad()
 def gaps(eager: Any, prompts: list[list[int]], found: list[list[int]]) -> Tensor:
-    """By how much the logits of found tokens are below the largest ones that eager has there."""
+    """Distances of the logits of found tokens from the largest ones that eager has there."""
     rows = [torch.tensor(prompt + tokens) for prompt, tokens in zip(prompts, found, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # causal: padding behind changes nothing
     logits = eager(ids).logits
@@ -373,6 +373,13 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         eager(ids, past_key_values=other, use_cache=True)
     with pytest.raises(UnsupportedError, match="output_attentions=True over latent rows"):
         model(ids, past_key_values=LatentCache(model), use_cache=True, output_attentions=True)
+    every = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match="a mask of its own"):
+        model(ids, attention_mask=every, past_key_values=cache, use_cache=True)
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    with pytest.raises(UnsupportedError, match=r"attention dropout 0\.5 in continuous batching"):
+        model.train()(ids, past_key_values=cache, use_cache=True)
+    model.eval()
     wrong = Batch.of_starts(torch.tensor([[7]]), torch.tensor([3]), starts, starts)
     cache.step(wrong)
     with pytest.raises(InputError, match="page 7 in the page table"):

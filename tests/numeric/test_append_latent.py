@@ -164,7 +164,8 @@ def test_float32_scales() -> None:
     form = LatentFormat.DEEPSEEK_V3_2
     rows = torch.randn(1, 5, 1, 576)
     rows[0, 0, 0, :128], rows[0, 1, 0, 3], rows[0, 2, 0, 3] = 0, torch.inf, torch.nan
-    rows[0, 3, 0, :128] = 1e-42
+    rows[0, 3, 0, :128] = 0
+    rows[0, 3, 0, 7] = 2.0**-149  # the smallest number: a 448th of it is 0
     scales = form.encoded(rows)[0, :, 0, 512:528].contiguous().view(torch.float32)
     exact = rows[0, :, 0, :512].view(5, 4, 128).abs().amax(-1) / 448
     assert scales[0, 0] == 1 and scales[1:3, 0].isnan().all() and scales[3, 0] > 0
@@ -190,10 +191,21 @@ def test_a_format_of_ones_own() -> None:
     assert cache.shape == (2, 3, 1, form.row_bytes) and (cache[..., -3:] == 0).all()
     assert held[0, 0, 0, 14] == 448
     held[0, 0, 0, 14] = rows[0, 0, 0, 14]
+    of_float32 = cache[..., 16:24].contiguous().view(torch.float32)[..., 0, :]
+    assert of_float32[0, 0, 1] > 3 and (of_float32.flatten()[2:] == 1).all()
+    assert cache[..., 32:34].flatten().tolist() == [127, 129, *[127] * 10], "2e5 / 65504 is 3.05"
     torch.testing.assert_close(held[..., :12], rows[..., :12], rtol=2**-11, atol=4 * 2**-11)
     torch.testing.assert_close(held[1:, ..., :12], rows[1:, ..., :12], rtol=2**-11, atol=1e-6)
     torch.testing.assert_close(held[..., 12:14], rows[..., 12:14], rtol=2**-8, atol=0)
     torch.testing.assert_close(held[..., 14:], rows[..., 14:], rtol=2**-4, atol=2**-10)
+
+
+def test_elements_that_pass_448() -> None:
+    """Without a scale of their own: infinities, too."""
+    form = LatentFormat.PER_TENSOR
+    rows = torch.tensor([torch.inf, -torch.inf, 500.0, -1e30, torch.nan, 1.0]).repeat(96).view(1, 1, 576)
+    held = form.decoded(form.encoded(rows), torch.float32)[0, 0, :6]
+    assert held[[0, 1, 2, 3, 5]].tolist() == [448, -448, 448, -448, 1] and held[4].isnan()
 
 
 def test_rows_that_do_not_fit_a_format() -> None:
@@ -324,6 +336,15 @@ def test_wrong_contents_are_told_by_the_next_call_on_a_device(name: str) -> None
                 check_row(given.how, given.latent, row, page, slot)
     else:
         assert not changed or name in ("position below 0", "position of an axis", "no angles")
+
+
+def test_the_next_call_itself_tells() -> None:
+    given, other = _page(drawn(How(format="v3.2")), 99), drawn(How())
+    with ptxsim.device("sm_90a"):
+        given()
+        with pytest.raises(InputError, match="page that does not exist"):
+            other()
+        other()
 
 
 def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
