@@ -112,8 +112,8 @@ def append(
     Rows [B, 1, S, width], or packed [T, 1, width], are written to the pages of a `fa4flex.Latent`, as bytes
     where it has a format (`LatentFormat.encoded`). `rotary` rotates the last rope_dim columns of rows and
     queries, which may have any width; `norm` has weights for the first value_dim columns of rows and for all
-    of queries. On a GPU this is some thirty PyTorch operations; dtypes are those of the cache, or with a
-    format any of 16 bits or more.
+    of queries. On a GPU these are 50 to 125 PyTorch operations; dtypes are those of the cache, or with
+    a format any of 16 bits or more.
 
     All is computed in float32 and rounded once. Nothing is written for a token past the end of the table or
     in a page that does not exist. That is an InputError: at once on a CPU, on a GPU at the next call or

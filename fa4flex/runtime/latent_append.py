@@ -33,8 +33,14 @@ NOT_WRITTEN = (
 
 def by_operator(new: New, latent: Latent, paging: Paging) -> tuple[Tensor, Tensor]:
     """(lengths afterwards, queries) by the operator. new.k are the rows."""
+    made: tuple[Tensor, Tensor] = torch.ops.fa4flex.append_latent(*arguments_of(new, latent, paging))
+    return made
+
+
+def arguments_of(new: New, latent: Latent, paging: Paging) -> list[Any]:
+    """Arguments of the operator."""
     rotary, norm = new.rotary, new.norm
-    arguments = {
+    named = {
         "rows": new.k, "cache": latent.cache, "page_table": paging.page_table, "seqused_k": paging.seqused_k,
         "cu_seqlens": new.cu_seqlens, "seqused": new.seqused,
         "cos": rotary and rotary.cos, "sin": rotary and rotary.sin, "axes": rotary and rotary.axes,
@@ -44,8 +50,7 @@ def by_operator(new: New, latent: Latent, paging: Paging) -> tuple[Tensor, Tenso
         "rope_dim": latent.rope_dim, "scale": latent.scale,
         "format": latent.format and latent.format._text,
     }  # fmt: skip
-    made: tuple[Tensor, Tensor] = torch.ops.fa4flex.append_latent(*_APPEND.packed(arguments))
-    return made
+    return _APPEND.packed(named)
 
 
 @on_the_host
