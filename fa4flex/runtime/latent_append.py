@@ -68,7 +68,7 @@ def append_latent(*arguments: Any) -> tuple[Tensor, Tensor]:
         check_contents(new, pool)
     tokens = _tokens(new, pool)
     if on_device:
-        later.require_at_each_replay(tokens.written | ~tokens.live, NOT_WRITTEN)
+        later.require_at_each_replay(tokens.sound, NOT_WRITTEN)
     made = format_of(value["format"]) if value["format"] else None
     latent = Latent(cache, value["value_dim"], value["rope_dim"], made, value["scale"])
     _write(latent, tokens, _turned(new, rows, latent, tokens, "k"))
@@ -87,12 +87,13 @@ def append_latent_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Tokens(NamedTuple):
-    """All tokens of the rows [tokens]: whether they take part, and are written; page and slot, which exist
-    for those that are; positions for rotary in the tables, [axes, tokens] with axes. lengths [B]: new ones.
-    """
+    """All tokens of the rows [tokens]: whether they take part, and are written, and whether that and the
+    lengths are right; page and slot, which exist for those that are written; positions for rotary in the
+    tables, [axes, tokens] with axes. lengths [B]: new ones."""
 
     live: Tensor
     written: Tensor
+    sound: Tensor
     page: Tensor
     slot: Tensor
     position: Tensor
@@ -114,7 +115,8 @@ def _tokens(new: New, pool: Pool) -> _Tokens:
         written = written & _known(new.rotary, turning)
         turning = turning.clamp(0, new.rotary.cos.shape[0] - 1)
     lengths = (used + count).clamp(0, table.shape[1] * page_size).to(pool.seqused_k.dtype)
-    return _Tokens(live, written, page, position % page_size, turning, lengths)
+    sound = fits & (written | ~live)
+    return _Tokens(live, written, sound, page, position % page_size, turning, lengths)
 
 
 def _known(rotary: Rotary, position: Tensor) -> Tensor:

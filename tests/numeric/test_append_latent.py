@@ -288,6 +288,11 @@ def _ends(given: Rows, place: int, value: int) -> Rows:
     return given
 
 
+def _used(given: Rows, value: int) -> Rows:
+    given.options["varlen"].seqused_q[1] = value
+    return given
+
+
 def _position(given: Rows, value: int) -> Rows:
     given.options["positions"][..., 1, 0] = value
     return given
@@ -305,6 +310,8 @@ WRONG: dict[str, tuple[Callable[[Rows], Rows], How, str]] = {
     "page past the pool": (lambda x: _page(x, 99), How(), "page 99 in the page table"),
     "ends": (lambda x: _ends(x, 3, 9), How(packed=True), "cu_seqlens_q ends at 9"),
     "decreases": (lambda x: _ends(x, 2, 1), How(packed=True), "cu_seqlens_q decreases"),
+    "more used than there are": (lambda x: _used(x, 9), How(part=True), "seqused_q"),
+    "fewer used than none": (lambda x: _used(x, -2), How(part=True, packed=True), "seqused_q"),
     "no angles": (
         lambda x: replace(x, options={"rotary": Rotary(torch.ones(6, 4), torch.ones(6, 4))}),
         How(),
