@@ -270,7 +270,9 @@ class PagedLatentLayer(CacheLayerMixin):
                 "the new tokens of all sequences in one row, [1, T]",
                 "call cache.step(batch) before the model",
             )
-        rows = torch.cat((key_states, value_states), -1)[0].transpose(0, 1)[: now.batch.tokens]
+        rows = torch.cat((key_states, value_states), -1)[0].transpose(0, 1)
+        moved = now.batch.moved  # sequences may stand in another order than in the call
+        rows = rows[: now.batch.tokens] if moved is None else rows[moved[1]]
         append(rows, self.latent, now.before, varlen=now.new)
         keys = LatentKeys(self.latent, length, length, key_states.dtype, now.batch)
         return keys, keys
