@@ -183,8 +183,9 @@ def rounding(how: How, row: Tensor) -> Tensor:
     size = row.abs()
     close = size.max() * 2**-20  # float32's sums of squares, and products of angles
     if how.format == "plain":
-        eps = torch.finfo(how.dtype).eps if how.dtype != torch.float32 else 0.0
-        return size * eps / 2 + close
+        kind = torch.finfo(how.dtype)
+        eps = kind.eps if how.dtype != torch.float32 else 0.0
+        return torch.maximum(size * eps, torch.tensor(kind.smallest_normal * kind.eps)) / 2 + close
     codes, group = {"v3.2": (512, 128), "v4": (448, 64), "per tensor": (576, 576)}[how.format]
     largest = size[:codes].view(-1, group).amax(1)
     scale = largest / 448

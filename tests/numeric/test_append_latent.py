@@ -436,7 +436,7 @@ def test_refused_of_formats_and_calls() -> None:
         with pytest.raises(UnsupportedError, match="pools beside"):
             fa4flex.append(given.rows, given.latent, *more)
     with pytest.raises(InputError, match="k_pool is a NoneType"):
-        fa4flex.append(given.rows, given.rows, paging=given.paging)  # type: ignore[call-overload]
+        fa4flex.append(given.rows, given.rows, paging=given.paging)
 
 
 def test_no_gradients_pass() -> None:
