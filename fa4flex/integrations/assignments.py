@@ -174,7 +174,7 @@ class _Document:
         return None if line is None else Origin(self.name, line)
 
     def parsed(self) -> Any:
-        """What a JSON file holds. Names that stand twice are an error: JSON would keep the last one."""
+        """Contents of a JSON file. Names that stand twice are an error: JSON would keep the last one."""
 
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             for at, (name, _) in enumerate(pairs):

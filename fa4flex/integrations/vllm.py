@@ -161,8 +161,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Of steps in which all sequences decode, where a kernel reads their pages in place. Encoders have no
-        such steps."""
+        """Graphs of steps in which all sequences decode, where a kernel reads their pages in place. Encoders
+        have no such steps."""
         if type(kv_cache_spec).__name__ == "EncoderOnlyAttentionSpec":
             return AttentionCGSupport.NEVER
         parallel, model = vllm_config.parallel_config, vllm_config.model_config

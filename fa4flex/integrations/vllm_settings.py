@@ -1,4 +1,4 @@
-"""What vLLM's configuration and its layers ask for: read, and refused where this package cannot do it."""
+"""Options of vLLM's configuration and its layers: read, and refused where this package cannot do them."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, additional: Any, **more: Any) ->
 
 
 def test_vllm_hands_them_on(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is assigned in the process comes first; other engines' layers have none of it."""
+    """Mods that are assigned in the process come first; other engines' layers have none of it."""
     from vllm_engine import SCALE, Definition, Engine, run
 
     config = configured(monkeypatch, OWN)

@@ -169,8 +169,8 @@ def test_graphs_of_decoding_are_captured_where_pages_are_read_in_place(
 def test_replays_read_buffers_of_the_same_addresses(
     vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a captured call was handed is vLLM's buffers: with other contents, the same call has the results
-    of the next step, which has fewer requests than it was captured for."""
+    """A captured call was handed vLLM's buffers: with other contents, the same call has the results of the
+    next step, which has fewer requests than it was captured for."""
     engine, calls = Engine(vllm), []
     engine.step({0: 11, 1: 3, 2: 6})
     engine.history.grow({0: 1, 1: 1, 2: 1})
@@ -265,7 +265,7 @@ class Ranks:
         return self.q
 
     def combine(self, out: Tensor, lse: Tensor, group: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
-        """By natural log-sum-exps [T, heads], as vLLM combines: those of this rank's heads."""
+        """Results of this rank's heads, by natural log-sum-exps [T, heads], as vLLM combines."""
         assert group is self and return_lse
         torch.testing.assert_close((out, lse.T), self.parts[self.rank])
         whole, sums = fa4flex.merge(*zip(*self.parts, strict=True))

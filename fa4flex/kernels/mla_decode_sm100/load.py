@@ -52,7 +52,7 @@ class Producer(split_producer.Producer):
     def rows(
         self, arguments: Arguments, tile: Tile, transfer: cpasync.TmaInfo, keys: cute.Tensor, ring: Ring
     ) -> KeyValues:
-        """What copies rows as keys, and has no values beside them."""
+        """Copies of rows as keys, without values beside them."""
         config, transfers = self.config, Transfers(None, transfer, None, None)
         if config.paged:
             views = page_views(transfer, keys, Int32(0), (config.box_rows, PIECE))

@@ -93,8 +93,8 @@ class Products:
         return _columns(base + self.config.memory.scores, self.config.part)
 
     def queries_at(self, base: cute.Pointer) -> list[cute.Pointer]:
-        """Where the operand of each instruction begins that takes queries from tensor memory, where the same
-        rows lie in both halves of the lanes."""
+        """First column of the operand of each instruction that takes queries from tensor memory, where the
+        same rows lie in both halves of the lanes."""
         first = base + self.config.memory.queries
         return [first + k * MMA_K // 2 for k in range(self.config.held // MMA_K)]
 
