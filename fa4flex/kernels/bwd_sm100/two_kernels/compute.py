@@ -1,0 +1,119 @@
+"""Two warpgroups in each kernel, as of narrower heads: a key per thread, and half of a step's queries each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.kernels.bwd_sm100 import compute as base
+from fa4flex.kernels.bwd_sm100.compute import WIDE, Head, Step, Sums, Weighed
+from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
+from fa4flex.kernels.bwd_sm100.resources import in_columns, of_half
+from fa4flex.kernels.bwd_sm100.roles import COMPUTE
+from fa4flex.kernels.bwd_sm100.two_kernels.config import HALF, PACKED, STEP
+from fa4flex.kernels.common.backward import BackwardArguments, KeyWork, written
+from fa4flex.kernels.common.barriers import Pipes
+from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
+
+
+@dataclass(frozen=True)
+class Place(base.Place):
+    """Place of a thread whose warpgroup has one fragment of a step's queries."""
+
+    def number(self, f: int) -> Int32:
+        return self.half
+
+    def origin(self, tile: Int32) -> Int32:
+        return tile * STEP + self.half * HALF
+
+
+class Compute(base.Compute):
+    """For dK and dQ."""
+
+    fragments = HALF // FRAGMENT
+
+    def place(self, shared: Any, base: cute.Pointer) -> Place:
+        thread = cute.arch.thread_idx()[0] - 32 * COMPUTE
+        half = cute.arch.make_warp_uniform(thread // ROWS)
+        row = thread % ROWS
+        memory = self.config.memory
+        load = tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT))
+        store = tcgen05.St32x32bOp(tcgen05.Repetition(PACKED))
+
+        def one(first: Any, count: int) -> cute.Tensor:
+            return cute.flat_divide(in_columns(base, first, count), (ROWS, count))[None, None, 0, None]
+
+        return Place(
+            row,
+            half,
+            Blocks.load(load, one(memory.scores + half * HALF, FRAGMENT), row),
+            Blocks.store(store, one(of_half(memory.probabilities, half), PACKED), row),
+            Blocks.load(load, one(memory.dprob + half * HALF, FRAGMENT), row),
+            Blocks.store(store, one(of_half(memory.ds, half), PACKED), row),
+            self.ds_row(shared, row),
+        )
+
+    def ds_row(self, shared: Any, row: Int32) -> Any:
+        """A thread's key in dS in shared memory, by eights of queries."""
+        return cute.logical_divide(shared.ds_rows[None, row], cute.make_layout(WIDE))
+
+    def put(self, place: base.Place, step: Step, f: int, packed: cute.Tensor) -> None:
+        """No product takes probabilities here."""
+
+    def tell_probabilities(self, pipes: Any, step: Step) -> None:
+        """Nobody waits for them."""
+
+    def share_fragment(self, place: base.Place, packed: cute.Tensor, kind: Any, f: int) -> None:
+        self.share(place.ds_row, packed, kind, place.half)
+
+    def await_shared(self, pipes: Any, phase: Int32) -> None:
+        # The dQ before has read what lies in shared memory.
+        cute.arch.mbarrier_wait(pipes.dq_full, phase ^ 1)
+
+    def put_sums(
+        self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        some = self.scheduler.steps(work, arguments) > 0
+        dk = Sums(base + self.config.memory.dk, pipes.dk_full, self.config.head_dim)
+        self.store(written(arguments)[0], work, place, dk, some, arguments.scale)
+
+
+class ComputeForValues(Compute):
+    """For dV: probabilities alone."""
+
+    def ds_row(self, shared: Any, row: Int32) -> Any:
+        return None
+
+    def await_scores(self, pipes: Any, step: Step) -> None:
+        cute.arch.mbarrier_wait(pipes.s_full + step.lse2.index, step.lse2.phase)
+
+    def take(self, f: int, head: Head, place: base.Place, step: Step, scores: cute.Tensor) -> cute.Tensor:
+        rows = self.numbers(head.shared.lse2, step.lse2.index, place.number(f))
+        self.of_stage(place.scores, step).take(f, scores[None, f])
+        cute.arch.fence_view_async_tmem_load()
+        return rows
+
+    def put(self, place: base.Place, step: Step, f: int, packed: cute.Tensor) -> None:
+        self.of_stage(place.probabilities, step).put(f, packed)
+
+    def of_stage(self, blocks: Blocks, step: Step) -> Blocks:
+        return blocks.moved(step.lse2.index * self.config.score_columns)
+
+    def tell_probabilities(self, pipes: Any, step: Step) -> None:
+        cute.arch.fence_view_async_tmem_store()
+        arrive_once(pipes.p_full + step.lse2.index)
+
+    def differentiate(
+        self, head: Head, place: base.Place, step: Step, weighed: Weighed, masked: bool
+    ) -> None:
+        """Left to the other kernel."""
+
+    def put_sums(
+        self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        some = self.scheduler.steps(work, arguments) > 0
+        dv = Sums(base + self.config.memory.dv, pipes.dv_full, self.config.head_dim_v)
+        self.store(written(arguments)[1], work, place, dv, some, Float32(1.0))

@@ -1,0 +1,181 @@
+"""The warps that issue all products. For step j of a block's J, in this order, for dK and dQ:
+
+    dP(0) S(0) dK(0)   dP(1) S(1) dQ(0) dK(1)   dP(2) S(2) dQ(1) dK(2)   ...   dQ(J-1)
+
+Q(j + 1) takes the place of Q(j), which dK(j) reads, and arrives while dP(j + 1) is multiplied. While dS of a
+step are made of its scores and dP, dQ of the step before is multiplied. And for dV:
+
+    S(0)   S(1) dV(0)   S(2) dV(1)   ...   dV(J-1)
+
+Scores of the next step are multiplied while probabilities are made of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, cute, pipeline
+
+from fa4flex.kernels.bwd_sm100.config import ROWS
+from fa4flex.kernels.bwd_sm100.mma import Zero
+from fa4flex.kernels.bwd_sm100.resources import Shared
+from fa4flex.kernels.bwd_sm100.two_kernels.config import PACKED, STEP
+from fa4flex.kernels.bwd_sm100.two_kernels.resources import Products, ValuesProducts, ValuesShared
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyWork
+from fa4flex.kernels.common.barriers import Pipes
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.tensor_core import zero_here
+from fa4flex.kernels.plan.problem import MMA_K
+
+STEPS = range(STEP // MMA_K)
+"""Instructions of a product that sums over queries."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of all products; base is where tensor memory begins."""
+
+    products: Any
+    shared: Any
+    pipes: Pipes
+    base: cute.Pointer
+
+
+class Mma:
+    """For dK and dQ."""
+
+    def __init__(self, config: Any, scheduler: BackwardTileScheduler, cluster: Cluster) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        config, inputs = self.config, Inputs(products, shared, pipes, base)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        steps = self.scheduler.steps(work, arguments)
+        phase = Int32(0)
+        if steps > 0:
+            cute.arch.mbarrier_wait(pipes.v_full, 0)
+        for j in cutlass.range(steps, unroll=1):
+            zero = zero_here(j, steps)
+            self.dprob(inputs, do_state, zero)
+            do_state.advance()
+            if j == 0:
+                cute.arch.mbarrier_wait(pipes.k_full, 0)
+            self.scores(inputs, q_state, zero)
+            if j > 0:
+                self.dq(inputs, phase, zero)
+            cute.arch.mbarrier_wait(pipes.ds_full, phase)
+            self.dk(inputs, q_state, j > 0, zero)
+            q_state.advance()
+            phase ^= 1
+        if steps > 0:
+            self.cluster.commit(pipes.dk_full)
+            self.dq(inputs, phase, 0)
+
+    def dprob(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
+        products, shared, pipes = inputs.products, inputs.shared, inputs.pipes
+        v = products.dprob.make_fragment_A(shared.v)[None, None, None, 0]
+        pipes.dout.consumer_wait(state)
+        dout = products.dprob.make_fragment_B(shared.dout)[None, None, None, state.index]
+        acc = inputs.base + self.config.memory.dprob
+        products.square.issue(acc, v, dout, range(self.config.depths[1]), False, zero)
+        self.cluster.commit(pipes.dp_full)
+        pipes.dout.consumer_release(state)
+
+    def scores(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
+        self.square(inputs, state, inputs.base + self.config.memory.scores, zero)
+        self.cluster.commit(inputs.pipes.s_full)
+
+    def square(self, inputs: Inputs, state: pipeline.PipelineState, acc: cute.Pointer, zero: Zero) -> None:
+        """S' = K Q' of the next queries."""
+        products, shared = inputs.products, inputs.shared
+        k = products.scores.make_fragment_A(shared.k)[None, None, None, 0]
+        inputs.pipes.q.consumer_wait(state)
+        q = products.scores.make_fragment_B(shared.q)[None, None, None, state.index]
+        products.square.issue(acc, k, q, range(self.config.depths[0]), False, zero)
+
+    def dk(self, inputs: Inputs, state: pipeline.PipelineState, add: Boolean, zero: Zero) -> None:
+        memory, products = self.config.memory, inputs.products
+        ds = [inputs.base + column + zero for column in operand_columns(memory.ds)]
+        q = products.dk.make_fragment_B(inputs.shared.q_t)[None, None, None, state.index]
+        products.to_dk.issue(inputs.base + memory.dk, ds, q, STEPS, add, zero)
+        inputs.pipes.q.consumer_release(state)
+
+    def dq(self, inputs: Inputs, phase: Int32, zero: Zero) -> None:
+        """dQ' of the step before the one of this phase."""
+        products, shared = inputs.products, inputs.shared
+        k_t = products.dq.make_fragment_A(shared.k_t)[None, None, None, 0]
+        ds = products.dq.make_fragment_B(shared.ds)[None, None, None, 0]
+        cute.arch.mbarrier_wait(inputs.pipes.dq_empty, phase)
+        for half in range(self.config.head_dim // ROWS):
+            acc = inputs.base + self.config.memory.dq + half * STEP
+            columns = cute.make_tensor(k_t[None, half, None].iterator, k_t.layout)
+            products.to_dq.issue(acc, columns, ds, range(ROWS // MMA_K), False, zero)
+        self.cluster.commit(inputs.pipes.dq_full)
+
+
+class MmaForValues(Mma):
+    """For dV."""
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[ValuesShared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[ValuesProducts],
+        base: cute.Pointer,
+    ) -> None:
+        config, inputs = self.config, Inputs(products, shared, pipes, base)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        steps = self.scheduler.steps(work, arguments)
+        if steps > 0:
+            cute.arch.mbarrier_wait(pipes.k_full, 0)
+            self.scores(inputs, q_state, 0)
+            q_state.advance()
+        for j in cutlass.range(steps, unroll=1):
+            zero = zero_here(j, steps)
+            if j + 1 < steps:
+                self.scores(inputs, q_state, zero)
+                q_state.advance()
+            self.dv(inputs, do_state, j > 0, zero)
+            do_state.advance()
+        if steps > 0:
+            self.cluster.commit(pipes.dv_full)
+
+    def scores(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
+        acc = inputs.base + self.config.memory.scores + state.index * self.config.score_columns
+        self.square(inputs, state, acc, zero)
+        self.cluster.commit(inputs.pipes.s_full + state.index)
+        inputs.pipes.q.consumer_release(state)
+
+    def dv(self, inputs: Inputs, state: pipeline.PipelineState, add: Boolean, zero: Zero) -> None:
+        config, pipes, products = self.config, inputs.pipes, inputs.products
+        first = inputs.base + state.index * config.score_columns + zero
+        p = [first + column for column in operand_columns(config.memory.probabilities)]
+        pipes.dout.consumer_wait(state)
+        cute.arch.mbarrier_wait(pipes.p_full + state.index, state.phase)
+        dout = products.dv.make_fragment_B(inputs.shared.dout_t)[None, None, None, state.index]
+        products.to_dv.issue(inputs.base + config.memory.dv, p, dout, STEPS, add, zero)
+        pipes.dout.consumer_release(state)
+
+
+def operand_columns(firsts: tuple[int, int]) -> list[int]:
+    """First column of each instruction's first operand in tensor memory: two queries in a column, and each
+    compute warpgroup's queries for themselves."""
+    return [first + column for first in firsts for column in range(0, PACKED, MMA_K // 2)]
