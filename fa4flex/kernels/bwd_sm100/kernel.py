@@ -169,7 +169,9 @@ class Backward:
             "ds_rows": storage.ds.get_tensor(ds_rows, swizzle=products.layouts()["ds"].inner),
             "lse2": storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             "delta": storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
-            "dq": storage.dq.get_tensor(cute.make_layout((PIECE, 4, config.dq_stages))),
+            "dq": storage.dq.get_tensor(cute.make_layout((PIECE, 4, config.dq_stages)))
+            if config.dq_stages
+            else None,
         }
 
     def operand_tensors(self, storage: Any, products: Any) -> dict[str, cute.Tensor]:

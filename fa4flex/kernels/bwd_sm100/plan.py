@@ -82,6 +82,7 @@ class BlackwellBackwardPlan(Checked):
             **self.operands(config),
             "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
         }
+        sizes = {name: size for name, size in sizes.items() if size}
         return lay_out(sizes, {}, self.barriers(config), self.target)
 
     def operands(self, config: Config) -> dict[str, int]:

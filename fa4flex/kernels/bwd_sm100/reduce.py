@@ -75,11 +75,23 @@ class Reduce:
                     counter = await_turn(arguments, work, h, queries, i, config, part)
                 cute.arch.mbarrier_wait(pipes.dq_full, phase)
                 phase ^= 1
-                stage = self.hand_over(dq, pipes, Way(warp, shared.dq, sums, first), stage)
+                stage = self.hand_over(dq, pipes, Way(warp, self.staged(shared), sums, first), stage)
                 if const_expr(config.deterministic):
-                    cute.arch.cp_async_bulk_wait_group(0)
+                    self.await_added()
                     pass_turn(counter)
-        # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
+        self.finish()
+
+    def staged(self, shared: Shared) -> cute.Tensor:
+        """Shared memory that dQ goes through."""
+        return shared.dq
+
+    def await_added(self) -> None:
+        """Until what a warp added is in global memory."""
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def finish(self) -> None:
+        """Shared memory must last until all was read. What is under way after that, the grid's end waits
+        for."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def part(self, warp: Int32) -> Int32:

@@ -33,7 +33,7 @@ class Config(base.Config):
     """Configuration of the kernel for dK and dQ; `values` is that of the one for dV."""
 
     q_stages: int = 1
-    dq_stages: int = 1
+    dq_stages: int = 0
     registers: Registers = SPLIT
 
     @property
