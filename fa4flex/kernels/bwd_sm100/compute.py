@@ -164,6 +164,7 @@ class Compute:
         config = self.config
         ordered = config.deterministic and config.masked
         place = self.place(shared, base)
+        self.begin(arguments, work, place, pipes, base)
         lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
@@ -199,6 +200,11 @@ class Compute:
                 phase ^= 1
             head.collector.finish()
         self.put_sums(arguments, work, place, pipes, base)
+
+    def begin(
+        self, arguments: BackwardArguments, work: KeyWork, place: Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        """Before the first step: nothing."""
 
     def put_sums(
         self, arguments: BackwardArguments, work: KeyWork, place: Place, pipes: Pipes, base: cute.Pointer
@@ -318,7 +324,6 @@ class Compute:
             self.take_captured(head, ds, weighed.scores[None, f], place.first_query(origin, f), masked)
             handed_on.append(self.narrowed(ds, kind))
             place.ds.put(f, handed_on[f])
-            self.await_shared(pipes, step.phase)
             self.share_fragment(place, handed_on[f], kind, f)
         cute.arch.fence_view_async_tmem_store()
         if self.config.ctas == 1:
@@ -333,9 +338,6 @@ class Compute:
         place.scores.take(f, scores[None, f])
         cute.arch.fence_view_async_tmem_load()
         return rows
-
-    def await_shared(self, pipes: Any, phase: Int32) -> None:
-        """Until dS in shared memory may be overwritten: dP came after the dQ that read it."""
 
     def share_fragment(self, place: Place, packed: cute.Tensor, kind: Any, f: int) -> None:
         self.share(place.ds_row, packed, kind, f)

@@ -73,9 +73,10 @@ class Reduce:
                 first = (query_tile_at(queries, i) * config.dq_parts + part) * self.pieces
                 if const_expr(config.deterministic):
                     counter = await_turn(arguments, work, h, queries, i, config, part)
-                cute.arch.mbarrier_wait(pipes.dq_full, phase)
+                cute.arch.mbarrier_wait(self.first_full(pipes), phase)
                 phase ^= 1
-                stage = self.hand_over(dq, pipes, Way(warp, self.staged(shared), sums, first), stage)
+                way = Way(warp, self.staged(shared), sums, first)
+                stage = self.hand_over(dq, pipes, way, stage, phase)
                 if const_expr(config.deterministic):
                     self.await_added()
                     pass_turn(counter)
@@ -98,15 +99,23 @@ class Reduce:
         """The part of a tile's dQ that a warp has: its pieces follow each other in memory."""
         return warp
 
-    def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32) -> Int32:
-        """A warp's part of a step's dQ; returns the next stage."""
+    def first_full(self, pipes: Pipes) -> cute.Pointer:
+        """Barrier of the first piece of a step's dQ."""
+        return pipes.dq_full
+
+    def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32, later: Int32) -> Int32:
+        """A warp's part of a step's dQ; returns the next stage. later: phase of the next step's."""
         for piece in range(self.pieces):
+            self.await_piece(pipes, piece, later)
             part = cute.make_rmem_tensor((FRAGMENT,), Float32)
             dq.take(piece, part)
             cute.arch.fence_view_async_tmem_load()
             self.tell(pipes, piece)
             stage = self.hand_on(part, way, piece, stage)
         return stage
+
+    def await_piece(self, pipes: Pipes, piece: int, later: Int32) -> None:
+        """All pieces are there with the first one."""
 
     def tell(self, pipes: Pipes, piece: int) -> None:
         """Signal that a piece is read."""

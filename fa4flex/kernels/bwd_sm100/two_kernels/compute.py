@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import tcgen05
 
@@ -13,8 +14,8 @@ from fa4flex.kernels.bwd_sm100.compute import WIDE, Head, Step, Sums, Weighed
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.bwd_sm100.resources import in_columns, of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE
-from fa4flex.kernels.bwd_sm100.two_kernels.config import HALF, PACKED, STEP
-from fa4flex.kernels.common.backward import BackwardArguments, KeyWork, written
+from fa4flex.kernels.bwd_sm100.two_kernels.config import HALF, PACKED, STEP, TAKEN
+from fa4flex.kernels.common.backward import BackwardArguments, KeyWork, token_of, written
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 
@@ -60,18 +61,53 @@ class Compute(base.Compute):
         """A thread's key in dS in shared memory, by eights of queries."""
         return cute.logical_divide(shared.ds_rows[None, row], cute.make_layout(WIDE))
 
+    def begin(
+        self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        self.hold(arguments.v, work, place, base)
+        arrive_once(pipes.v_full)
+
     def put(self, place: base.Place, step: Step, f: int, packed: cute.Tensor) -> None:
         """No product takes probabilities here."""
 
     def tell_probabilities(self, pipes: Any, step: Step) -> None:
         """Nobody waits for them."""
 
+    def hold(self, source: cute.Tensor, work: KeyWork, place: base.Place, base: cute.Pointer) -> None:
+        """A half of a thread's row of keys or values to tensor memory, two elements in a column. What lies
+        past the row or the sequence is zero."""
+        width = (self.config.held_width // 2) // 2  # columns of this half
+        first = base + self.config.held + place.half * width
+        blocks = cute.flat_divide(in_columns(first, 0, width), (ROWS, TAKEN))[None, None, 0, None]
+        into = Blocks.store(tcgen05.St32x32bOp(tcgen05.Repetition(TAKEN)), blocks, place.row)
+        key = self.first_key(work) + place.row
+        self.copy_row(source, work, (key, place.half * (2 * width)), into)
+        cute.arch.fence_view_async_tmem_store()
+
+    @cute.jit
+    def copy_row(
+        self,
+        source: cute.Tensor,
+        work: KeyWork,
+        at: tuple[Int32, Int32],
+        into: cutlass.Constexpr[Blocks],
+    ) -> None:
+        """Elements of a key's row from a column on."""
+        key, first = at
+        row = token_of(source, work.b, work.kv_offset, key, work.kv_head)
+        eights = cute.logical_divide(row, cute.make_layout(WIDE))
+        for block in cutlass.range_constexpr(self.config.held_width // 4 // TAKEN):
+            held = cute.make_rmem_tensor((2 * TAKEN,), source.element_type)
+            held.fill(source.element_type(0.0))
+            pieces = cute.logical_divide(held, cute.make_layout(WIDE))
+            for i in cutlass.range_constexpr(2 * TAKEN // WIDE):
+                column = first + (block * (2 * TAKEN) + i * WIDE)
+                if (key < work.kv_len) & (column < source.shape[-1]):
+                    cute.autovec_copy(eights[None, column // WIDE], pieces[None, i])
+            into.put(block, cute.recast_tensor(held, Float32))
+
     def share_fragment(self, place: base.Place, packed: cute.Tensor, kind: Any, f: int) -> None:
         self.share(place.ds_row, packed, kind, place.half)
-
-    def await_shared(self, pipes: Any, phase: Int32) -> None:
-        # The dQ before has read what lies in shared memory.
-        cute.arch.mbarrier_wait(pipes.dq_full, phase ^ 1)
 
     def put_sums(
         self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
@@ -83,6 +119,12 @@ class Compute(base.Compute):
 
 class ComputeForValues(Compute):
     """For dV: probabilities alone."""
+
+    def begin(
+        self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        self.hold(arguments.k, work, place, base)
+        arrive_once(pipes.k_full)
 
     def ds_row(self, shared: Any, row: Int32) -> Any:
         return None

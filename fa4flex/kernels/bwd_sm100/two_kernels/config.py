@@ -11,7 +11,8 @@ from fa4flex.kernels.common.dq_layout import Order
 __all__ = ["SPLIT", "STEP", "VALUES", "Config", "Registers", "TensorMemory", "ValuesConfig"]
 
 STEP = 64
-"""Queries of a step: Q, dO, and K and V of 128 rows, are nearly all of shared memory."""
+"""Queries of a step: scores, dP and dQ of so many are all that tensor memory has room for beside dK and
+values."""
 
 HALF = STEP // 2
 """Queries of a step that one of the two compute warpgroups takes, of all keys."""
@@ -19,8 +20,11 @@ HALF = STEP // 2
 PACKED = HALF // 2
 """Columns of them in 16 bits."""
 
-VALUE_STAGES = 2
-"""Tiles of Q, and of dO, in flight, and places for scores in tensor memory, of the kernel for dV."""
+SCORE_STAGES = 2
+"""Places for scores in tensor memory, of the kernel for dV."""
+
+TAKEN = 16
+"""Columns of 32 bits that a thread moves between registers and tensor memory at a time, of keys or values."""
 
 SPLIT = Registers(reduce=96, compute=160, other=96)
 
@@ -30,15 +34,23 @@ VALUES = Registers(reduce=72, compute=168, other=104)
 
 @dataclass(frozen=True)
 class Config(base.Config):
-    """Configuration of the kernel for dK and dQ; `values` is that of the one for dV."""
+    """Configuration of the kernel for dK and dQ; `values` is that of the one for dV. `held`: first column of
+    the block's values."""
 
-    q_stages: int = 1
+    q_stages: int = 2
+    do_stages: int = 2
     dq_stages: int = 0
     registers: Registers = SPLIT
+    held: int = 0
 
     @property
     def tile_m(self) -> int:
         return STEP
+
+    @property
+    def held_width(self) -> int:
+        """Elements of a row of what the block holds in tensor memory."""
+        return self.head_dim_v
 
     @property
     def turn_rows(self) -> int:
@@ -58,22 +70,24 @@ class Config(base.Config):
             self.head_dim,
             self.head_dim_v,
             self.depths,
-            value_memory(self.head_dim_v),
+            value_memory(self.head_dim_v, self.head_dim),
             masked=self.masked,
             lengths=self.lengths,
             deterministic=self.deterministic,
+            held=self.head_dim_v,
         )
 
 
 @dataclass(frozen=True)
 class ValuesConfig(base.Config):
-    """Configuration of the kernel for dV. Where there are several stages, scores of one lie `score_columns`
-    behind those of the one before."""
+    """Configuration of the kernel for dV. Scores of a stage lie `score_columns` behind those of the one
+    before. `held`: first column of the block's keys."""
 
-    q_stages: int = VALUE_STAGES
-    do_stages: int = VALUE_STAGES
+    q_stages: int = SCORE_STAGES
+    do_stages: int = 3
     dq_stages: int = 0
     registers: Registers = VALUES
+    held: int = 0
 
     score_columns = STEP
 
@@ -81,8 +95,13 @@ class ValuesConfig(base.Config):
     def tile_m(self) -> int:
         return STEP
 
+    @property
+    def held_width(self) -> int:
+        return self.head_dim
 
-def value_memory(head_dim_v: int) -> TensorMemory:
-    """Columns of the kernel for dV: dV, then scores, over each half of which its probabilities lie."""
-    scores = head_dim_v
+
+def value_memory(head_dim_v: int, head_dim: int) -> TensorMemory:
+    """Columns of the kernel for dV: dV, the keys, and scores, over each half of which its probabilities
+    lie."""
+    scores = head_dim_v + head_dim // 2
     return TensorMemory(scores, (scores, scores + HALF), dv=0, dprob=0, ds=(0, 0), dk=0, dq=0)

@@ -1,5 +1,5 @@
-"""The warps that bring a block's keys, and values, once, then output gradients and queries with their rows'
-numbers."""
+"""The warps that bring queries and output gradients with their rows' numbers; for dK and dQ, before them the
+block's keys. What products have as their first operand in tensor memory, compute threads bring."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from fa4flex.kernels.bwd_sm100 import load as base
 from fa4flex.kernels.bwd_sm100.two_kernels.roles import LOADS, VALUE_LOADS
 
 
-class ValuesTransfers(NamedTuple):
+class Transfers(NamedTuple):
     """q, k, dout: as base.Transfers has them."""
 
     q: Any
     k: Any
+    dout: Any
+
+
+class ValuesTransfers(NamedTuple):
+    """q, dout: as base.Transfers has them."""
+
+    q: Any
     dout: Any
 
 

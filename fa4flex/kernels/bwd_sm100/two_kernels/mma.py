@@ -1,9 +1,10 @@
 """The warps that issue all products. For step j of a block's J, in this order, for dK and dQ:
 
-    dP(0) S(0) dK(0)   dP(1) S(1) dQ(0) dK(1)   dP(2) S(2) dQ(1) dK(2)   ...   dQ(J-1)
+    S(0) dP(0) dK(0) dQ(0)   S(1) dP(1) dK(1) dQ(1)   ...   dQ(J-1)
 
-Q(j + 1) takes the place of Q(j), which dK(j) reads, and arrives while dP(j + 1) is multiplied. While dS of a
-step are made of its scores and dP, dQ of the step before is multiplied. And for dV:
+dQ takes the place of the scores and of dP, a half of the head each: while the second half is multiplied, the
+first is read, and S(j + 1) may follow at once. While dP is multiplied, probabilities are made of the scores.
+And for dV:
 
     S(0)   S(1) dV(0)   S(2) dV(1)   ...   dV(J-1)
 
@@ -67,45 +68,45 @@ class Mma:
         steps = self.scheduler.steps(work, arguments)
         phase = Int32(0)
         if steps > 0:
-            cute.arch.mbarrier_wait(pipes.v_full, 0)
+            cute.arch.mbarrier_wait(pipes.k_full, 0)
         for j in cutlass.range(steps, unroll=1):
             zero = zero_here(j, steps)
+            cute.arch.mbarrier_wait(pipes.dq_early, phase ^ 1)
+            self.scores(inputs, q_state, zero)
+            cute.arch.mbarrier_wait(pipes.v_full, 0)
+            cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
             self.dprob(inputs, do_state, zero)
             do_state.advance()
-            if j == 0:
-                cute.arch.mbarrier_wait(pipes.k_full, 0)
-            self.scores(inputs, q_state, zero)
-            if j > 0:
-                self.dq(inputs, phase, zero)
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
             self.dk(inputs, q_state, j > 0, zero)
             q_state.advance()
+            if j + 1 == steps:
+                self.cluster.commit(pipes.dk_full)
+            self.dq(inputs, zero)
             phase ^= 1
-        if steps > 0:
-            self.cluster.commit(pipes.dk_full)
-            self.dq(inputs, phase, 0)
 
     def dprob(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
         products, shared, pipes = inputs.products, inputs.shared, inputs.pipes
-        v = products.dprob.make_fragment_A(shared.v)[None, None, None, 0]
         pipes.dout.consumer_wait(state)
         dout = products.dprob.make_fragment_B(shared.dout)[None, None, None, state.index]
-        acc = inputs.base + self.config.memory.dprob
-        products.square.issue(acc, v, dout, range(self.config.depths[1]), False, zero)
+        acc, steps = inputs.base + self.config.memory.dprob, range(self.config.depths[1])
+        products.held.issue(acc, self.held(inputs, steps, zero), dout, steps, False, zero)
         self.cluster.commit(pipes.dp_full)
         pipes.dout.consumer_release(state)
 
-    def scores(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
-        self.square(inputs, state, inputs.base + self.config.memory.scores, zero)
-        self.cluster.commit(inputs.pipes.s_full)
+    def held(self, inputs: Inputs, steps: range, zero: Zero) -> list[cute.Pointer]:
+        """First column of each instruction's part of what the block holds in tensor memory."""
+        first = inputs.base + self.config.held + zero
+        return [first + step * (MMA_K // 2) for step in steps]
 
-    def square(self, inputs: Inputs, state: pipeline.PipelineState, acc: cute.Pointer, zero: Zero) -> None:
-        """S' = K Q' of the next queries."""
+    def scores(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
         products, shared = inputs.products, inputs.shared
+        acc = inputs.base + self.config.memory.scores
         k = products.scores.make_fragment_A(shared.k)[None, None, None, 0]
         inputs.pipes.q.consumer_wait(state)
         q = products.scores.make_fragment_B(shared.q)[None, None, None, state.index]
         products.square.issue(acc, k, q, range(self.config.depths[0]), False, zero)
+        self.cluster.commit(inputs.pipes.s_full)
 
     def dk(self, inputs: Inputs, state: pipeline.PipelineState, add: Boolean, zero: Zero) -> None:
         memory, products = self.config.memory, inputs.products
@@ -114,17 +115,17 @@ class Mma:
         products.to_dk.issue(inputs.base + memory.dk, ds, q, STEPS, add, zero)
         inputs.pipes.q.consumer_release(state)
 
-    def dq(self, inputs: Inputs, phase: Int32, zero: Zero) -> None:
-        """dQ' of the step before the one of this phase."""
+    def dq(self, inputs: Inputs, zero: Zero) -> None:
+        """dQ' of a half of the head after the other."""
         products, shared = inputs.products, inputs.shared
         k_t = products.dq.make_fragment_A(shared.k_t)[None, None, None, 0]
         ds = products.dq.make_fragment_B(shared.ds)[None, None, None, 0]
-        cute.arch.mbarrier_wait(inputs.pipes.dq_empty, phase)
-        for half in range(self.config.head_dim // ROWS):
+        there = inputs.pipes.dq_half, inputs.pipes.dq_full
+        for half, full in enumerate(there):
             acc = inputs.base + self.config.memory.dq + half * STEP
             columns = cute.make_tensor(k_t[None, half, None].iterator, k_t.layout)
             products.to_dq.issue(acc, columns, ds, range(ROWS // MMA_K), False, zero)
-        self.cluster.commit(inputs.pipes.dq_full)
+            self.cluster.commit(full)
 
 
 class MmaForValues(Mma):
@@ -142,6 +143,7 @@ class MmaForValues(Mma):
     ) -> None:
         config, inputs = self.config, Inputs(products, shared, pipes, base)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         steps = self.scheduler.steps(work, arguments)
         if steps > 0:
@@ -153,23 +155,33 @@ class MmaForValues(Mma):
             if j + 1 < steps:
                 self.scores(inputs, q_state, zero)
                 q_state.advance()
-            self.dv(inputs, do_state, j > 0, zero)
+            self.dv(inputs, do_state, p_state, (j > 0, zero))
             do_state.advance()
+            p_state.advance()
         if steps > 0:
             self.cluster.commit(pipes.dv_full)
 
     def scores(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
+        products, steps = inputs.products, range(self.config.depths[0])
         acc = inputs.base + self.config.memory.scores + state.index * self.config.score_columns
-        self.square(inputs, state, acc, zero)
+        inputs.pipes.q.consumer_wait(state)
+        q = products.scores.make_fragment_B(inputs.shared.q)[None, None, None, state.index]
+        products.held.issue(acc, self.held(inputs, steps, zero), q, steps, False, zero)
         self.cluster.commit(inputs.pipes.s_full + state.index)
         inputs.pipes.q.consumer_release(state)
 
-    def dv(self, inputs: Inputs, state: pipeline.PipelineState, add: Boolean, zero: Zero) -> None:
-        config, pipes, products = self.config, inputs.pipes, inputs.products
-        first = inputs.base + state.index * config.score_columns + zero
+    def dv(
+        self,
+        inputs: Inputs,
+        state: pipeline.PipelineState,
+        p_state: pipeline.PipelineState,
+        more: tuple[Boolean, Zero],
+    ) -> None:
+        config, pipes, products, (add, zero) = self.config, inputs.pipes, inputs.products, more
+        first = inputs.base + p_state.index * config.score_columns + zero
         p = [first + column for column in operand_columns(config.memory.probabilities)]
         pipes.dout.consumer_wait(state)
-        cute.arch.mbarrier_wait(pipes.p_full + state.index, state.phase)
+        cute.arch.mbarrier_wait(pipes.p_full + p_state.index, p_state.phase)
         dout = products.dv.make_fragment_B(inputs.shared.dout_t)[None, None, None, state.index]
         products.to_dv.issue(inputs.base + config.memory.dv, p, dout, STEPS, add, zero)
         pipes.dout.consumer_release(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -15,9 +15,9 @@ from fa4flex.kernels.bwd_sm100.topology import HALVES
 from fa4flex.kernels.bwd_sm100.two_kernels.config import (
     HALF,
     PACKED,
+    SCORE_STAGES,
     SPLIT,
     STEP,
-    VALUE_STAGES,
     VALUES,
     Config,
     Registers,
@@ -62,28 +62,32 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
 
     @cached_property
     def columns(self) -> Columns:
-        """The tensor-memory map of a block for dK and dQ: dK, scores and dP, over which dS lie, two in a
-        column, at the start of each half of the queries; and dQ', whose columns are queries, of each 128
-        columns of the head."""
-        scores, dprob = self.head_dim, self.head_dim + STEP
+        """The tensor-memory map of a block for dK and dQ: dK, values, scores and dP. dS lie over dP, two in a
+        column, at the start of each half of the queries; and dQ', whose columns are queries, of the first
+        128 columns of the head over the scores, of the others over dP."""
+        values, scores = self.head_dim, self.head_dim + self.head_dim_v // 2
+        dprob = scores + STEP
         halves = [
             Range(f"{name} {i}", first + i * HALF, count)
             for name, first, count in (("S", scores, HALF), ("dP", dprob, HALF), ("dS", dprob, PACKED))
             for i in HALVES
         ]
-        dq = Range("dQ", dprob + STEP, self.head_dim // ROWS * STEP)
-        return Columns((*halves, Range("dK", 0, self.head_dim), dq), self.target.tensor_columns)
+        dq = Range("dQ", scores, STEP), Range("dQ late", dprob, STEP)
+        sums = Range("dK", 0, self.head_dim), *_held("V", values, self.head_dim_v), *dq
+        return Columns((*halves, *sums), self.target.tensor_columns)
 
     @cached_property
     def value_columns(self) -> Columns:
-        """The tensor-memory map of a block for dV: dV, and scores in two stages, over which probabilities
-        lie, likewise."""
+        """The tensor-memory map of a block for dV: dV, keys, and scores in two stages, over which
+        probabilities lie, likewise."""
+        keys, scores = self.head_dim_v, self.head_dim_v + self.head_dim // 2
         halves = [
-            Range(f"{name} {i}", self.head_dim_v + i * HALF, count, VALUE_STAGES, STEP)
+            Range(f"{name} {i}", scores + i * HALF, count, SCORE_STAGES, STEP)
             for name, count in (("S", HALF), ("P", PACKED))
             for i in HALVES
         ]
-        return Columns((*halves, Range("dV", 0, self.head_dim_v)), self.target.tensor_columns)
+        sums = Range("dV", 0, self.head_dim_v), *_held("K", keys, self.head_dim)
+        return Columns((*halves, *sums), self.target.tensor_columns)
 
     @cached_property
     def value_memory(self) -> Memory:
@@ -94,7 +98,6 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
             "columns": NUMBER,
             "lse2": NUMBER * STEP * config.q_stages,
             "q": tile_bytes(STEP, self.head_dim, size) * config.q_stages,
-            "k": tile_bytes(ROWS, self.head_dim, size),
             "dout": tile_bytes(STEP, self.head_dim_v, size) * config.do_stages,
         }
         return lay_out(sizes, {}, value_barriers(config).count, self.target)
@@ -111,6 +114,16 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
     @property
     def topologies(self) -> tuple[Topology, ...]:
         return self.value_topology, self.topology
+
+    def operands(self, config: base.Config) -> dict[str, int]:
+        found = super().operands(config)
+        del found["v"]
+        return found
+
+    def config(self) -> Config:
+        config = super().config()
+        assert isinstance(config, Config)
+        return replace(config, held=self.head_dim)
 
     def tensor_memory(self) -> TensorMemory:
         first = {r.name: r.first for r in self.columns.ranges}
@@ -147,6 +160,12 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
         return "\n".join(lines)
 
 
+def _held(name: str, first: int, width: int) -> tuple[Range, ...]:
+    """Keys or values, two elements in a column; a compute warpgroup brings either half."""
+    count = width // 4
+    return tuple(Range(f"{name} {i}", first + i * count, count) for i in HALVES)
+
+
 def plan_two_kernels(request: Request) -> TwoKernelsPlan:
     """Raises UnsupportedError for what no kernel has: callers then compute it another way."""
     problem = request.problem
@@ -154,8 +173,8 @@ def plan_two_kernels(request: Request) -> TwoKernelsPlan:
     if head_dim is None or head_dim_v is None:
         raise UnsupportedError(
             f"a backward kernel for {problem.explain()}",
-            f"heads of at most {WIDTHS[-1]}: dV, or dK beside scores, dP and dQ of {STEP} queries, is all that"
-            " tensor memory holds",
+            f"heads of at most {WIDTHS[-1]}: dK, values, scores and dP of {STEP} queries are all of tensor"
+            " memory",
             "nothing: gradients are computed in PyTorch operations instead",
         )
     return TwoKernelsPlan(request.target, problem, head_dim, head_dim_v)

@@ -19,6 +19,18 @@ class Reduce(base.Reduce):
         super().__init__(*given)
         self.pieces = self.config.head_dim // ROWS * (STEP // FRAGMENT)
 
+    def first_full(self, pipes: Any) -> cute.Pointer:
+        return pipes.dq_half
+
+    def await_piece(self, pipes: Any, piece: int, later: Int32) -> None:
+        if piece == self.pieces // 2:
+            cute.arch.mbarrier_wait(pipes.dq_full, later ^ 1)
+
+    def tell(self, pipes: Any, piece: int) -> None:
+        if piece == self.pieces // 2 - 1:
+            self.cluster.arrive(pipes.dq_early)
+        super().tell(pipes, piece)
+
     def staged(self, shared: Any) -> None:
         """Numbers go straight to global memory: shared memory is what this kernel waits for."""
 

@@ -20,11 +20,10 @@ ALONG, ACROSS = OperandMajorMode.K, OperandMajorMode.MN
 
 @dataclass(frozen=True)
 class ValuesShared:
-    """Shared memory of the kernel for dV. As operands of products, (instruction, M or N, K, stage): q, k and
+    """Shared memory of the kernel for dV. As operands of products, (instruction, M or N, K, stage): q and
     dout; dout_t, the same bytes with rows and columns exchanged. float32: lse2 (64, stage)."""
 
     q: cute.Tensor
-    k: cute.Tensor
     dout: cute.Tensor
     dout_t: cute.Tensor
     lse2: cute.Tensor
@@ -58,8 +57,9 @@ class Operands:
 
 
 class Products(Operands):
-    """S' = K Q' and dP' = V dO' from shared memory; dK += dS' Q with its first operand in tensor memory; and
-    dQ' = K' dS' from shared memory, 128 columns of the head at a time, where dS lies along its queries."""
+    """S' = K Q' from shared memory; dP' = V dO' and dK += dS' Q with their first operand in tensor memory;
+    and dQ' = K' dS' from shared memory, 128 columns of the head at a time, where dS lies along its
+    queries."""
 
     def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
         self.config, self.kind, self.group = config, kind, cluster.group
@@ -75,7 +75,6 @@ class Products(Operands):
         self.operands = {
             "q": Operand(self.scores, scores_tile, False),
             "k": Operand(self.scores, scores_tile, True),
-            "v": Operand(self.dprob, dprob_tile, True),
             "dout": Operand(self.dprob, dprob_tile, False),
             "ds": Operand(self.dq, dq_tile, False),
             "q_t": Operand(self.dk, dk_tile, False),
@@ -83,12 +82,14 @@ class Products(Operands):
         }
         self.square = Product(kind, 1, ROWS, STEP, False, False)
         """Product of keys and queries."""
+        self.held = Product(kind, 1, ROWS, STEP, True, False)
+        """Product of what is in tensor memory and rows of queries."""
         self.to_dk = Product(kind, 1, ROWS, d, True, True)
         self.to_dq = Product(kind, 1, ROWS, STEP, False, True, a_along_rows=True)
 
 
 class ValuesProducts(Operands):
-    """S' = K Q' from shared memory, and dV += P' dO with its first operand in tensor memory."""
+    """S' = K Q' and dV += P' dO with their first operand in tensor memory."""
 
     def __init__(self, config: ValuesConfig, kind: Any, cluster: Cluster) -> None:
         self.config, self.kind, self.group = config, kind, cluster.group
@@ -99,9 +100,8 @@ class ValuesProducts(Operands):
         self.dv = self.tiled(ALONG, ACROSS, dv_tile)
         self.operands = {
             "q": Operand(self.scores, scores_tile, False),
-            "k": Operand(self.scores, scores_tile, True),
             "dout": Operand(self.tiled(ALONG, ALONG, rows_tile), rows_tile, False),
             "dout_t": Operand(self.dv, dv_tile, False),
         }
-        self.square = Product(kind, 1, ROWS, STEP, False, False)
+        self.held = Product(kind, 1, ROWS, STEP, True, False)
         self.to_dv = Product(kind, 1, ROWS, config.head_dim_v, True, True)

@@ -6,19 +6,19 @@ from fa4flex.kernels.bwd_sm100.roles import ALLOCATED, COMPUTING, FINISHED, Load
 from fa4flex.kernels.plan.barriers import BarrierTable, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARPGROUP
 
-LOADS = Loads(("v", "k"), (("dout", "delta"), ("q", "lse2")))
-"""dP, which takes values and dO, comes before the scores: that of the next step is multiplied while its
-queries are on their way."""
+LOADS = Loads(("k",), (("q", "lse2"), ("dout", "delta")))
 
-VALUE_LOADS = Loads(("k",), (("q", "lse2"), ("dout",)))
+VALUE_LOADS = Loads((), (("q", "lse2"), ("dout",)))
 
 ROWS = (
     Row("k_full", 1, "load", "the block's keys have come", ring="k"),
-    Row("v_full", 1, "load", "the block's values have come", ring="v"),
+    Row("v_full", COMPUTING, "compute", "the block's values are in tensor memory"),
     Row("s_full", 1, "multiply", "scores are there, and all earlier products are done"),
     Row("dp_full", 1, "multiply", "dP is there, and all earlier products are done"),
     Row("ds_full", COMPUTING, "compute", "dS is there, in both memories; scores and dP are read"),
+    Row("dq_half", 1, "multiply", "the first half of dQ is there"),
     Row("dq_full", 1, "multiply", "dQ is there, and all earlier products are done"),
+    Row("dq_early", WARPGROUP, "reduce", "the first half of dQ is read, which the next scores take the place of"),
     Row("dq_empty", WARPGROUP, "reduce", "dQ is read"),
     Row("dk_full", 1, "multiply", "dK is complete"),
 )
@@ -33,7 +33,7 @@ def value_barriers(sizes: Sizes) -> BarrierTable:
     """Barriers of the kernel for dV."""
     per = Per(stages=sizes.q_stages)
     rows = (
-        Row("k_full", 1, "load", "the block's keys have come", ring="k"),
+        Row("k_full", COMPUTING, "compute", "the block's keys are in tensor memory"),
         Row("s_full", 1, "multiply", "scores are there, and all earlier products are done", per),
         Row("p_full", COMPUTING, "compute", "probabilities are there, and scores read", per),
         Row("dv_full", 1, "multiply", "dV is complete"),

@@ -3,11 +3,10 @@
 
 What is not there, and why the simulation finds nothing missing:
 
-no p_full, s_empty   S(j + 1) comes after dK(j), which waited for dS(j): scores are read when it is there. Of
-                     dV, S(j + 2) comes after dV(j), which waited until probabilities had been made of all of
-                     S(j), and has read them: they lie over the scores.
-no dp_empty          dP(j + 1) comes after dK(j), which has read dS(j), and they lie over dP(j).
-no ds_empty          Whoever writes dS(j + 1) to shared memory waits for dq_full of dQ(j).
+no p_full        dQ(j) takes the place of the scores after dK(j), which waited for dS(j): scores are read then.
+no ds_empty      dS(j + 1) are made of S(j + 1), which comes after dQ(j), and it has read dS(j).
+no s_empty       Of dV, S(j + 2) comes after dV(j), which waited until probabilities had been made of all of
+                 S(j), and has read them: they lie over the scores.
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ from fa4flex.kernels.bwd_sm100.topology import (
     reduce_role,
     tiles,
 )
-from fa4flex.kernels.bwd_sm100.two_kernels.config import STEP, VALUE_STAGES, Config, ValuesConfig
+from fa4flex.kernels.bwd_sm100.two_kernels.config import SCORE_STAGES, STEP, Config, ValuesConfig
 from fa4flex.kernels.bwd_sm100.two_kernels.roles import LOADS, VALUE_LOADS, barrier_table, value_barriers
 from fa4flex.kernels.plan.barriers import BarrierTable
 from fa4flex.kernels.plan.tensor_memory import Columns
-from fa4flex.kernels.plan.topology import Event, Events, Ring, Role, Topology
+from fa4flex.kernels.plan.topology import Event, Events, Product, Ring, Role, Topology
 
 PARTS = tuple(map(str, HALVES))
+DQ = ("dQ", "dQ late")
+"""Halves of dQ', of either half of the head."""
+
 STATISTIC_BYTES = 4 * STEP
 
 
@@ -39,10 +41,9 @@ def keys_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
     """The pipeline of the kernel for dK and dQ."""
     table = barrier_table(config)
     return Topology(
-        roles=(load_role(LOADS), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
+        roles=(load_role(LOADS), _multiply(), *(_compute(i) for i in HALVES), _reduce()),
         rings=(
             tiles(table, "k", ROWS, config.head_dim, itemsize),
-            tiles(table, "v", ROWS, config.head_dim_v, itemsize),
             *_of_queries(table, config, itemsize),
             _numbers(table, "delta"),
         ),
@@ -58,10 +59,10 @@ def keys_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
 def values_topology(config: ValuesConfig, columns: Columns, itemsize: int) -> Topology:
     """The pipeline of the kernel for dV."""
     table = value_barriers(config)
-    staged = tuple((f"{name} {i}", VALUE_STAGES) for name in ("S", "P") for i in HALVES)
+    staged = tuple((f"{name} {i}", SCORE_STAGES) for name in ("S", "P") for i in HALVES)
     return Topology(
         roles=(load_role(VALUE_LOADS), _multiply_values(), *(_weigh(i) for i in HALVES), _idle()),
-        rings=(tiles(table, "k", ROWS, config.head_dim, itemsize), *_of_queries(table, config, itemsize)),
+        rings=_of_queries(table, config, itemsize),
         barriers=table.named_barriers(),
         staging="none",
         mbarriers=table.barriers(),
@@ -91,26 +92,35 @@ def _multiply() -> Role:
     def issue(name: str) -> Events:
         return tuple(Event("issue", f"{name} {part}") for part in PARTS)
 
-    def dq(step: int) -> Events:
+    def step(first: bool) -> Events:
         return (
-            Event("await", "dq_empty", step - 1),
-            Event("issue", "dQ", step),
-            Event("commit", "dq_full", step),
+            *([once("wait", "k")] * first),
+            *(Event("await", "dq_early", -1), Event("wait", "q"), *issue("S"), Event("commit", "s_full")),
+            *(once("await", "v_full"), Event("await", "dq_empty", -1), Event("wait", "dout")),
+            *(*issue("dP"), Event("commit", "dp_full"), Event("commit", "dout")),
+            *(Event("await", "ds_full"), Event("issue", "dK"), Event("commit", "q")),
+            Event("commit", "dk_full", per="work", ending=0),
+            *(Event("issue", "dQ"), Event("commit", "dq_half")),
+            *(Event("issue", "dQ late"), Event("commit", "dq_full")),
         )
 
-    dprob = Event("wait", "dout"), *issue("dP"), Event("commit", "dp_full"), Event("commit", "dout")
-    scores = Event("wait", "q"), *issue("S"), Event("commit", "s_full")
-    dk = Event("await", "ds_full"), Event("issue", "dK"), Event("commit", "q")
     return Role(
         "multiply",
         1,
         opening=(Event("sync", "allocated"),),
-        first=(once("wait", "v"), *dprob, once("wait", "k"), *scores, *dk),
-        body=(*dprob, *scores, *dq(-1), *dk),
-        last=(once("commit", "dk_full"), *dq(0)),
-        products=tuple(one for one in products_of(PARTS) if one.name != "dV"),
+        first=step(True),
+        body=step(False),
+        products=tuple(_held("dP", "V", one) for one in products_of(PARTS, DQ) if one.name != "dV"),
         warp=MULTIPLY,
     )
+
+
+def _held(name: str, held: str, product: Product) -> Product:
+    """The product as it is, or, of this name, with its first operand in tensor memory."""
+    if not product.name.startswith(f"{name} "):
+        return product
+    parts = tuple(once("read", f"{held} {part}") for part in PARTS)
+    return replace(product, reads=(*parts, *product.reads[1:]))
 
 
 def _multiply_values() -> Role:
@@ -130,10 +140,10 @@ def _multiply_values() -> Role:
         "multiply",
         1,
         opening=(Event("sync", "allocated"),),
-        first=(once("wait", "k"), *scores),
+        first=(once("await", "k_full"), *scores),
         body=(*scores, *dv(-1)),
         last=(*dv(0), once("commit", "dv_full")),
-        products=tuple(one for one in products_of(PARTS) if one.name in mine),
+        products=tuple(_held("S", "K", one) for one in products_of(PARTS) if one.name in mine),
         warp=MULTIPLY,
     )
 
@@ -154,12 +164,14 @@ def _compute(i: int) -> Role:
         Event("read", "delta"),
         Event("read", f"dP {i}"),
         Event("write", f"dS {i}"),
-        Event("await", "dq_full", -1),
         Event("write", f"shared dS {i}"),
         Event("arrive", "ds_full"),
         Event("release", "delta"),
     )
-    return replace(role, last=(once("await", "dk_full"), Event("read", "dK")))
+    before = once("write", f"V {i}"), once("arrive", "v_full")
+    return replace(
+        role, first=(*before, *role.first), last=(once("await", "dk_full"), Event("read", "dK"))
+    )
 
 
 def _weigh(i: int) -> Role:
@@ -173,7 +185,18 @@ def _weigh(i: int) -> Role:
         Event("arrive", "p_full"),
         Event("release", "lse2"),
     )
-    return replace(role, last=(once("await", "dv_full"), Event("read", "dV")))
+    before = once("write", f"K {i}"), once("arrive", "k_full")
+    return replace(
+        role, first=(*before, *role.first), last=(once("await", "dv_full"), Event("read", "dV"))
+    )
+
+
+def _reduce() -> Role:
+    return reduce_role(
+        "",
+        *(Event("await", "dq_half"), Event("read", "dQ"), Event("arrive", "dq_early")),
+        *(Event("await", "dq_full"), Event("read", "dQ late"), Event("arrive", "dq_empty")),
+    )
 
 
 def _idle() -> Role:
