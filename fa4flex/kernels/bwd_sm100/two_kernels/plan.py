@@ -62,18 +62,18 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
 
     @cached_property
     def columns(self) -> Columns:
-        """The tensor-memory map of a block for dK and dQ: dK, values, scores and dP. dS lie over dP, two in a
-        column, at the start of each half of the queries; and dQ', whose columns are queries, of the first
-        128 columns of the head over the scores, of the others over dP."""
-        values, scores = self.head_dim, self.head_dim + self.head_dim_v // 2
-        dprob = scores + STEP
+        """The tensor-memory map of a block for dK and dQ: dK, the first half of the values, scores and dP. dS
+        lie over dP, two in a column, at the start of each half of the queries; and so does dQ', whose columns
+        are queries, of the first 128 columns of the head. That of the others has columns of its own."""
+        values, scores = self.head_dim, self.head_dim + self.head_dim_v // 4
+        dprob, late = scores + STEP, scores + 2 * STEP
         halves = [
             Range(f"{name} {i}", first + i * HALF, count)
             for name, first, count in (("S", scores, HALF), ("dP", dprob, HALF), ("dS", dprob, PACKED))
             for i in HALVES
         ]
-        dq = Range("dQ", scores, STEP), Range("dQ late", dprob, STEP)
-        sums = Range("dK", 0, self.head_dim), *_held("V", values, self.head_dim_v), *dq
+        dq = Range("dQ", dprob, STEP), Range("dQ late", late, STEP)
+        sums = Range("dK", 0, self.head_dim), *_held("V", values, self.head_dim_v // 2), *dq
         return Columns((*halves, *sums), self.target.tensor_columns)
 
     @cached_property
@@ -116,9 +116,8 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
         return self.value_topology, self.topology
 
     def operands(self, config: base.Config) -> dict[str, int]:
-        found = super().operands(config)
-        del found["v"]
-        return found
+        late = tile_bytes(ROWS, self.head_dim_v // 2, self.problem.itemsize)
+        return {**super().operands(config), "v": late}
 
     def config(self) -> Config:
         config = super().config()

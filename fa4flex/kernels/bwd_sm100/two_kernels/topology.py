@@ -3,8 +3,9 @@
 
 What is not there, and why the simulation finds nothing missing:
 
-no p_full        dQ(j) takes the place of the scores after dK(j), which waited for dS(j): scores are read then.
-no ds_empty      dS(j + 1) are made of S(j + 1), which comes after dQ(j), and it has read dS(j).
+no p_full        No product takes probabilities beside dS.
+no ds_empty      dS(j + 1) are made of dP(j + 1), which comes after dK(j) and dQ(j), and they have read dS(j).
+no dp_empty      dQ(j) takes the place of dP(j) after dK(j), which waited until all had read it.
 no s_empty       Of dV, S(j + 2) comes after dV(j), which waited until probabilities had been made of all of
                  S(j), and has read them: they lie over the scores.
 """
@@ -44,6 +45,7 @@ def keys_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
         roles=(load_role(LOADS), _multiply(), *(_compute(i) for i in HALVES), _reduce()),
         rings=(
             tiles(table, "k", ROWS, config.head_dim, itemsize),
+            tiles(table, "v", ROWS, config.head_dim_v - config.held_width, itemsize),
             *_of_queries(table, config, itemsize),
             _numbers(table, "delta"),
         ),
@@ -92,35 +94,39 @@ def _multiply() -> Role:
     def issue(name: str) -> Events:
         return tuple(Event("issue", f"{name} {part}") for part in PARTS)
 
-    def step(first: bool) -> Events:
-        return (
-            *([once("wait", "k")] * first),
-            *(Event("await", "dq_early", -1), Event("wait", "q"), *issue("S"), Event("commit", "s_full")),
-            *(once("await", "v_full"), Event("await", "dq_empty", -1), Event("wait", "dout")),
-            *(*issue("dP"), Event("commit", "dp_full"), Event("commit", "dout")),
-            *(Event("await", "ds_full"), Event("issue", "dK"), Event("commit", "q")),
-            Event("commit", "dk_full", per="work", ending=0),
-            *(Event("issue", "dQ"), Event("commit", "dq_half")),
-            *(Event("issue", "dQ late"), Event("commit", "dq_full")),
-        )
+    def dq(step: int) -> Events:
+        early = Event("issue", "dQ", step), Event("commit", "dq_half", step)
+        late = Event("issue", "dQ late", step), Event("commit", "dq_full", step)
+        return *early, Event("await", "dq_empty", step - 1), *late
 
+    def dk(step: int) -> Events:
+        return Event("await", "ds_full", step), Event("issue", "dK", step), Event("commit", "q", step)
+
+    scores = Event("wait", "q"), *issue("S"), Event("commit", "s_full")
+    dprob = (
+        *(Event("await", "dq_early", -1), Event("wait", "dout"), *issue("dP")),
+        *(Event("commit", "dp_full"), Event("commit", "dout")),
+    )
+    come = once("await", "held_full"), once("wait", "v")
     return Role(
         "multiply",
         1,
         opening=(Event("sync", "allocated"),),
-        first=step(True),
-        body=step(False),
-        products=tuple(_held("dP", "V", one) for one in products_of(PARTS, DQ) if one.name != "dV"),
+        first=(once("wait", "k"), *scores, *come, *dprob),
+        body=(Event("await", "s_read", -1), *scores, *dk(-1), *dq(-1), *dprob),
+        last=(*dk(0), once("commit", "dk_full"), *dq(0)),
+        products=tuple(_held("dP", "V", one, True) for one in products_of(PARTS, DQ) if one.name != "dV"),
         warp=MULTIPLY,
     )
 
 
-def _held(name: str, held: str, product: Product) -> Product:
-    """The product as it is, or, of this name, with its first operand in tensor memory."""
+def _held(name: str, held: str, product: Product, beside: bool = False) -> Product:
+    """The product as it is, or, of this name, with its first operand in tensor memory; `beside` what it has in
+    shared memory."""
     if not product.name.startswith(f"{name} "):
         return product
     parts = tuple(once("read", f"{held} {part}") for part in PARTS)
-    return replace(product, reads=(*parts, *product.reads[1:]))
+    return replace(product, reads=(*parts, *product.reads[1 - beside :]))
 
 
 def _multiply_values() -> Role:
@@ -158,6 +164,7 @@ def _compute(i: int) -> Role:
         Event("await", "s_full"),
         Event("read", "lse2"),
         Event("read", f"S {i}"),
+        Event("arrive", "s_read"),
         Event("release", "lse2"),
         Event("wait", "delta"),
         Event("await", "dp_full"),
@@ -168,7 +175,7 @@ def _compute(i: int) -> Role:
         Event("arrive", "ds_full"),
         Event("release", "delta"),
     )
-    before = once("write", f"V {i}"), once("arrive", "v_full")
+    before = once("write", f"V {i}"), once("arrive", "held_full")
     return replace(
         role, first=(*before, *role.first), last=(once("await", "dk_full"), Event("read", "dK"))
     )
