@@ -117,14 +117,10 @@ class Load:
         whole = head_of(transfer.tma_tensor, self.config.ragged, tokens, axis)
         part = product.get_slice(self.cluster.rank())
         if first:
-            tiles = part.partition_A(cute.local_tile(whole, tile[::2], (None, self.first_column(name))))
+            tiles = part.partition_A(cute.local_tile(whole, tile[::2], (None, 0)))
         else:
             tiles = part.partition_B(cute.local_tile(whole, tile[1:], (0, None) if axis else (None, 0)))
         return partition(transfer, getattr(block.shared, name), tiles, modes=3)
-
-    def first_column(self, name: str) -> int:
-        """Number of the tile of columns that the block has of its keys or values: the only one."""
-        return 0
 
     def stage(self, name: str, source: Any, block: Block, state: pipeline.PipelineState, tile: Int32) -> None:
         """Loads a tile, or its rows' numbers, into the next stage."""

@@ -65,7 +65,7 @@ class Compute(base.Compute):
         self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
     ) -> None:
         self.hold(arguments.v, work, place, base)
-        arrive_once(pipes.held_full)
+        arrive_once(pipes.v_full)
 
     def take(self, f: int, head: Head, place: base.Place, step: Step, scores: cute.Tensor) -> cute.Tensor:
         rows = super().take(f, head, place, step, scores)

@@ -35,9 +35,10 @@ VALUES = Registers(reduce=72, compute=168, other=104)
 @dataclass(frozen=True)
 class Config(base.Config):
     """Configuration of the kernel for dK and dQ; `values` is that of the one for dV. `held`: first column of
-    the first half of the block's values."""
+    the block's values."""
 
     q_stages: int = 2
+    do_stages: int = 2
     dq_stages: int = 0
     registers: Registers = SPLIT
     held: int = 0
@@ -49,7 +50,7 @@ class Config(base.Config):
     @property
     def held_width(self) -> int:
         """Elements of a row of what the block holds in tensor memory."""
-        return self.head_dim_v // 2
+        return self.head_dim_v
 
     @property
     def turn_rows(self) -> int:

@@ -3,9 +3,9 @@
 load warp --[q, dout rings]--> multiply warp <--(k once; S; P)--> compute warpgroups --> dv
           --[lse2 ring]-------------------------------------------^
 
-load warp --[k, v once; q, dout rings]--> multiply warp <--(v once; S, dP; dS)--> compute warpgroups --> dk
-          --[lse2, delta rings]--------------------+------------------------------^
-                                                   +--(dQ')--> reduce warpgroup --> dq_sum
+load warp --[k once; q, dout rings]--> multiply warp <--(v once; S, dP; dS)--> compute warpgroups --> dk
+          --[lse2, delta rings]-----------------+------------------------------^
+                                                +--(dQ')--> reduce warpgroup --> dq_sum
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fa4flex.kernels.bwd_sm100.config import ROWS
 from fa4flex.kernels.bwd_sm100.resources import Shared
 from fa4flex.kernels.bwd_sm100.two_kernels.compute import Compute, ComputeForValues
 from fa4flex.kernels.bwd_sm100.two_kernels.config import STEP, Config
-from fa4flex.kernels.bwd_sm100.two_kernels.load import Load, LoadForValues, ValuesTransfers
+from fa4flex.kernels.bwd_sm100.two_kernels.load import Load, LoadForValues, Transfers, ValuesTransfers
 from fa4flex.kernels.bwd_sm100.two_kernels.mma import Mma, MmaForValues
 from fa4flex.kernels.bwd_sm100.two_kernels.reduce import Idle, Reduce
 from fa4flex.kernels.bwd_sm100.two_kernels.resources import Products, ValuesProducts, ValuesShared
@@ -53,6 +53,8 @@ class OfKeys(base.Backward):
     """The kernel for dK and dQ."""
 
     roles = Load, Mma, Compute, Reduce
+    transfers_kind = Transfers
+    operands = ("q", "k", "dout", "ds")
     barrier_table = staticmethod(barrier_table)
 
     def products(self, arguments: BackwardArguments) -> Products:
@@ -61,7 +63,7 @@ class OfKeys(base.Backward):
     def shared(self, storage: Any, products: Products) -> Shared:
         # A key's queries lie next to each other, in a row of the swizzle.
         rows = cute.make_layout((STEP, ROWS), stride=(1, STEP))
-        return Shared(**self.tensors(storage, products, rows), dout_t=None)
+        return Shared(**self.tensors(storage, products, rows), v=None, dout_t=None)
 
 
 class Backward:

@@ -1,6 +1,5 @@
 """The warps that bring queries and output gradients with their rows' numbers; for dK and dQ, before them the
-block's keys, and the second half of its values. What products have as their first operand in tensor memory,
-compute threads bring."""
+block's keys. What products have as their first operand in tensor memory, compute threads bring."""
 
 from __future__ import annotations
 
@@ -11,17 +10,22 @@ from fa4flex.kernels.bwd_sm100.two_kernels.roles import LOADS, VALUE_LOADS
 
 
 class ValuesTransfers(NamedTuple):
-    """q, dout: as Transfers has them."""
+    """q, dout: as base.Transfers has them."""
 
     q: Any
     dout: Any
 
 
+class Transfers(NamedTuple):
+    """q, k, dout: likewise."""
+
+    q: Any
+    k: Any
+    dout: Any
+
+
 class Load(base.Load):
     loads = LOADS
-
-    def first_column(self, name: str) -> int:
-        return 1 if name == "v" else 0
 
 
 class LoadForValues(base.Load):

@@ -3,7 +3,8 @@
     S(0) dP(0)   S(1) dK(0) dQ(0) dP(1)   S(2) dK(1) dQ(1) dP(2)   ...   dK(J-1) dQ(J-1)
 
 While dS are made of dP, the next scores are multiplied, and probabilities are made of them during dK and dQ.
-The first half of dQ takes the place of dP: it is read while the second one is multiplied. And for dV:
+dQ takes the places of dP and of the scores, by halves of the head: the first one is read while the second is
+multiplied, and the second one during the next dP. And for dV:
 
     S(0)   S(1) dV(0)   S(2) dV(1)   ...   dV(J-1)
 
@@ -28,9 +29,6 @@ from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tensor_core import zero_here
 from fa4flex.kernels.plan.problem import MMA_K
-
-BLOCK = 64 // MMA_K
-"""Instructions of a product that take a block of columns of rows in shared memory."""
 
 STEPS = range(STEP // MMA_K)
 """Instructions of a product that sums over queries."""
@@ -75,7 +73,6 @@ class Mma:
             cute.arch.mbarrier_wait(pipes.k_full, 0)
             self.scores(inputs, s_state, 0)
             s_state.advance()
-            cute.arch.mbarrier_wait(pipes.held_full, 0)
             cute.arch.mbarrier_wait(pipes.v_full, 0)
         for j in cutlass.range(steps, unroll=1):
             zero = zero_here(j, steps)
@@ -84,28 +81,27 @@ class Mma:
             do_state.advance()
             if j + 1 < steps:
                 cute.arch.mbarrier_wait(pipes.s_read, phase)
+                cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
                 self.scores(inputs, s_state, zero)
                 s_state.advance()
             cute.arch.mbarrier_wait(pipes.ds_full, phase)
             self.dk(inputs, q_state, j > 0, zero)
             q_state.advance()
-            if j + 1 == steps:
+            self.dq(inputs, 0, zero)
+            if j + 1 < steps:
+                cute.arch.mbarrier_wait(pipes.s_read, phase ^ 1)
+            else:
                 self.cluster.commit(pipes.dk_full)
-            self.dq(inputs, phase, zero)
+                cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
+            self.dq(inputs, 1, zero)
             phase ^= 1
 
     def dprob(self, inputs: Inputs, state: pipeline.PipelineState, zero: Zero) -> None:
-        """dP' = V dO', by the columns of V in tensor memory and then by those in shared memory."""
         products, shared, pipes = inputs.products, inputs.shared, inputs.pipes
-        depth, held = self.config.depths[1], self.config.held_width // MMA_K
-        v = products.dprob.make_fragment_A(shared.v)[None, None, None, 0]
         pipes.dout.consumer_wait(state)
         dout = products.dprob.make_fragment_B(shared.dout)[None, None, None, state.index]
-        acc, steps = inputs.base + self.config.memory.dprob, range(min(held, depth))
+        acc, steps = inputs.base + self.config.memory.dprob, range(self.config.depths[1])
         products.held.issue(acc, self.held(inputs, steps, zero), dout, steps, False, zero)
-        if depth > held:
-            late = cute.make_tensor(dout[None, None, (None, held // BLOCK)].iterator, dout.layout)
-            products.square.issue(acc, v, late, range(depth - held), True, zero)
         self.cluster.commit(pipes.dp_full)
         pipes.dout.consumer_release(state)
 
@@ -130,19 +126,15 @@ class Mma:
         products.to_dk.issue(inputs.base + memory.dk, ds, q, STEPS, add, zero)
         inputs.pipes.q.consumer_release(state)
 
-    def dq(self, inputs: Inputs, phase: Int32, zero: Zero) -> None:
-        """dQ' of a half of the head after the other. The second one has columns of its own."""
-        products, shared = inputs.products, inputs.shared
+    def dq(self, inputs: Inputs, half: int, zero: Zero) -> None:
+        """dQ' of a half of the head: over dP, and over the scores."""
+        products, shared, memory = inputs.products, inputs.shared, self.config.memory
         k_t = products.dq.make_fragment_A(shared.k_t)[None, None, None, 0]
         ds = products.dq.make_fragment_B(shared.ds)[None, None, None, 0]
-        there = inputs.pipes.dq_half, inputs.pipes.dq_full
-        for half, full in enumerate(there):
-            if half:
-                cute.arch.mbarrier_wait(inputs.pipes.dq_empty, phase ^ 1)
-            acc = inputs.base + self.config.memory.dq + half * STEP
-            columns = cute.make_tensor(k_t[None, half, None].iterator, k_t.layout)
-            products.to_dq.issue(acc, columns, ds, range(ROWS // MMA_K), False, zero)
-            self.cluster.commit(full)
+        columns = cute.make_tensor(k_t[None, half, None].iterator, k_t.layout)
+        acc = inputs.base + (memory.scores if half else memory.dprob)
+        products.to_dq.issue(acc, columns, ds, range(ROWS // MMA_K), False, zero)
+        self.cluster.commit(inputs.pipes.dq_full if half else inputs.pipes.dq_half)
 
 
 class MmaForValues(Mma):

@@ -62,18 +62,18 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
 
     @cached_property
     def columns(self) -> Columns:
-        """The tensor-memory map of a block for dK and dQ: dK, the first half of the values, scores and dP. dS
-        lie over dP, two in a column, at the start of each half of the queries; and so does dQ', whose columns
-        are queries, of the first 128 columns of the head. That of the others has columns of its own."""
-        values, scores = self.head_dim, self.head_dim + self.head_dim_v // 4
-        dprob, late = scores + STEP, scores + 2 * STEP
+        """The tensor-memory map of a block for dK and dQ: dK, values, dP and scores. dS lie over dP, two in a
+        column, at the start of each half of the queries; and so does dQ', whose columns are queries, of the
+        first 128 columns of the head. That of the others lies over the scores."""
+        values, dprob = self.head_dim, self.head_dim + self.head_dim_v // 2
+        scores = dprob + STEP
         halves = [
             Range(f"{name} {i}", first + i * HALF, count)
             for name, first, count in (("S", scores, HALF), ("dP", dprob, HALF), ("dS", dprob, PACKED))
             for i in HALVES
         ]
-        dq = Range("dQ", dprob, STEP), Range("dQ late", late, STEP)
-        sums = Range("dK", 0, self.head_dim), *_held("V", values, self.head_dim_v // 2), *dq
+        dq = Range("dQ", dprob, STEP), Range("dQ late", scores, STEP)
+        sums = Range("dK", 0, self.head_dim), *_held("V", values, self.head_dim_v), *dq
         return Columns((*halves, *sums), self.target.tensor_columns)
 
     @cached_property
@@ -116,8 +116,9 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
         return self.value_topology, self.topology
 
     def operands(self, config: base.Config) -> dict[str, int]:
-        late = tile_bytes(ROWS, self.head_dim_v // 2, self.problem.itemsize)
-        return {**super().operands(config), "v": late}
+        found = super().operands(config)
+        del found["v"]
+        return found
 
     def config(self) -> Config:
         config = super().config()

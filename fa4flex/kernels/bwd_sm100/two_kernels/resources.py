@@ -57,9 +57,9 @@ class Operands:
 
 
 class Products(Operands):
-    """S' = K Q' and dP' = V dO' from shared memory, but the first half of V is in tensor memory; dK += dS' Q
-    with its first operand in tensor memory; and dQ' = K' dS' from shared memory, 128 columns of the head at a
-    time, where dS lies along its queries."""
+    """S' = K Q' from shared memory; dP' = V dO' and dK += dS' Q with their first operand in tensor memory;
+    and dQ' = K' dS' from shared memory, 128 columns of the head at a time, where dS lies along its
+    queries."""
 
     def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
         self.config, self.kind, self.group = config, kind, cluster.group
@@ -75,7 +75,6 @@ class Products(Operands):
         self.operands = {
             "q": Operand(self.scores, scores_tile, False),
             "k": Operand(self.scores, scores_tile, True),
-            "v": Operand(self.dprob, (ROWS, STEP, dv - config.held_width), True),
             "dout": Operand(self.dprob, dprob_tile, False),
             "ds": Operand(self.dq, dq_tile, False),
             "q_t": Operand(self.dk, dk_tile, False),

@@ -6,14 +6,13 @@ from fa4flex.kernels.bwd_sm100.roles import ALLOCATED, COMPUTING, FINISHED, Load
 from fa4flex.kernels.plan.barriers import BarrierTable, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARPGROUP
 
-LOADS = Loads(("k", "v"), (("q", "lse2"), ("dout", "delta")))
+LOADS = Loads(("k",), (("q", "lse2"), ("dout", "delta")))
 
 VALUE_LOADS = Loads((), (("q", "lse2"), ("dout",)))
 
 ROWS = (
     Row("k_full", 1, "load", "the block's keys have come", ring="k"),
-    Row("v_full", 1, "load", "the second half of the block's values has come", ring="v"),
-    Row("held_full", COMPUTING, "compute", "the first half of them is in tensor memory"),
+    Row("v_full", COMPUTING, "compute", "the block's values are in tensor memory"),
     Row("s_full", 1, "multiply", "scores are there, and all earlier products are done"),
     Row("s_read", COMPUTING, "compute", "scores are in registers"),
     Row("dp_full", 1, "multiply", "dP is there, and all earlier products are done"),
@@ -21,7 +20,7 @@ ROWS = (
     Row("dq_half", 1, "multiply", "the first half of dQ is there"),
     Row("dq_full", 1, "multiply", "dQ is there, and all earlier products are done"),
     Row("dq_early", WARPGROUP, "reduce", "the first half of dQ is read, whose place the next dP takes"),
-    Row("dq_empty", WARPGROUP, "reduce", "dQ is read"),
+    Row("dq_empty", WARPGROUP, "reduce", "dQ is read, whose second half the scores after the next take"),
     Row("dk_full", 1, "multiply", "dK is complete"),
 )
 

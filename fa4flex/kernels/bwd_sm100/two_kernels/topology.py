@@ -45,7 +45,6 @@ def keys_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
         roles=(load_role(LOADS), _multiply(), *(_compute(i) for i in HALVES), _reduce()),
         rings=(
             tiles(table, "k", ROWS, config.head_dim, itemsize),
-            tiles(table, "v", ROWS, config.head_dim_v - config.held_width, itemsize),
             *_of_queries(table, config, itemsize),
             _numbers(table, "delta"),
         ),
@@ -94,10 +93,10 @@ def _multiply() -> Role:
     def issue(name: str) -> Events:
         return tuple(Event("issue", f"{name} {part}") for part in PARTS)
 
-    def dq(step: int) -> Events:
+    def dq(step: int, *before: Event) -> Events:
         early = Event("issue", "dQ", step), Event("commit", "dq_half", step)
         late = Event("issue", "dQ late", step), Event("commit", "dq_full", step)
-        return *early, Event("await", "dq_empty", step - 1), *late
+        return *early, *before, *late
 
     def dk(step: int) -> Events:
         return Event("await", "ds_full", step), Event("issue", "dK", step), Event("commit", "q", step)
@@ -107,26 +106,27 @@ def _multiply() -> Role:
         *(Event("await", "dq_early", -1), Event("wait", "dout"), *issue("dP")),
         *(Event("commit", "dp_full"), Event("commit", "dout")),
     )
-    come = once("await", "held_full"), once("wait", "v")
     return Role(
         "multiply",
         1,
         opening=(Event("sync", "allocated"),),
-        first=(once("wait", "k"), *scores, *come, *dprob),
-        body=(Event("await", "s_read", -1), *scores, *dk(-1), *dq(-1), *dprob),
-        last=(*dk(0), once("commit", "dk_full"), *dq(0)),
-        products=tuple(_held("dP", "V", one, True) for one in products_of(PARTS, DQ) if one.name != "dV"),
+        first=(once("wait", "k"), *scores, once("await", "v_full"), *dprob),
+        body=(
+            *(Event("await", "s_read", -1), Event("await", "dq_empty", -2), *scores),
+            *(*dk(-1), *dq(-1, Event("await", "s_read")), *dprob),
+        ),
+        last=(*dk(0), *dq(0, once("commit", "dk_full"), Event("await", "dq_empty", -1))),
+        products=tuple(_held("dP", "V", one) for one in products_of(PARTS, DQ) if one.name != "dV"),
         warp=MULTIPLY,
     )
 
 
-def _held(name: str, held: str, product: Product, beside: bool = False) -> Product:
-    """The product as it is, or, of this name, with its first operand in tensor memory; `beside` what it has in
-    shared memory."""
+def _held(name: str, held: str, product: Product) -> Product:
+    """The product as it is, or, of this name, with its first operand in tensor memory."""
     if not product.name.startswith(f"{name} "):
         return product
     parts = tuple(once("read", f"{held} {part}") for part in PARTS)
-    return replace(product, reads=(*parts, *product.reads[1 - beside :]))
+    return replace(product, reads=(*parts, *product.reads[1:]))
 
 
 def _multiply_values() -> Role:
@@ -175,7 +175,7 @@ def _compute(i: int) -> Role:
         Event("arrive", "ds_full"),
         Event("release", "delta"),
     )
-    before = once("write", f"V {i}"), once("arrive", "held_full")
+    before = once("write", f"V {i}"), once("arrive", "v_full")
     return replace(
         role, first=(*before, *role.first), last=(once("await", "dk_full"), Event("read", "dK"))
     )
