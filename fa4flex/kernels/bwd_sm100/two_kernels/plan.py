@@ -112,8 +112,9 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
         return values_topology(self.config().values, self.value_columns, self.problem.itemsize)
 
     @property
-    def topologies(self) -> tuple[Topology, ...]:
-        return self.value_topology, self.topology
+    def topologies(self) -> dict[str, Topology]:
+        """Both, by a part of their kernels' names."""
+        return {"OfValues": self.value_topology, "OfKeys": self.topology}
 
     def operands(self, config: base.Config) -> dict[str, int]:
         found = super().operands(config)
