@@ -36,8 +36,8 @@ class Own:
 
     launch: Launch
     kept: tuple[Any, ...]
-    results: tuple[Tensor, Tensor, Tensor]
-    expected: tuple[Tensor, Tensor, Tensor]
+    results: tuple[Tensor, ...]
+    expected: tuple[Tensor, ...]
 
     @property
     def sums(self) -> Tensor | None:
@@ -50,8 +50,8 @@ class Own:
         the tile counter, which a launch that does not end leaves as it is."""
         at = self.launch
         first = 0.0 if self.results[0] is self.sums else math.nan
-        for x, start in zip(self.results, (first, math.nan, math.nan), strict=True):
-            x.fill_(start)
+        for i, x in enumerate(self.results):
+            x.fill_(math.nan if i else first)
         for counts in self.kept[-2:]:
             if counts is not None:
                 counts.zero_()
@@ -77,8 +77,15 @@ class Own:
         return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 
 
-def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None) -> Own:
-    """The main kernel of attn's gradients, run once on a GPU of so many multiprocessors."""
+OF_KERNELS = {"OfValues": (3,), "OfKeys": (0, 2)}
+"""What each of two main kernels writes, of dq_sum, dq, dk and dv, by a part of its name."""
+
+
+def captured(
+    arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None, kernel: str = ""
+) -> Own:
+    """The main kernel of attn's gradients, or that one of two, run once on a GPU of so many
+    multiprocessors."""
     inputs = [x.requires_grad_() for x in qkv]
     seen: list[Launch] = []
     given: list[tuple[Any, ...]] = []
@@ -92,10 +99,13 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
         out = attn(*inputs)
         out.backward(torch.randn_like(out))
     assert not gpu.findings, gpu.report()
-    launch = seen[2]
+    launch = next(one for one in seen[2:] if kernel in one.kernel)
     (tensors,) = given
     sums, dq, dk, dv = (tensors[BACKWARD.names.index(name)] for name in ("dq_sum", "dq", "dk", "dv"))
     results = dq if sums is None else sums, dk, dv
+    if kernel:
+        results = tuple((sums, dq, dk, dv)[i] for i in OF_KERNELS[kernel])
+        return Own(launch, tensors, results, tuple(x.clone() for x in results))
     assert all(int((~x.isnan()).sum()) >= y.numel() for x, y in zip(results, qkv, strict=True))
     return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
 
