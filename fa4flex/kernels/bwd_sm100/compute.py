@@ -305,9 +305,7 @@ class Compute:
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full, first=self.config.ctas > 1)
 
-    def differentiate(
-        self, head: Head, place: Place, step: Step, weighed: Weighed, masked: bool
-    ) -> None:
+    def differentiate(self, head: Head, place: Place, step: Step, weighed: Weighed, masked: bool) -> None:
         """dS of a step's dP, to tensor memory and to shared memory; and what it adds to captured tensors."""
         shared, pipes, delta = head.shared, head.pipes, step.delta
         origin, kind, handed_on = place.origin(step.tile), shared.q.element_type, []

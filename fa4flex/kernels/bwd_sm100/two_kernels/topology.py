@@ -176,9 +176,7 @@ def _compute(i: int) -> Role:
         Event("release", "delta"),
     )
     before = once("write", f"V {i}"), once("arrive", "v_full")
-    return replace(
-        role, first=(*before, *role.first), last=(once("await", "dk_full"), Event("read", "dK"))
-    )
+    return replace(role, first=(*before, *role.first), last=(once("await", "dk_full"), Event("read", "dK")))
 
 
 def _weigh(i: int) -> Role:
@@ -193,9 +191,7 @@ def _weigh(i: int) -> Role:
         Event("release", "lse2"),
     )
     before = once("write", f"K {i}"), once("arrive", "k_full")
-    return replace(
-        role, first=(*before, *role.first), last=(once("await", "dv_full"), Event("read", "dV"))
-    )
+    return replace(role, first=(*before, *role.first), last=(once("await", "dv_full"), Event("read", "dV")))
 
 
 def _reduce() -> Role:
