@@ -1,4 +1,4 @@
-"""Plans of the two Blackwell backward kernels of heads up to 256: both pipelines, proved and broken; memory."""
+"""Plans of the two Blackwell backward kernels of heads up to 256: pipelines, proved and broken; memory."""
 
 from __future__ import annotations
 

@@ -349,8 +349,8 @@ def uncompared() -> Iterator[None]:
 
 
 def _topology_of(plan: Any, launch: Launch) -> Topology | None:
-    """The graph of a launch: of a plan's only kernel, or of the one of that name. Kernels of block tables have
-    one role, and no graph."""
+    """The graph of a launch: of a plan's only kernel, or of the one of that name. Kernels of block tables
+    have one role, and no graph."""
     named = getattr(plan, "topologies", {})
     found = next((one for name, one in named.items() if name in launch.kernel), None)
     return found or getattr(plan, "topology", None)

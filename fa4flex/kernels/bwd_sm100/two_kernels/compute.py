@@ -1,4 +1,4 @@
-"""Two warpgroups in each kernel, as of narrower heads: a key per thread, and half of a step's queries each."""
+"""Two warpgroups in each kernel, as of narrower heads: a key per thread, half of a step's queries each."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ class TwoKernelsPlan(BlackwellBackwardPlan):
         lines = [
             super().explain(size),
             "before it, a kernel of its own for dV, which computes the scores again:",
-            f"warpgroups: 1 that is idle, 2 compute and 1 of single warps (multiply, load), of {VALUES.reduce},"
-            f" {VALUES.compute} and {VALUES.other} registers",
+            "warpgroups: 1 that is idle, 2 compute and 1 of single warps (multiply, load), of"
+            f" {VALUES.reduce}, {VALUES.compute} and {VALUES.other} registers",
             "shared memory:",
             self.value_memory.explain(),
             "tensor memory:",

@@ -1,5 +1,5 @@
-"""The warpgroup that hands on each step's dQ', as of narrower heads: a warp has 32 columns of each half of the
-head, and of each 32 queries a piece."""
+"""The warpgroup that hands on each step's dQ', as of narrower heads: a warp has 32 columns of each half of
+the head, and of each 32 queries a piece."""
 
 from __future__ import annotations
 
