@@ -77,15 +77,34 @@ class Own:
         return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 
 
-OF_KERNELS = {"OfValues": (3,), "OfKeys": (0, 2)}
-"""What each of two main kernels writes, of dq_sum, dq, dk and dv, by a part of its name."""
+OF_KERNELS = {"OfValues": ("dv",), "OfKeys": ("dq_sum", "dk")}
+"""What each of two main kernels writes, by a part of its name."""
 
 
-def captured(
-    arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None, kernel: str = ""
-) -> Own:
-    """The main kernel of attn's gradients, or that one of two, run once on a GPU of so many
-    multiprocessors."""
+def captured_two(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor]) -> dict[str, Own]:
+    """Both main kernels of attn's gradients, by a part of their names."""
+    seen, tensors = launches(arch, attn, qkv)
+    found = {}
+    for name, written in OF_KERNELS.items():
+        results = tuple(tensors[BACKWARD.names.index(one)] for one in written)
+        launch = next(one for one in seen if name in one.kernel)
+        found[name] = Own(launch, tensors, results, tuple(x.clone() for x in results))
+    return found
+
+
+def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None) -> Own:
+    """The main kernel of attn's gradients, run once on a GPU of so many multiprocessors."""
+    seen, tensors = launches(arch, attn, qkv, sms)
+    sums, dq, dk, dv = (tensors[BACKWARD.names.index(name)] for name in ("dq_sum", "dq", "dk", "dv"))
+    results = dq if sums is None else sums, dk, dv
+    assert all(int((~x.isnan()).sum()) >= y.numel() for x, y in zip(results, qkv, strict=True))
+    return Own(seen[2], tensors, results, tuple(x.clone() for x in results))
+
+
+def launches(
+    arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None
+) -> tuple[list[Launch], tuple[Any, ...]]:
+    """All launches of a call and its gradients, and the arguments of those of the backward pass."""
     inputs = [x.requires_grad_() for x in qkv]
     seen: list[Launch] = []
     given: list[tuple[Any, ...]] = []
@@ -99,15 +118,8 @@ def captured(
         out = attn(*inputs)
         out.backward(torch.randn_like(out))
     assert not gpu.findings, gpu.report()
-    launch = next(one for one in seen[2:] if kernel in one.kernel)
     (tensors,) = given
-    sums, dq, dk, dv = (tensors[BACKWARD.names.index(name)] for name in ("dq_sum", "dq", "dk", "dv"))
-    results = dq if sums is None else sums, dk, dv
-    if kernel:
-        results = tuple((sums, dq, dk, dv)[i] for i in OF_KERNELS[kernel])
-        return Own(launch, tensors, results, tuple(x.clone() for x in results))
-    assert all(int((~x.isnan()).sum()) >= y.numel() for x, y in zip(results, qkv, strict=True))
-    return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
+    return seen, tensors
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 from mutants import Mutant
-from own_backward import OF_KERNELS, Own, captured
+from own_backward import OF_KERNELS, Own, captured, captured_two
 from pairs import in_pairs
 
 import fa4flex
@@ -34,12 +34,12 @@ def main_kernel(masked: bool, ctas: int = 1, dim: int = DIM) -> Own:
 
 
 @lru_cache
-def one_of_two(masked: bool, kernel: str) -> Own:
+def two_kernels(masked: bool) -> dict[str, Own]:
     """Of heads of 256, three steps of 64 queries of each of two heads."""
     torch.manual_seed(0)
     q = torch.randn(1, HEADS, QUERIES // 2, 256).bfloat16()
     k, v = (torch.randn(1, 1, KEYS, 256).bfloat16() for _ in range(2))
-    return captured("sm_100a", fa4flex.compile(mask=causal if masked else None), (q, k, v), kernel=kernel)
+    return captured_two("sm_100a", fa4flex.compile(mask=causal if masked else None), (q, k, v))
 
 
 KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])
@@ -80,7 +80,7 @@ def test_some_of_wide_heads() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", OF_KERNELS)
 def test_some_of_two_kernels(kernel: str) -> None:
-    own = one_of_two(random.random() < 0.5, kernel)
+    own = two_kernels(random.random() < 0.5)[kernel]
     for mutant in random.sample([m for m in own.that_matter() if not implied(m, 1)], 3):
         assert own.noticed(mutant), mutant
 
@@ -89,7 +89,7 @@ def test_some_of_two_kernels(kernel: str) -> None:
 @KERNELS
 @pytest.mark.parametrize("kernel", OF_KERNELS)
 def test_all_of_two_kernels(masked: bool, kernel: str) -> None:
-    own = one_of_two(masked, kernel)
+    own = two_kernels(masked)[kernel]
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     print(len(left), "of", len(tried), *left, sep="\n")

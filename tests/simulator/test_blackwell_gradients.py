@@ -74,13 +74,17 @@ def test_some(ctas: int) -> None:
     check(random.choice(list(EVERY)), random.choice(WIDTHS), ctas)
 
 
+IN_KERNELS = [key for key in EVERY if key[:5] not in ("gated", "head_")]
+"""Compositions without output functions, which have launches of their own in each pass."""
+
+
 @pytest.mark.slow
 def test_some_of_two_kernels() -> None:
-    check(random.choice(list(EVERY)), random.choice(WIDEST))
+    check(random.choice(IN_KERNELS), random.choice(WIDEST))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("key", EVERY, ids=str)
+@pytest.mark.parametrize("key", IN_KERNELS, ids=str)
 def test_every_of_two_kernels(key: str | tuple[str, str]) -> None:
     check(key, random.choice(WIDEST))
 

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.bwd_sm100.compute import Compute
-from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS, Config
+from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS
 from fa4flex.kernels.bwd_sm100.load import Block, Load, Transfers
 from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.bwd_sm100.reduce import PIECE, Reduce
@@ -52,7 +52,7 @@ class Backward:
     """Names of Shared's tensors with bytes of their own; other operands are these with rows and columns
     exchanged."""
 
-    def __init__(self, config: Config, hooks: Hooks) -> None:
+    def __init__(self, config: Any, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
         self.barriers = self.barrier_table(config)
@@ -75,7 +75,7 @@ class Backward:
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
 
-    def products(self, arguments: BackwardArguments) -> Products:
+    def products(self, arguments: BackwardArguments) -> Any:
         return Products(self.config, arguments.q.element_type, self.cluster)
 
     def transfers(self, arguments: BackwardArguments) -> Any:
@@ -157,12 +157,12 @@ class Backward:
             arrive(FINISHED)
         self.cluster.depart()
 
-    def shared(self, storage: Any, products: Products) -> Shared:
+    def shared(self, storage: Any, products: Any) -> Any:
         # A key's queries lie next to each other, 64 of them in a row of the swizzle.
         rows = cute.make_layout(((64, ROWS // 64), ROWS), stride=((1, 64 * ROWS), 64))
         return Shared(**self.tensors(storage, products, rows))
 
-    def tensors(self, storage: Any, products: Products, ds_rows: cute.Layout) -> dict[str, cute.Tensor]:
+    def tensors(self, storage: Any, products: Any, ds_rows: cute.Layout) -> dict[str, cute.Tensor]:
         """Those of Shared by their names."""
         config = self.config
         return self.operand_tensors(storage, products) | {

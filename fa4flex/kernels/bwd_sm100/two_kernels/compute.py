@@ -34,6 +34,7 @@ class Place(base.Place):
 class Compute(base.Compute):
     """For dK and dQ."""
 
+    config: Any
     fragments = HALF // FRAGMENT
 
     def place(self, shared: Any, base: cute.Pointer) -> Place:
