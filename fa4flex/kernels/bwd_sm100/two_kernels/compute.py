@@ -62,11 +62,18 @@ class Compute(base.Compute):
         """A thread's key in dS in shared memory, by eights of queries."""
         return cute.logical_divide(shared.ds_rows[None, row], cute.make_layout(WIDE))
 
+    @cute.jit
     def begin(
-        self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        place: cutlass.Constexpr[base.Place],
+        pipes: cutlass.Constexpr[Pipes],
+        base: cute.Pointer,
     ) -> None:
-        self.hold(arguments.v, work, place, base)
-        arrive_once(pipes.v_full)
+        if self.scheduler.steps(work, arguments) > 0:
+            self.hold(arguments.v, work, place, base)
+            arrive_once(pipes.v_full)
 
     def take(self, f: int, head: Head, place: base.Place, step: Step, scores: cute.Tensor) -> cute.Tensor:
         rows = super().take(f, head, place, step, scores)
@@ -126,11 +133,18 @@ class Compute(base.Compute):
 class ComputeForValues(Compute):
     """For dV: probabilities alone."""
 
+    @cute.jit
     def begin(
-        self, arguments: BackwardArguments, work: KeyWork, place: base.Place, pipes: Pipes, base: cute.Pointer
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        place: cutlass.Constexpr[base.Place],
+        pipes: cutlass.Constexpr[Pipes],
+        base: cute.Pointer,
     ) -> None:
-        self.hold(arguments.k, work, place, base)
-        arrive_once(pipes.k_full)
+        if self.scheduler.steps(work, arguments) > 0:
+            self.hold(arguments.k, work, place, base)
+            arrive_once(pipes.k_full)
 
     def ds_row(self, shared: Any, row: Int32) -> Any:
         return None
