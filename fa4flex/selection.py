@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import operator
@@ -19,12 +20,14 @@ NAMING = """VARIANT names what to look at:
   "causal & sliding_window(256)"     names combined with & | ~ (masks) and >> (score mods), with parameters
   "alibi, causal"                    a score mod and a mask; an output function may stand beside them
   path/to/file.py:function           any FlexAttention score_mod or mask_mod
+  package.module:function            the same, of a module that can be imported
 """
 
 Selection = dict[str, Any]
 """Keyword arguments of fa4flex.compile: `score_mod`, `mask`, `output_mod`, `normalizer`, or some of them."""
 
 _FILE = re.compile(r"(?P<path>[^\s,&|~>()]+\.py):(?P<function>\w+)")
+_MODULE = re.compile(r"(?<![\w./\"'])(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
@@ -33,19 +36,23 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-def select(text: str, parameters: dict[str, Any] | None = None) -> Selection:
-    """VARIANT -> arguments of compile. `parameters` go to the family that `text` names.
+def select(text: str, parameters: dict[str, Any] | None = None, folder: Path = Path()) -> Selection:
+    """VARIANT -> arguments of compile. `parameters` go to the family that `text` names; paths of files count
+    from `folder`.
 
     Raises InputError for names that do not exist and for syntax beyond the operators.
     """
     results: dict[str, Any] = {}
 
-    def placeholder(match: re.Match[str]) -> str:
+    def placeholder(value: Any) -> str:
         name = f"_file_{len(results)}"
-        results[name] = _from_file(Path(match["path"]), match["function"])
+        results[name] = value
         return name
 
-    source = _FILE.sub(placeholder, text.strip())
+    source = _FILE.sub(
+        lambda found: placeholder(_from_file(folder / found["path"], found["function"])), text.strip()
+    )
+    source = _MODULE.sub(lambda found: placeholder(_from_module(found["module"], found["name"])), source)
     try:
         tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
@@ -56,7 +63,7 @@ def select(text: str, parameters: dict[str, Any] | None = None) -> Selection:
         values = [_with_parameters(values, parameters, text)]
     selection: Selection = {}
     for value in values:
-        role = _role(value)
+        role = role_of(value)
         if role in selection:
             raise _not_a_variant(text, f"it gives two {role}s")
         selection[role] = value
@@ -69,7 +76,7 @@ def _not_a_variant(text: str, why: str, name: str = "") -> InputError:
     near = get_close_matches(name.lower(), names, 1)
     return InputError(
         f"VARIANT {text!r}: {why}",
-        'a name, names combined with & | ~ >>, "score, mask", or path/to/file.py:function',
+        'a name, names combined with & | ~ >>, "score, mask", path/to/file.py:function, or module:function',
         f"{f'did you mean {near[0]}? ' if near else ''}names: {', '.join(names)}",
     )
 
@@ -101,7 +108,7 @@ def _operand(node: ast.AST, files: dict[str, Any], text: str) -> Any:
 
     value = _value(node, files, text)
     kinds = {"mask": as_mask, "score_mod": as_score, "output_mod": as_output, "normalizer": as_normalizer}
-    return kinds[_role(value)](value)
+    return kinds[role_of(value)](value)
 
 
 def _made(family: Any, *args: Any, **parameters: Any) -> Any:
@@ -162,7 +169,20 @@ def _from_file(path: Path, function: str) -> Any:
     return getattr(module, function)
 
 
-def _role(value: Any) -> str:
+def _from_module(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise InputError(
+            f"{module}:{name}: {error}", "a module that can be imported", "check its name and PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise InputError(
+            f"{module} has no {name!r}", "a function or a fa4flex mask or score mod", "check the name"
+        ) from error
+
+
+def role_of(value: Any) -> str:
     """Argument that a mod is for, by type, or by the positional parameters of a plain function."""
     from fa4flex.primitives.base import Family, Mod
 

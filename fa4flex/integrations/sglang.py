@@ -6,6 +6,7 @@ Mods of layers are given with fa4flex.integrations.layers. Importing this module
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,22 +16,34 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.assignments import Assignment, check_all_fit, of_engine
 from fa4flex.integrations.layers import LayerAttention, LayerSettings
-from fa4flex.integrations.paged_cache import Batch, Caches, attend, check_widths, reads_pages
+from fa4flex.integrations.paged_cache import (
+    INVARIANT,
+    Batch,
+    Caches,
+    attend,
+    check_widths,
+    on_hopper,
+    reads_pages,
+    write,
+)
+from fa4flex.primitives.kv_scales import E4M3, KVScales
 from fa4flex.runtime.checks import DTYPES
 
 NAME = "fa4flex"
 
 
 def register() -> None:
-    """Make `--attention-backend fa4flex` known to SGLang."""
+    """Make `--attention-backend fa4flex` known to SGLang, also with `--enable-deterministic-inference`."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(NAME)(Backend)
-    choices = getattr(server_args, "ATTENTION_BACKEND_CHOICES", [])
-    if NAME not in choices:
-        getattr(server_args, "add_attention_backend_choices", choices.extend)([NAME])
+    for kind in ("ATTENTION", "DETERMINISTIC_ATTENTION"):
+        choices = getattr(server_args, f"{kind}_BACKEND_CHOICES", [])
+        if NAME not in choices:
+            getattr(server_args, f"add_{kind.lower()}_backend_choices", choices.extend)([NAME])
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +68,12 @@ class Backend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.page_size = int(getattr(runner, "page_size", 1) or 1)
+        self._own = _own_layers(runner)
+        self._of_8_bits = E4M3 in (
+            getattr(x, name, None)
+            for x, name in ((runner, "kv_cache_dtype"), (self.token_to_kv_pool, "dtype"))
+        )
+        self.schedule = INVARIANT if _deterministic(runner) else None
         self._layers: dict[tuple[int, float, int, float], LayerAttention] = {}
         self._step: _Step | None = None
         self._captured: dict[int, _Step] = {}
@@ -76,7 +95,8 @@ class Backend(AttentionBackend):
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
             on_host = torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0)
-            full = Batch.of_starts(self._pages(table), lengths, starts, on_host)
+            pages, alone = self._pages(table), self.schedule is not None
+            full = Batch.of_starts(pages, lengths, starts, on_host, invariant=alone)
         self._step = _Step(full, self._in_sliding_pool(full, table))
 
     def _tokens(self, requests: Tensor, lengths: Any) -> Tensor:
@@ -101,15 +121,15 @@ class Backend(AttentionBackend):
         behind all windows, becomes its first slot."""
         if self._to_sliding is None:
             return None
-        return replace(full, table=self._pages(self._to_sliding(tokens.long()).clamp(min=0)))
+        return full.with_table(self._pages(self._to_sliding(tokens.long()).clamp(min=0)))
 
     # --- CUDA graphs: buffers of fixed addresses, which replays find filled anew ---------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if not reads_pages():
+        if not reads_pages() or (self._of_8_bits and torch.cuda.is_available() and not on_hopper()):
             raise UnsupportedError(
                 "captured graphs over pages on this GPU, where they are gathered",
-                "a Hopper or Blackwell GPU, whose kernels read them in place",
+                "a GPU whose kernels read them in place: Hopper, or without 8 bits Blackwell",
                 "serve with --disable-cuda-graph",
             )
         pages = -(-self.req_to_token.shape[1] // self.page_size)
@@ -191,19 +211,35 @@ class Backend(AttentionBackend):
         """q [T, Hq * D], k and v [T, Hkv, D] of the new tokens, None where the cache has them. Returns
         [T, Hq * Dv]; rows of padding are zeros."""
         _check_layer(layer, options)
+        caches = self._caches(layer.layer_id, q.dtype)
+        scales = _scales(layer, caches)
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, self._places(forward_batch.out_cache_loc), k, v)
+            self._store(layer, caches, (k, v), forward_batch.out_cache_loc, scales)
         heads, step = layer.tp_q_head_num, self._step
         if step is None:
             return q.new_zeros(len(q), heads * layer.v_head_dim)
-        caches, rows = self._caches(layer.layer_id, q.dtype), q.reshape(-1, heads, layer.qk_head_dim)
-        batch = self._sequences(step, layer.layer_id)
-        return attend(self._attention(layer), rows, caches, batch, sinks=sinks).flatten(1)
+        rows, batch = q.reshape(-1, heads, layer.qk_head_dim), self._sequences(step, layer.layer_id)
+        options = {"sinks": sinks, "kv_scales": scales}
+        return attend(self._attention(layer), rows, caches, batch, **options).flatten(1)
 
     forward_extend = forward_decode
 
     def support_triton(self) -> bool:
         return False
+
+    def _store(
+        self, layer: Any, caches: Caches, new: tuple[Tensor, Any], slots: Tensor, scales: KVScales | None
+    ) -> None:
+        """Write new keys and values to their slots: by SGLang's pool, or, with scales, here, where numbers
+        past those of 8 bits become the largest of them."""
+        if scales is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, self._places(slots), *new)
+            return
+        if self._is_sliding(layer.layer_id) and self._to_sliding is not None:
+            slots = self._to_sliding(slots)
+        widths = layer.qk_head_dim, layer.v_head_dim
+        k, v = (x.reshape(len(slots), caches[0].shape[2], width) for x, width in zip(new, widths))
+        write(caches, (k, v), slots, scales)
 
     def _places(self, slots: Tensor) -> Any:
         """Slots to write to; SGLang from 0.5.14 on wants those of the pool of sliding layers along."""
@@ -214,14 +250,17 @@ class Backend(AttentionBackend):
         return slots if self._to_sliding is None else KVWriteLoc(slots, self._to_sliding(slots))
 
     def _sequences(self, step: _Step, layer_id: int) -> Batch:
+        return step.sliding if self._is_sliding(layer_id) and step.sliding is not None else step.full
+
+    def _is_sliding(self, layer_id: int) -> bool:
+        """True for a layer whose keys are in the pool of sliding layers."""
         mapping = getattr(self.token_to_kv_pool, "layers_mapping", None)
-        own = mapping is not None and mapping[layer_id][1]
-        return step.sliding if own and step.sliding is not None else step.full
+        return mapping is not None and bool(mapping[layer_id][1])
 
     def _caches(self, layer_id: int, dtype: torch.dtype) -> Caches:
         pool = self.token_to_kv_pool
         keys, values = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
-        if keys.dtype != dtype:
+        if keys.dtype not in (dtype, E4M3):
             raise UnsupportedError(
                 f"a cache of {keys.dtype} for queries of {dtype}", "one dtype", 'set kv_cache_dtype="auto"'
             )
@@ -235,8 +274,9 @@ class Backend(AttentionBackend):
         if key not in self._layers:
             _, scale, window, cap = key
             settings = LayerSettings(scale, window + 1 if window >= 0 else None, cap if cap > 0 else None)
-            self._layers[key] = LayerAttention(settings)
-        return self._layers[key].named(f"layers.{layer.layer_id}")
+            settings = replace(settings, schedule=self.schedule or settings.schedule)
+            self._layers[key] = LayerAttention(settings, self._own)
+        return self._layers[key].named(*_names(layer))
 
 
 def _check_runner(runner: Any) -> None:
@@ -250,10 +290,50 @@ def _check_runner(runner: Any) -> None:
             "leave that out, or serve with another attention backend",
         )
     _check_dtypes(runner, settings, config)
+    _check_chunks(runner, settings)
+    for layer in _layers(runner):
+        _check_layer(layer, {})
+
+
+def _deterministic(runner: Any) -> bool:
+    """True if results must not depend on what else is in a batch."""
+    return bool(getattr(getattr(runner, "server_args", None), "enable_deterministic_inference", False))
+
+
+def _names(layer: Any) -> tuple[str, str]:
+    """Names of a layer in patterns: of its number alone, as SGLang's layers have none, and vLLM's."""
+    name = f"layers.{layer.layer_id}"
+    return name, f"model.{name}.self_attn.attn"
+
+
+def _layers(runner: Any) -> list[Any]:
+    """Attention layers of a runner's model."""
     model = getattr(runner, "model", None)
-    for layer in [] if model is None else model.modules():
-        if hasattr(layer, "tp_q_head_num") and hasattr(layer, "qk_head_dim"):
-            _check_layer(layer, {})
+    modules = [] if model is None else model.modules()
+    return [layer for layer in modules if hasattr(layer, "tp_q_head_num") and hasattr(layer, "qk_head_dim")]
+
+
+def _own_layers(runner: Any) -> list[Assignment]:
+    """Mods of layers that --json-model-override-args assigns: {"fa4flex": {"layers": ...}}. Raises for layers
+    that the model does not have."""
+    settings = getattr(runner, "server_args", None)
+    said = getattr(settings, "json_model_override_args", None)
+    own = of_engine(json.loads(said), "json_model_override_args") if said else []
+    if own and (getattr(settings, "pp_size", 1) or 1) == 1:
+        check_all_fit(own, [name for layer in _layers(runner) for name in _names(layer)])
+    return own
+
+
+def _check_chunks(runner: Any, settings: Any) -> None:
+    """Raise where results must not depend on the batch, and other requests decide where prompts are cut."""
+    size = getattr(settings, "chunked_prefill_size", None)
+    if _deterministic(runner) and size is not None and size > 0:
+        raise UnsupportedError(
+            f"deterministic inference with chunked_prefill_size={size}: where a prompt is cut then depends on"
+            " other requests, and bits of results on where it is cut",
+            "prompts in one piece",
+            "serve with --chunked-prefill-size -1, or with another attention backend",
+        )
 
 
 def _unsupported(runner: Any, settings: Any, config: Any) -> dict[str, bool]:
@@ -277,23 +357,41 @@ def _unsupported(runner: Any, settings: Any, config: Any) -> dict[str, bool]:
 
 
 def _check_dtypes(runner: Any, settings: Any, config: Any) -> None:
-    """Raise unless the cache has the model's dtype."""
+    """Raise unless the cache has the model's dtype, or e4m3 with a scale for each layer."""
     model = getattr(runner, "dtype", None) or getattr(config, "dtype", None)
+    pool = runner.token_to_kv_pool
     cache = getattr(runner, "kv_cache_dtype", None)
     if not isinstance(cache, torch.dtype):
-        cache = getattr(runner.token_to_kv_pool, "dtype", None)
+        cache = getattr(pool, "dtype", None)
     if not isinstance(model, torch.dtype):
         return
     if model not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         raise UnsupportedError(f"a model of {model}", known, 'set dtype="bfloat16"')
-    if isinstance(cache, torch.dtype) and cache != model:
-        name = getattr(settings, "kv_cache_dtype", None)
+    name = getattr(settings, "kv_cache_dtype", None)
+    of_8_bits = cache == E4M3 and name in ("auto", "fp8_e4m3") and not hasattr(pool, "get_kv_scale_buffer")
+    if isinstance(cache, torch.dtype) and cache != model and not of_8_bits:
         raise UnsupportedError(
             f"a cache of {cache} (kv_cache_dtype={name!r}) for a model of {model}",
-            "one dtype for both",
+            "one dtype for both, or fp8_e4m3 with a scale for each layer",
             'set kv_cache_dtype="auto", or serve with another attention backend',
         )
+    widths = [width for layer in _layers(runner) for width in (layer.qk_head_dim, layer.v_head_dim)]
+    if of_8_bits and any(width % 16 for width in widths):
+        raise UnsupportedError(
+            f"heads of {', '.join(map(str, sorted(set(widths))))} in a cache of {cache}",
+            "widths that are multiples of 16",
+            'set kv_cache_dtype="auto"',
+        )
+
+
+def _scales(layer: Any, caches: Caches) -> KVScales | None:
+    """Scales of each KV head of a cache of 8 bits, of which a layer has one for all, or none for 1."""
+    if caches[0].dtype != E4M3:
+        return None
+    given = (getattr(layer, name, None) for name in ("k_scale", "v_scale"))
+    k, v = (None if x is None else x.detach().float().reshape(-1).expand(caches[0].shape[2]) for x in given)
+    return KVScales(k, v)
 
 
 def _check_mode(mode: Any) -> None:

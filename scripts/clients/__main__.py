@@ -28,7 +28,7 @@ CLEAN = ("FA4FLEX_LAYERS", "FA4FLEX_ABSENT", "FA4FLEX_CPU_OPERATORS")
 OLDEST, NEWEST = "5.5.4", "newest"
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """vLLM's model runner of GPUs, whose kernels Triton interprets."""
-SOME = ["prefix", "preempted", "Gemma 2", "GPT-OSS"]
+SOME = ["prefix", "preempted", "Gemma 2", "GPT-OSS", "one piece"]
 """Words of the cases that older or slower ways of an engine serve, too."""
 MARKS = "not exhaustive and not gpu and not slow"
 TESTS = [

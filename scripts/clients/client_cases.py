@@ -12,6 +12,9 @@ NEW = 8
 MODS = f"0={Path(__file__).with_name('client_mods.py')}:nearer; 1=softcap(2.0), sliding_window(9)"
 """Mods by layer, as FA4FLEX_LAYERS says them; client_models.attention_with_mods is the same by definition."""
 
+MODS_FILE = str(Path(__file__).with_name("client_layers.json"))
+"""The same in a file."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -23,6 +26,8 @@ class Case:
     again        prompts that begin like the first ones follow, and keys of those are used
     reference    settings of the model that tokens are compared with, where the engine leaves some out
     refused      a pattern of the message if it is right to refuse
+    attention    of the model that tokens are compared with: "eager", "with_mods" with those of MODS, or
+                 "rounded", over keys and values of e4m3
     """
 
     what: str
@@ -32,6 +37,7 @@ class Case:
     again: bool = False
     reference: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
+    attention: str = "eager"
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,18 @@ def _model(family: str) -> str:
     return f"{family.removesuffix('Text')}ForCausalLM"
 
 
-def expected(path: str, prompts: list[list[int]], mods: bool = False, **changes: Any) -> list[list[int]]:
-    """Greedy tokens of each prompt alone. mods: with those of MODS; changes: of the model's settings."""
+def expected(
+    path: str, prompts: list[list[int]], attention: str = "eager", **changes: Any
+) -> list[list[int]]:
+    """Greedy tokens of each prompt alone. attention: a name as in Case; changes: of the model's settings."""
     logging.disable(logging.WARNING)
-    transformers.AttentionInterface.register("with_mods", attention_with_mods)
-    transformers.AttentionMaskInterface.register(
-        "with_mods", transformers.AttentionMaskInterface._global_mapping["eager"]
-    )
+    for name, function in (("with_mods", attention_with_mods), ("rounded", attention_rounded)):
+        transformers.AttentionInterface.register(name, function)
+        transformers.AttentionMaskInterface.register(
+            name, transformers.AttentionMaskInterface._global_mapping["eager"]
+        )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="with_mods" if mods else "eager", dtype=torch.float32, **changes
+        path, attn_implementation=attention, dtype=torch.float32, **changes
     )
     made = []
     for prompt in prompts:
@@ -98,4 +101,14 @@ def attention_with_mods(
     else:
         scores = (2.0 * torch.tanh(scores / 2.0)).masked_fill(j <= i - 9, -torch.inf)
     weights = (scores + attention_mask).softmax(-1)
+    return (weights @ v).transpose(1, 2), None
+
+
+def attention_rounded(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention over a cache of e4m3 whose scales are 1, by definition."""
+    ratio = q.shape[1] // k.shape[1]
+    k, v = (x.to(torch.float8_e4m3fn).to(q.dtype).repeat_interleave(ratio, 1) for x in (k, v))
+    weights = (q @ k.mT * scaling + attention_mask).softmax(-1)
     return (weights @ v).transpose(1, 2), None

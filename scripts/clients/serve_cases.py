@@ -30,9 +30,10 @@ def outcome(engine: Any, case: Any, folder: Path) -> tuple[str, bool]:
     rounds = [client_models.PROMPTS, client_models.LONGER] if case.again else [client_models.PROMPTS]
     path = client_models.make(case.model, folder)
     served = engine.serve(path, case.options, rounds)
-    mods, prompts = "FA4FLEX_LAYERS" in case.environment, [*chain(*rounds)]
-    wanted = client_models.expected(path, prompts, mods, **case.reference)
-    assert not mods or client_models.expected(path, prompts) != wanted, "the mods change no token"
+    attention, prompts = case.attention, [*chain(*rounds)]
+    wanted = client_models.expected(path, prompts, attention, **case.reference)
+    usual = attention == "eager" or client_models.expected(path, prompts)
+    assert usual != wanted, f"{attention} changes no token"
     same = sum(map(list.__eq__, served.tokens, wanted))
     found = f", {served.cached} tokens from the cache" if case.again else ""
     right = same == len(wanted) and not case.refused and (served.cached > 0 or not case.again)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from client_cases import MODS, NEW, Case, Served
+from client_cases import MODS, MODS_FILE, NEW, Case, Served
 
 NAME = "SGLang"
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "FA4FLEX_ABSENT": "torchvision,sgl_kernel"}
@@ -12,7 +13,16 @@ CASES = [
     Case("Llama: mixed lengths, prefill in chunks of 32, radix cache", again=True),
     Case("Llama: pages of 16", options={"page_size": 16}, again=True),
     Case("Llama: chunks and single tokens in one step", options={"enable_mixed_chunk": True}),
-    Case("Llama: mods by layer, by FA4FLEX_LAYERS and a file", environment={"FA4FLEX_LAYERS": MODS}),
+    Case(
+        "Llama: mods by layer, by FA4FLEX_LAYERS and a file",
+        attention="with_mods",
+        environment={"FA4FLEX_LAYERS": MODS},
+    ),
+    Case(
+        "Llama: mods by layer, by a file that json_model_override_args names",
+        options={"json_model_override_args": json.dumps({"fa4flex": {"layers": MODS_FILE}})},
+        attention="with_mods",
+    ),
     Case("Mistral: SGLang's model passes no window", "mistral", reference={"sliding_window": None}),
     Case("Qwen2: biases", "qwen2"),
     Case("Qwen3: norms of queries and keys", "qwen3"),

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from client_cases import MODS, NEW, Case, Served
+from client_cases import MODS, MODS_FILE, NEW, Case, Served
 
 NAME = "vLLM"
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+INVARIANT = {**IN_PROCESS, "VLLM_BATCH_INVARIANT": "1"}
+IN_ONE_PIECE = {
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 256,
+}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 CASES = [
@@ -18,7 +24,13 @@ CASES = [
     Case("Llama: 12 pages of 16, requests preempted",
          options={"num_gpu_blocks_override": 12, "max_model_len": 128}, environment=IN_PROCESS),
     Case("Llama: mods by layer, by FA4FLEX_LAYERS and a file; engine in processes of its own",
-         environment={"FA4FLEX_LAYERS": MODS}),
+         attention="with_mods", environment={"FA4FLEX_LAYERS": MODS}),
+    Case("Llama: mods by layer, by a file that additional_config names", attention="with_mods",
+         options={"additional_config": {"fa4flex": {"layers": MODS_FILE}}}, environment=IN_PROCESS),
+    *[Case("Llama: batch-invariant, prompts in one piece", environment=INVARIANT, options=IN_ONE_PIECE)]
+    * ("TRITON_INTERPRET" in os.environ),  # vLLM's other layers then have kernels of Triton alone
+    Case("Llama: batch-invariant, prompts in chunks", environment=INVARIANT,
+         refused="VLLM_BATCH_INVARIANT with enable_chunked_prefill"),
     Case("Mistral: sliding window", "mistral", environment=IN_PROCESS),
     Case("Qwen2: biases", "qwen2", environment=IN_PROCESS),
     Case("Qwen3: norms of queries and keys", "qwen3", environment=IN_PROCESS),
@@ -26,8 +38,8 @@ CASES = [
     Case("Gemma 3: a layer with a window", "gemma3", environment=IN_PROCESS),
     Case("GPT-OSS: sinks, a layer with a window", "gpt_oss", environment=IN_PROCESS),
     Case("BLOOM: ALiBi", "bloom", environment=IN_PROCESS),
-    Case("Llama: cache of 8 bits", options={"kv_cache_dtype": "fp8"}, environment=IN_PROCESS,
-         refused="kv_cache_dtype not supported"),
+    Case("Llama: cache of 8 bits", attention="rounded", options={"kv_cache_dtype": "fp8_e4m3"},
+         environment=IN_PROCESS),
     Case("Llama: traced by torch.compile, attention as an operator",
          options={"enforce_eager": False}, environment={**IN_PROCESS, "VLLM_CPU_CI_ENV": "1"}),
     Case("Llama: drafted tokens are verified",

@@ -25,13 +25,23 @@ from engine_environments import NotInstalled, step  # noqa: E402
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_mods_are_by_definition(layer: int) -> None:
-    layers.assign_text(MODS)
+    layers.assign_from(MODS)
     q, k, v = (torch.randn(1, heads, 30, 8, dtype=torch.float64) for heads in (4, 2, 2))
     hidden = torch.full((30, 30), -torch.inf, dtype=torch.float64).triu(1)
     module = SimpleNamespace(layer_idx=layer)
     defined = client_models.attention_with_mods(module, q, k, v, hidden, 0.4)[0].transpose(1, 2)
     attn = layers.LayerAttention(layers.LayerSettings(0.4)).named(f"model.layers.{layer}.self_attn.attn")
     torch.testing.assert_close(attn(q, k, v), defined)
+
+
+def test_rounded_keys_are_by_definition() -> None:
+    """Those of a cache of 8 bits whose scales are 1."""
+    q, k, v = (torch.randn(1, heads, 30, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    hidden = torch.full((30, 30), -torch.inf, dtype=torch.float64).triu(1)
+    defined = client_models.attention_rounded(None, q, k, v, hidden, 0.4)[0].transpose(1, 2)
+    attn = layers.LayerSettings(0.4).attention({})
+    e4m3 = torch.float8_e4m3fn
+    torch.testing.assert_close(attn(q, k.to(e4m3), v.to(e4m3)), defined)
 
 
 def test_outcomes_are_told_apart(tmp_path: Path) -> None:

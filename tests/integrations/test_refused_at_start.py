@@ -61,9 +61,14 @@ def test_ordinary_models_start(sglang: ModuleType) -> None:
 
 RUNNERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "8-bit cache": (
+        {"kv_cache_dtype": torch.float8_e5m2},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        r"float8_e5m2 \(kv_cache_dtype='fp8_e5m2'\) for a model of torch\.bfloat16",
+    ),
+    "8-bit cache with scales of blocks": (
         {"kv_cache_dtype": E4M3},
-        {"kv_cache_dtype": "fp8_e4m3"},
-        r"float8_e4m3fn \(kv_cache_dtype='fp8_e4m3'\) for a model of torch\.bfloat16",
+        {"kv_cache_dtype": "mxfp8"},
+        r"float8_e4m3fn \(kv_cache_dtype='mxfp8'\) for a model of torch\.bfloat16",
     ),
     "8-bit cache that the pool alone tells": (
         {"kv_cache_dtype": "auto"},
@@ -81,6 +86,13 @@ RUNNERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "context parallel": ({}, {"attn_cp_size": 2}, "keys that are spread over ranks"),
     "context parallel decoding": ({}, {"dcp_size": 2}, "keys that are spread over ranks"),
 }
+
+
+def test_caches_of_8_bits_start(sglang: ModuleType) -> None:
+    asked = {"kv_cache_dtype": E4M3, "settings": {"kv_cache_dtype": "fp8_e4m3"}}
+    assert sglang.Backend(runner(**asked))._of_8_bits and not sglang.Backend(runner())._of_8_bits
+    with pytest.raises(UnsupportedError, match="heads of 64, 72 in a cache"):
+        sglang.Backend(runner(Layer(qk_head_dim=72), **asked))
 
 
 @pytest.mark.parametrize("name", RUNNERS)

@@ -58,6 +58,19 @@ class Pool:
         self.k[slots], self.v[slots] = k, v
 
 
+class SmallPool(Pool):
+    """The same of 8 bits, which SGLang's own writes do not reach."""
+
+    dtype = torch.float8_e4m3fn
+
+    def __init__(self, history: History, tokens: int = TOKENS) -> None:
+        super().__init__(history, tokens)
+        self.k, self.v = (x.to(self.dtype) for x in (self.k, self.v))
+
+    def set_kv_buffer(self, *args: Any) -> None:
+        raise AssertionError("not with scales")
+
+
 class TwoPools(Pool):
     """Layers' own pool and a smaller one for layer 3, whose slots are those of tokens that it still holds."""
 
@@ -96,7 +109,8 @@ class Runner:
     """Model runner with one layer: slots in random order, runs of page_size kept together."""
 
     def __init__(self, sglang: ModuleType, page_size: int = 1, pool: type[Pool] = Pool, **asked: Any) -> None:
-        self.history, self.page_size = History(), page_size
+        width = asked.get("qk_head_dim", 8)
+        self.history, self.page_size = History(width=width), page_size
         pages = torch.randperm(TOKENS // page_size)[: REQUESTS * CONTEXT // page_size // 2]
         slots = (pages.view(-1, 1) * page_size + torch.arange(page_size)).flatten()
         unused = 10**6 if pool is Pool else 0  # TwoPools translates all slots of a row
@@ -107,7 +121,7 @@ class Runner:
         self.req_to_token_pool = SimpleNamespace(req_to_token=self.table)
         self.backend = sglang.Backend(self)
         settings = {
-            "scaling": SCALE, "layer_id": 3, "logit_cap": 0.0, "sliding_window_size": -1, "v_head_dim": 8,
+            "scaling": SCALE, "layer_id": 3, "logit_cap": 0.0, "sliding_window_size": -1, "v_head_dim": width,
             "tp_q_head_num": 4, "qk_head_dim": 8, "is_cross_attention": False, "pos_encoding_mode": "NONE",
         }  # fmt: skip
         self.layer = SimpleNamespace(**settings | asked)
@@ -155,9 +169,30 @@ def test_steps_are_by_definition(sglang: ModuleType, name: str, page_size: int) 
         torch.testing.assert_close(found, runner.history.expected(definition, q, counts))
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_pools_of_8_bits_are_written_with_scales_and_read(
+    sglang: ModuleType, page_size: int, scaled: bool
+) -> None:
+    scales = (torch.tensor(0.05), torch.tensor([0.03])) if scaled else (None, None)
+    asked = {"qk_head_dim": 16, "k_scale": scales[0], "v_scale": scales[1], "sliding_window_size": 8}
+    runner = Runner(sglang, page_size, SmallPool, **asked)
+    pool, history = runner.token_to_kv_pool, runner.history
+    for counts in STEPS:
+        found, q = runner.step(counts)
+        for n in counts:
+            slots = runner.table[PLACES[n], : history.length(n)].long()
+            for kept, buffer, scale in zip((history.k, history.v), (pool.k, pool.v), scales, strict=True):
+                held = buffer[slots].double() * (1.0 if scale is None else scale.double())
+                least = 2**-9 if scale is None else scale.item() * 2**-9
+                assert ((held - kept[n]).abs() <= kept[n].abs() / 16 + least).all()
+                kept[n] = held
+        torch.testing.assert_close(found, history.expected(Definition(SCALE, window=9), q, counts))
+
+
 def test_assigned_mods_are_found_by_number(sglang: ModuleType) -> None:
     layers.assign("sliding_window(2)", layers=4)
-    layers.assign_text("0,2-4 = softcap(0.5); *.9.* = alibi")
+    layers.assign_from("0,2-4 = softcap(0.5); *.9.* = alibi")
     runner = Runner(sglang)
     found, q = runner.step({0: 7})
     expected = runner.history.expected(Definition(SCALE, softcap=0.5), q, {0: 7})

@@ -6,90 +6,16 @@ import importlib.util
 import inspect
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from engines import STUBS, Definition, History
-from torch import Tensor
+from engines import STUBS, Definition
+from vllm_engine import APART, LAYOUTS, MOST_BLOCKS, SCALE, TOGETHER, Engine, run
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations import layers
-
-SCALE = 0.4
-NAME = "model.layers.3.self_attn.attn"
-BLOCKS, BLOCK_SIZE, MOST_BLOCKS = 40, 8, 6
-STEPS = [{0: 11, 1: 3}, {0: 1, 1: 5, 2: 17}, {2: 1, 0: 1, 1: 1}, {1: 2, 0: 1}, {0: 1, 1: 1, 2: 1}]
-"""New tokens of sequences, in the order of the batch: chunks, mixed, all decoding, a decoding one behind."""
-
-
-LAYOUTS = ["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
-"""Orders in memory of layers, blocks, heads, places in a block, and keys with values: from vLLM 0.29 on."""
-
-
-def new_cache(history: History, layout: str) -> Tensor:
-    """Cache of one of three layers, [blocks, Hkv, block_size, D + Dv]."""
-    sizes = {"L": 3, "B": BLOCKS, "H": history.kv_heads, "N": BLOCK_SIZE, "C": 2 * history.width}
-    buffer = torch.full([sizes[axis] for axis in layout], torch.nan, dtype=torch.float64)
-    return buffer.permute([layout.index(axis) for axis in "LBHNC"])[1]
-
-
-class Engine:
-    """Scheduler and cache: a table of blocks in random order, and slots of new tokens. The cache is laid out
-    by its name, or as the backend says."""
-
-    def __init__(self, vllm: ModuleType, layout: str | None = LAYOUTS[0], **options: Any) -> None:
-        backend, self.history = vllm.Backend, History()
-        h = self.history
-        shape = backend.get_kv_cache_shape(BLOCKS, BLOCK_SIZE, h.kv_heads, h.width)
-        own = torch.full(shape, torch.nan, dtype=torch.float64)
-        self.cache = own if layout is None else new_cache(h, layout)
-        self.table = torch.randperm(BLOCKS)[: 3 * MOST_BLOCKS].view(3, MOST_BLOCKS).int()
-        self.builder = backend.get_builder_cls()(None, [NAME], None, torch.device("cpu"))
-        self.impl = backend.get_impl_cls()(h.heads, h.width, SCALE, h.kv_heads, **options)
-
-    def common(self, counts: dict[int, int], padded: int) -> Any:
-        """`padded` requests and tokens follow the real ones."""
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        starts = torch.tensor([0, *counts.values(), *[0] * padded]).cumsum(0).int()
-        lengths = [self.history.length(n) for n in counts]
-        slots = [
-            int(self.table[n, t // BLOCK_SIZE]) * BLOCK_SIZE + t % BLOCK_SIZE
-            for n, length in zip(counts, lengths, strict=True)
-            for t in range(length - counts[n], length)
-        ]
-        used = [-(-length // BLOCK_SIZE) for length in lengths]
-        table = torch.full((len(counts) + padded, MOST_BLOCKS), 10**6, dtype=torch.int32)
-        for row, n in enumerate(counts):
-            table[row, : used[row]] = self.table[n, : used[row]]
-        return CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([*lengths, *[0] * padded]).int(), num_reqs=len(lengths) + padded,
-            num_actual_tokens=len(slots) + padded, max_query_len=max(counts.values()),
-            max_seq_len=max(lengths), block_table_tensor=table,
-            slot_mapping=torch.tensor(slots + [-1] * padded), causal=True,
-        )  # fmt: skip
-
-    def step(self, counts: dict[int, int], padded: int = 0) -> tuple[Tensor, Tensor]:
-        """(output of the engine, its queries)"""
-        q, k, v = self.history.grow(counts)
-        padded_qkv = [torch.cat([x, x.new_full((padded, *x.shape[1:]), 7.0)]) for x in (q, k, v)]
-        metadata = self.builder.build(0, self.common(counts, padded))
-        layer = SimpleNamespace(layer_name=NAME)
-        self.impl.do_kv_cache_update(layer, *padded_qkv[1:], self.cache, metadata.slot_mapping)
-        output = torch.full((len(q) + padded, q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
-        assert self.impl.forward(layer, *padded_qkv, self.cache, metadata, output) is output
-        return output.view(padded_qkv[0].shape), q
-
-
-def run(engine: Engine, definition: Definition) -> None:
-    for number, counts in enumerate(STEPS):
-        found, q = engine.step(counts, padded=number % 2 * 3)
-        torch.testing.assert_close(found[: len(q)], engine.history.expected(definition, q, counts))
-        assert not found[len(q) :].any()
-
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 LAYERS: dict[str, dict[str, Any]] = {
@@ -116,7 +42,7 @@ def test_steps_are_by_definition(vllm: ModuleType, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, None])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *APART, TOGETHER, None])
 def test_caches_may_be_laid_out_in_any_order(vllm: ModuleType, layout: str | None) -> None:
     run(Engine(vllm, layout), Definition(SCALE))
 
@@ -171,21 +97,31 @@ def test_runs_without_metadata_write_zeros(vllm: ModuleType) -> None:
 
 def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:
     impl = vllm.Backend.get_impl_cls()
-    with pytest.raises(UnsupportedError, match="encoder_only"):
-        impl(4, 8, SCALE, 2, attn_type="encoder_only")
-    with pytest.raises(UnsupportedError, match="a cache of fp8_e4m3"):
+    for kind in ("encoder", "encoder_decoder"):
+        with pytest.raises(UnsupportedError, match=f"{kind} attention"):
+            impl(4, 8, SCALE, 2, attn_type=kind)
+    with pytest.raises(UnsupportedError, match="a cache of fp8_e5m2"):
+        impl(4, 8, SCALE, 2, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(UnsupportedError, match="heads of 8 in a cache of fp8_e4m3"):
         impl(4, 8, SCALE, 2, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(UnsupportedError, match="chunk_lookback"):
         impl(4, 8, SCALE, 2, chunk_lookback=3)
     assert impl(4, 8, SCALE, 2, chunk_lookback=-1, anything=None).scale == SCALE
-    for shape in [(2, 5, 8, 2, 8), (5, 8, 2, 16), (5, 2, 8, 8), (5, 8, 16)]:
+    for shape in [
+        (3, 5, 8, 2, 8),
+        (5, 2, 8, 3, 8),
+        (5, 2, 8, 2, 16),
+        (5, 3, 8, 16),
+        (5, 2, 8, 8),
+        (5, 8, 16),
+    ]:
         with pytest.raises(UnsupportedError, match=r"a cache of shape .* for 2 heads of 8"):
             impl(4, 8, SCALE, 2)._caches(torch.zeros(shape))
     engine = Engine(vllm)
     engine.history.grow({0: 2})
     common = engine.common({0: 2}, 0)
-    common.causal = False
-    with pytest.raises(UnsupportedError, match="not causal"):
+    common.causal = torch.tensor([True])
+    with pytest.raises(UnsupportedError, match="some sequences are causal"):
         engine.builder.build(0, common)
     q = torch.randn(3, 4, 8)
     with pytest.raises(UnsupportedError, match="quantised output"):
@@ -206,7 +142,7 @@ def reasons(backend: Any, **asked: Any) -> list[str]:
 def test_vllm_has_no_reason_against_it(vllm: ModuleType) -> None:
     backend = vllm.Backend
     assert not reasons(backend) and not reasons(backend, has_sink=True, has_sliding_window=True)
-    for asked in ({"head_size": 100}, {"block_size": 12}, {"kv_cache_dtype": "fp8"}, {"use_mla": True}):
+    for asked in ({"head_size": 100}, {"block_size": 12}, {"kv_cache_dtype": "fp8_e5m2"}, {"use_mla": True}):
         assert len(reasons(backend, **asked)) == 1
     sizes = backend.get_supported_kernel_block_sizes
     assert [size.base for size in sizes()] == [size.base for size in sizes(None)] == [8]

@@ -60,7 +60,7 @@ def on_a_chip(chip: str, kind: str, name: str, sizes: Sizes, *, by_kernels: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ELEMENTWISE, "softmax_plus", "wild"])
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "softmax_plus", "softpick", "wild"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_many_rows(chip: str, name: str, seed: int) -> None:
     on_a_chip(chip, "dense", name, WIDE)
@@ -68,7 +68,7 @@ def test_many_rows(chip: str, name: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [None, 64])
-@pytest.mark.parametrize("name", ["biased", "silu"])
+@pytest.mark.parametrize("name", ["biased", "silu", "softpick"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_few_rows_and_split_keys(chip: str, name: str, split: int | None, seed: int) -> None:
     """Outputs of splits are added."""
@@ -76,25 +76,28 @@ def test_few_rows_and_split_keys(chip: str, name: str, split: int | None, seed: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid", "softpick"])
 @pytest.mark.parametrize("kind", ["packed", "padded", "paged"])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_ragged_batches_and_pages(chip: str, kind: str, seed: int) -> None:
+def test_ragged_batches_and_pages(chip: str, kind: str, name: str, seed: int) -> None:
     sizes = Sizes(batch=2, heads=4, kv_heads=2, q_len=11, kv_len=40, dim=64, dim_v=64)
-    on_a_chip(chip, kind, "sigmoid", sizes)
+    on_a_chip(chip, kind, name, sizes)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["biased", "softpick"])
 @pytest.mark.parametrize("kv_heads", [1, 7])
 @pytest.mark.parametrize("q_len", [2, 70])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_groups(chip: str, q_len: int, kv_heads: int, seed: int) -> None:
-    on_a_chip(chip, "dense", "biased", Sizes(1, 7, kv_heads, q_len, 90, 64, 64))
+def test_groups(chip: str, q_len: int, kv_heads: int, name: str, seed: int) -> None:
+    on_a_chip(chip, "dense", name, Sizes(1, 7, kv_heads, q_len, 90, 64, 64))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["silu", "softpick"])
 @pytest.mark.parametrize("q_len", [2, 70])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_an_output_function_and_queries_without_keys(chip: str, q_len: int, seed: int) -> None:
+def test_an_output_function_and_queries_without_keys(chip: str, q_len: int, name: str, seed: int) -> None:
     """Weights, and then a function of the output, in one kernel; half of the queries see no key."""
 
     def late(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any) -> Any:
@@ -102,14 +105,7 @@ def test_an_output_function_and_queries_without_keys(chip: str, q_len: int, seed
 
     sizes = Sizes(1, 2, 1, q_len, 90, 64, 64)
     mod, _ = FUNCTIONS["rows"](sizes, leaves(torch.bfloat16))
-    on_a_chip(chip, "dense", "silu", sizes, mask=late, output_mod=mod)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("q_len", [2, 70])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_softpick_is_computed_blockwise_on_the_device(chip: str, q_len: int, seed: int) -> None:
-    on_a_chip(chip, "dense", "softpick", Sizes(1, 2, 1, q_len, 90, 64, 64), by_kernels=False)
+    on_a_chip(chip, "dense", name, sizes, mask=late, output_mod=mod)
 
 
 @pytest.mark.slow
@@ -138,9 +134,10 @@ def right_gradients(
 ) -> None:
     leaf, sizes = leaves(torch.bfloat16), sizes_of(kind, sizes)
     normalizer, learned = {**NORMALIZERS, "wild": wild}[name](sizes, leaf)
+    learned, by = [*learned, *more.pop("learned", [])], more.pop("by", in_pytorch)
     composition = {"mask": causal, "output_mod": None, "normalizer": normalizer, **more}
     made = KINDS[kind](sizes, leaf, composition)
-    exact, plain = made.oracle(made.qkv)[0], made.oracle(made.qkv, in_pytorch)[0]
+    exact, plain = made.oracle(made.qkv)[0], made.oracle(made.qkv, by)[0]
     weight = torch.randn(exact.shape)
     with ptxsim.device(chip, sms=2) as gpu, blockwise_calls() as calls:
         out, _ = made.attend(*made.qkv)
@@ -189,9 +186,3 @@ def test_gradients_of_ragged_batches(chip: str, kind: str, seed: int) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients_with_sums_in_order(chip: str, seed: int) -> None:
     right_gradients(chip, "dense", "silu", NARROW, schedule=Schedule(deterministic=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_gradients_of_softpick(chip: str, seed: int) -> None:
-    right_gradients(chip, "dense", "softpick", Sizes(1, 2, 1, 20, 30, 64, 64), by_kernels=False)

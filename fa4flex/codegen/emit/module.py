@@ -159,7 +159,7 @@ class Module:
         self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
         self._printer.names.reserve(*facts.roots)
         self._factor: Expr | None = None
-        self._weights = facts.weights.kind
+        self._weights = facts.weights
         self._dropout: tuple[int, int] | None = None
         """Slots of the seed and of the threshold of dropout."""
         self._roots: dict[str, Expr] = {}
@@ -389,7 +389,8 @@ class Module:
         items += ["factor=factor"] * (self._factor is not None)
         if self._dropout is not None:
             items.append("dropout=Dropped(seed={}, threshold={})".format(*self._dropout))
-        items += [f'weights="{self._weights}"'] * (self._weights != "softmax")
+        kind, eps = self._weights
+        items += [f'weights="{kind}"'] * (kind != "softmax") + [f"eps={eps!r}"] * (kind == "softpick")
         items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():
@@ -413,7 +414,7 @@ class Module:
     @property
     def _way(self) -> str:
         """Name of the way by which a weight's logistic function is computed, "" where it has none."""
-        return way_of(self._roots["score"]) if self._weights == "elementwise" and self._roots else ""
+        return way_of(self._roots["score"]) if self._weights.kind == "elementwise" and self._roots else ""
 
     def pointwise(self, name: str) -> str:
         arguments = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]

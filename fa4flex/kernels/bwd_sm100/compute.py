@@ -19,6 +19,7 @@ from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
 from fa4flex.kernels.bwd_sm100.operand_gradients import LaneCollector
 from fa4flex.kernels.bwd_sm100.resources import Shared, in_columns, of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE, COMPUTING
+from fa4flex.kernels.common import softpick
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -146,8 +147,10 @@ class Compute:
         self.scheduler = scheduler
         self.cluster = cluster
         shares = hooks.shares
-        self.late = hooks.slope is not None and any(not share.scaled for share in shares)
-        """True if slopes come in after what modified scores add to captured tensors was taken."""
+        late = hooks.rectified or any(not share.scaled for share in shares)
+        self.late = hooks.slope is not None and late
+        """True if slopes come in last: after what modified scores add to captured tensors was taken, and
+        where the signs of factors say something."""
         weights = [share.weight for share in shares if share.weight is not None]
         self.again = self.late or any(weight.scored for weight in weights)
         """True if scores are asked for again when their gradients are there."""
@@ -284,11 +287,12 @@ class Compute:
             rows = self.take(f, head, place, step, scores)
             p = self.to_change(scores[None, f])
             slopes = self.probabilities(head, p, rows, place.first_query(origin, f), masked)
-            packed = self.narrowed(p, kind)
-            used = packed
+            packed = used = self.operand(p, kind)
             if head.dropout is not None:
                 used = self.dropped(head, p, place.first_query(origin, f), kept, kind)
             self.put(place, step, f, used)
+            if self.hooks.rectified:
+                self.to_powers(p, rows)
             weights.append(self.weights(p, packed, slopes, kind))
         self.tell_probabilities(pipes, step)
         arrive_once(pipes.lse2_empty + lse2.index)
@@ -366,6 +370,12 @@ class Compute:
             if self.hooks.elementwise:
                 slopes |= self.of_pairs(slab, start, slopes, q_first, masked)
             for c in range(start, start if self.hooks.elementwise else start + HOOKED, 2):
+                if self.hooks.rectified:
+                    scores[c], scores[c + 1] = (
+                        softpick.signed(scores[i] * factor, lse2[i], softpick.base_of(lse2[i]))
+                        for i in (c, c + 1)
+                    )
+                    continue
                 shift = (-lse2[c], -lse2[c + 1])
                 x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (factor, factor), shift)
                 scores[c], scores[c + 1] = (cute.math.exp2(y, fastmath=True) for y in x)
@@ -393,6 +403,20 @@ class Compute:
         slab.mask(self.hooks, shown, q_first)
         return {c: select_(shown[0, c - start] > 0, x, Float32(0.0)) for c, x in found.items()}
 
+    def operand(self, p: cute.Tensor, kind: Any) -> cute.Tensor:
+        """Probabilities of a fragment in 16 bits; of softpick, of what is not below 0."""
+        if not self.hooks.rectified:
+            return self.narrowed(p, kind)
+        used = cute.make_rmem_tensor((FRAGMENT,), Float32)
+        for c in range(FRAGMENT):
+            used[c] = cute.arch.fmax(p[c], Float32(0.0))
+        return self.narrowed(used, kind)
+
+    def to_powers(self, u: cute.Tensor, lse2: cute.Tensor) -> None:
+        """u over the total of a fragment becomes the factor of its gradients, with u's sign."""
+        for c in range(FRAGMENT):
+            u[c] = softpick.power(u[c], softpick.base_of(lse2[c]))
+
     def to_change(self, scores: cute.Tensor) -> cute.Tensor:
         """Registers with the scores of a fragment that may become something else."""
         if not self.again:
@@ -409,6 +433,7 @@ class Compute:
         if self.hooks.elementwise:
             for c, slope in slopes.items():
                 p[c] = slope
+        if self.hooks.weights != "softmax":
             return self.narrowed(p, kind) if self.again else p
         if not self.late:
             for c, slope in slopes.items():
@@ -438,6 +463,12 @@ class Compute:
                     self.weight_pair(weights, c, kind), (ds[c], ds[c + 1])
                 )
                 continue
+            if self.hooks.rectified:
+                factors = self.weight_pair(weights, c, kind)
+                ds[c], ds[c + 1] = (
+                    softpick.gradient(x, ds[c + i], deltas[c + i]) for i, x in enumerate(factors)
+                )
+                continue
             moved = cute.arch.add_packed_f32x2((ds[c], ds[c + 1]), (deltas[c], deltas[c + 1]))
             ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights, c, kind), moved)
 
@@ -462,7 +493,9 @@ class Compute:
         if self.late:
             for place, slope in (head.slab.slopes(self.hooks, raw, q_first, masked) or {}).items():
                 changed = found[place] * slope
-                if self.hooks.elementwise and masked:  # of what the mask hides, slopes may be no numbers
+                if (
+                    self.hooks.weights != "softmax" and masked
+                ):  # of what the mask hides, slopes may be no numbers
                     changed = select_(found[place] == 0, Float32(0.0), changed)
                 found[place] = changed
         collector.take(True, found, q_first, masked, early)

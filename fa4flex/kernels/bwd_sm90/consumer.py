@@ -24,6 +24,7 @@ from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Shared, dq_rows, 
 from fa4flex.kernels.bwd_sm90.roles import DQ_EMPTY, DQ_FULL, SCORES, STORED, of_all
 from fa4flex.kernels.bwd_sm90.steps import like_steps, mixed_steps
 from fa4flex.kernels.bwd_sm90.warpgroup import LogSums, Made, Progress, Step, Warpgroup
+from fa4flex.kernels.common import softpick
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -92,6 +93,8 @@ class Consumer:
         apart = config.persistent and config.dq_stages == 1
         self.batches: tuple[tuple[int, ...], ...] = ((0,), (1,)) if apart else ((0, 1),)
         """Groups of dK and dV that leave together: shared memory may hold one of them."""
+        self.multiplies = hooks.weights == "softmax"
+        """True if dS' is P' times dP' less its rows' sums."""
         self.late = any(not share.scaled for share in self.shares)
         """True if slopes come in after what modified scores add to captured tensors was taken."""
 
@@ -322,10 +325,10 @@ class Consumer:
         log_sums = self.log_sums(self.my_rows(shared.lse2[None, q_stage], w), lane)
         deltas = self.my_rows(shared.delta[None, do_stage], w)
         self.begin_dprob(dprob, deltas, lane)
-        if collector.slab.dropout is not None:
+        if collector.slab.dropout is not None or self.hooks.rectified:
             log_sums = log_sums._replace(deltas=deltas)
         depth, depth_v = config.depths
-        begun = not self.hooks.elementwise
+        begun = self.multiplies
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
         dout = operands.dout[None, None, None, do_stage]
         multiply(mmas.dprob, dprob, operands.v, dout, begun, depth_v)
@@ -419,6 +422,8 @@ class Consumer:
             part = slab.part(first, together)
             slopes = self.exponentials(grid, part, here, factor, q_first, masked)
             part.pull(grid, ds, q_first)
+            if self.hooks.rectified:
+                self.rectify(grid, ds, here, self.statistics(log_sums.deltas, lane, first, together), first)
             self.narrow_columns(products.p, p, first, together)
             if slab.dropout is not None:
                 columns_here = Columns(first, q_first, part.queries)
@@ -427,7 +432,7 @@ class Consumer:
                 slab.dropout.gradients(grid, ds, p, deltas, columns_here)
             if self.hooks.elementwise:
                 slopes = self.show_pairs(grid, ds, slab.part(first, together), slopes, q_first, masked)
-            elif slab.dropout is None and not self.config.rounds_first:
+            elif self.multiplies and slab.dropout is None and not self.config.rounds_first:
                 for c in range(first, first + together):
                     for r in range(2):
                         ds[r, c] = grid[r, c] * ds[r, c]
@@ -435,9 +440,22 @@ class Consumer:
                 later |= slopes
             else:
                 apply_slopes(ds, slopes)
-        if self.config.rounds_first and not self.hooks.elementwise:
+        if self.config.rounds_first and self.multiplies:
             multiply_narrow(ds, p)
         return later
+
+    def rectify(
+        self, grid: cute.Tensor, ds: cute.Tensor, lse2: cute.Tensor, deltas: cute.Tensor, first: int
+    ) -> None:
+        """Softpick's weights, and gradients of scores, of the columns from `first` on, which hold u / total
+        and dP'."""
+        for c in range(cute.size(lse2)):
+            base = softpick.base_of(lse2[c])
+            for r in range(2):
+                u = grid[r, first + c]
+                power = softpick.power(u, base)
+                ds[r, first + c] = softpick.gradient(power, ds[r, first + c], deltas[c])
+                grid[r, first + c] = cute.arch.fmax(u, Float32(0.0))
 
     def show_pairs(
         self,
@@ -472,11 +490,16 @@ class Consumer:
         if not self.hooks.elementwise:
             for c in range(len(part.queries)):
                 for r in range(2):
-                    x = grid[r, part.first + c] * factor - lse2[c]
-                    grid[r, part.first + c] = cute.math.exp2(x, fastmath=True)
+                    grid[r, part.first + c] = self.weight(grid[r, part.first + c] * factor, lse2[c])
         if masked:
             part.mask(self.hooks, grid, q_first)
         return slopes
+
+    def weight(self, x: Float32, lse2: Float32) -> Float32:
+        """The probability of a score in exponents of 2; of softpick, u over the total."""
+        if self.hooks.rectified:
+            return softpick.signed(x, lse2, softpick.base_of(lse2))
+        return cute.math.exp2(x - lse2, fastmath=True)
 
     def narrow_columns(self, acc: cute.Tensor, target: cute.Tensor, first: int, count: int) -> None:
         """Columns of an accumulator to 16 bits. `target` is an operand: its registers have the same order."""
@@ -491,7 +514,7 @@ class Consumer:
         Each of a thread's keys has its own read, so that nothing is to be computed before the product for S'.
         A copy for the second one would be made by the assembler between the products, which it waits for.
         """
-        if self.hooks.elementwise:  # nothing is summed over a row
+        if not self.multiplies:  # nothing is summed over a row, or not all have part in it
             return
         grid = rows_and_columns(dprob)
         pairs = cute.logical_divide(deltas, cute.make_layout(2))

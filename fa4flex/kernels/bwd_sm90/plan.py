@@ -20,7 +20,7 @@ from fa4flex.kernels.plan.groups import Groups
 from fa4flex.kernels.plan.kernel_time import many
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pairs import of_one_cta
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Checked, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request, taking
 from fa4flex.kernels.plan.sizes import Sizes
@@ -410,7 +410,7 @@ def _tiles(request: Request, width: int, width_v: int) -> tuple[tuple[int, int],
         return (LONG_LATENT_TILE if roomy else LATENT_TILE,)
     if max(width, width_v) > KEYS_APART:
         return (WIDE_TILE,)
-    if problem.dropout:
+    if problem.dropout or problem.weights == "softpick":
         return (TILE,)
     if problem.blocks or _few_tiles(request):
         return (HALF_TILE,)
@@ -457,12 +457,14 @@ def _few_cleared(problem: Problem, sizes: Sizes) -> bool:
 
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
-    """True for all problems on Hopper, but dropout and gradients of the entropy in heads so wide that
-    warpgroups share out something else than keys: what makes dS' there does not see the logarithms of P'. Nor
-    both together: dropout makes dS' of P' before the entropy's gradient comes in."""
+    """True for all problems on Hopper, but dropout, gradients of the entropy and softpick in heads so wide
+    that warpgroups share out something else than keys: what makes dS' there sees neither the logarithms of P'
+    nor the signs of scores. Nor the first two together: dropout makes dS' of P' before the entropy's gradient
+    comes in."""
     apart = max(pad(problem.head_dim), pad(problem.head_dim_v)) <= KEYS_APART
     alone = not (problem.dropout and problem.entropy)
-    return target.family == "sm90" and alone and (apart or not (problem.dropout or problem.entropy))
+    of_scores = problem.dropout or problem.entropy or problem.weights == "softpick"
+    return target.family == "sm90" and alone and (apart or not of_scores)
 
 
 BWD_SM90 = Pipeline(
@@ -473,5 +475,5 @@ BWD_SM90 = Pipeline(
     zero_fills=True,
     splits_groups=True,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

@@ -21,7 +21,7 @@ from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.pointwise import apply_output, row_channels
-from fa4flex.kernels.common.softmax import LOG2_E, entropy_of, finish_row, finite, sink_of
+from fa4flex.kernels.common.softmax import LOG2_E, entropy_of, finish_row, finite, logit_of
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.plan.arguments import FORWARD, MERGE
@@ -133,7 +133,9 @@ class Combine:
             entropies = None
             if const_expr(arguments.entropy is not None):
                 entropies = arguments.entropy[b, h, None]
-            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h), at, entropies)
+            row = Row(
+                arguments.out[b, q, h, None], lse, Int32(q), logit_of(self.hooks, arguments, h), at, entropies
+            )
             self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
 
     def place(self, arguments: Any, work: Work, heads: Int32) -> At:

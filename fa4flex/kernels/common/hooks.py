@@ -149,7 +149,8 @@ class Hooks:
     score     y, a Float32, where a probability is proportional to exp2(factor * y); absent: y is at.score
     slope     of backward passes: the derivative of the modified score by the scaled one, a Float32; absent: 1
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
-    weights   "softmax"; or "elementwise": y is the weight itself, of masked pairs 0
+    weights   "softmax"; "softpick": the rectified one, whose sums begin with `eps`; or "elementwise": y is
+              the weight itself. y of masked pairs is 0 of the last two
     output    the function of the normalised output, a Float32 that is at at.score, with the channel at at.kv;
               absent: it is written as it is
     dropout   of probabilities, after what they are divided by is known; absent: all are kept
@@ -181,6 +182,12 @@ class Hooks:
     derivatives: tuple[Pointwise, ...] = ()
     dropout: Dropped | None = None
     weights: str = "softmax"
+    eps: float = 0.0
+
+    @property
+    def rectified(self) -> bool:
+        """True if weights below 0 become 0, and rows are divided by the sum of all without their signs."""
+        return self.weights == "softpick"
 
     @property
     def elementwise(self) -> bool:
@@ -195,4 +202,4 @@ class Hooks:
     @property
     def hidden(self) -> float:
         """y of masked pairs."""
-        return 0.0 if self.elementwise else -float("inf")
+        return -float("inf") if self.weights == "softmax" else 0.0

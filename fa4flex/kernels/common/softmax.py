@@ -8,6 +8,7 @@ all tiles leave the maxima as they are, and need neither a reduction over lanes 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +37,19 @@ def sink_of(arguments: Any, h: Any, joins: Boolean | None = None) -> Float32 | N
     this row with others and adds the sink there; absent: True."""
     if arguments.sinks is None:
         return None
-    sink = arguments.sinks[h].to(Float32)
-    return sink if joins is None else select_(joins, sink, -Float32.inf)
+    return _joining(arguments.sinks[h].to(Float32), joins)
+
+
+def logit_of(hooks: Hooks, arguments: Any, h: Any, joins: Boolean | None = None) -> Float32 | None:
+    """Logit that joins a head's denominators: its sink, or softpick's log(eps); None where there is none.
+    joins: as of a sink."""
+    if hooks.rectified:
+        return _joining(Float32(math.log(hooks.eps)), joins)
+    return sink_of(arguments, h, joins)
+
+
+def _joining(logit: Float32, joins: Boolean | None) -> Float32:
+    return logit if joins is None else select_(joins, logit, -Float32.inf)
 
 
 def finite(largest: Float32) -> Float32:
@@ -212,8 +224,12 @@ class OnlineSoftmax:
         state, finished = self.state, []
         for r in range(state.rows):
             total = self.reduce(state.total[r], operator.add)
-            finished.append(finish_row(state.largest[r], state.shift[r], total, sink))
+            finished.append(self.finished(state.largest[r], state.shift[r], total, sink))
         return finished
+
+    def finished(self, largest: Float32, shift: Float32, total: Float32, sink: Float32 | None) -> Finished:
+        """A row of these numbers."""
+        return finish_row(largest, shift, total, sink)
 
     def entropies(self, sink: Float32 | None) -> list[Float32]:
         """The same rows' entropies, in nats."""

@@ -13,6 +13,7 @@ from cutlass import Float32, cute
 
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.softmax import Finished, LaneSoftmax, OnlineSoftmax, Running
+from fa4flex.kernels.common.softpick import LaneSoftpick, Softpick
 
 
 @dataclass(frozen=True)
@@ -53,5 +54,6 @@ def weights_of(hooks: Hooks, at: At, threshold: float, state: Running, lanes: bo
     """The softmax of a thread's rows, or what stands in its place. lanes: a lane has a row to itself."""
     if hooks.elementwise:
         return ElementwiseWeights(_Nothing(state.rows))
-    kind = LaneSoftmax if lanes else OnlineSoftmax
+    softmax = (LaneSoftmax, LaneSoftpick) if lanes else (OnlineSoftmax, Softpick)
+    kind = softmax[hooks.rectified]
     return kind.of(hooks, at, threshold, state)

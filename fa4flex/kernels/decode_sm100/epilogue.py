@@ -20,7 +20,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.max_logit import largest_seen, put_largest
 from fa4flex.kernels.common.packed_rows import Row, Tile, place_of
 from fa4flex.kernels.common.pointwise import apply_output, one_row, row_channels
-from fa4flex.kernels.common.softmax import Finished, entropy_of, finish_row, finite, sink_of
+from fa4flex.kernels.common.softmax import Finished, entropy_of, finite, logit_of
 from fa4flex.kernels.common.tensor_core import Blocks
 from fa4flex.kernels.decode_sm100.config import LANES, MERGED, MERGED_STAGES, Config
 from fa4flex.kernels.decode_sm100.resources import Shared
@@ -47,7 +47,7 @@ class Epilogue:
         output: cute.Tensor,
     ) -> None:
         """Sinks join here where one block has all keys; otherwise where splits are merged."""
-        sink = sink_of(arguments, mine.row.h, tile.alone)
+        sink = logit_of(self.hooks, arguments, mine.row.h, tile.alone)
         if const_expr(arguments.max_logit is not None):
             largest = largest_seen(mine.softmax, 0, mine.row.exists)
             put_largest(arguments, mine.row.h, largest, mine.row.exists)
@@ -98,7 +98,7 @@ class Epilogue:
         common, total = finite(largest), Float32(0.0)
         for shift, part in copies:
             total = total + part * cute.math.exp2(shift - common, fastmath=True)
-        scale, lse = finish_row(largest, common, total, sink)
+        scale, lse = mine.softmax.finished(largest, common, total, sink)
         return Finished(scale * cute.math.exp2(mine_shift - common, fastmath=True), lse)
 
     def entropy(self, shared: Shared, sink: Float32 | None) -> Float32:

@@ -171,12 +171,19 @@ class Softmax:
         softmax = mine.softmax
         if const_expr(softmax.online):
             self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
-        pairs = self.probabilities(softmax, row.numbers)
-        memory.probabilities.put(mine.part, packed.narrowed(pairs, memory.kind))
+        pairs, weights = self.weighed(softmax, row.numbers)
+        memory.probabilities.put(mine.part, packed.narrowed(weights, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
         if const_expr(softmax.online):
             softmax.state.total[0] = packed.total_of(pairs, softmax.state.total[0])
+
+    def weighed(self, softmax: Any, row: list[Float32]) -> tuple[list[packed.Pair], list[packed.Pair]]:
+        """Terms of the total of a row, and its weights."""
+        if self.hooks.rectified:
+            return packed.softpicked(softmax, row)
+        found = self.probabilities(softmax, row)
+        return found, found
 
     def probabilities(self, softmax: Any, row: list[Float32]) -> list[packed.Pair]:
         """Probabilities of a row; elementwise weights as they are."""

@@ -15,7 +15,7 @@ from fa4flex.kernels.common.max_logit import largest_seen, put_largest
 from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.pointwise import apply_output, one_row, quad_channels
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
-from fa4flex.kernels.common.softmax import Finished, multiply_rows, sink_of
+from fa4flex.kernels.common.softmax import Finished, logit_of, multiply_rows
 from fa4flex.kernels.decode_sm90.config import Config
 
 
@@ -64,7 +64,7 @@ class Epilogue:
         block or warp has keys of theirs, so that sinks join here."""
         finished: list[Finished] = []
         for mine in rows:
-            finished += mine.softmax.finish(sink_of(arguments, mine.row.h, alone))
+            finished += mine.softmax.finish(logit_of(self.hooks, arguments, mine.row.h, alone))
         out = rows_and_columns(products.out)
         multiply_rows(out, [mine.scale for mine in finished])
         return out, finished
@@ -72,7 +72,7 @@ class Epilogue:
     @cute.jit
     def entropy(self, arguments: Arguments, tile: Tile, mine: cutlass.Constexpr[Any], lane: Int32) -> None:
         """A row's entropy, or that of a split's keys."""
-        (entropy,) = mine.softmax.entropies(sink_of(arguments, mine.row.h, tile.alone))
+        (entropy,) = mine.softmax.entropies(logit_of(self.hooks, arguments, mine.row.h, tile.alone))
         if mine.row.exists and lane % 4 == 0:
             put_entropy(arguments, tile, mine.row, entropy)
 

@@ -24,7 +24,7 @@ from fa4flex.kernels.plan.few_rows import (
     takes,
 )
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, ForwardPlan, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
@@ -176,5 +176,5 @@ DECODE_SM90 = Pipeline(
     plan_decode,
     writes_float32=True,
     applies_output=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

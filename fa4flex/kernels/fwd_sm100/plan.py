@@ -17,7 +17,7 @@ from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
 from fa4flex.kernels.plan.bound import Bound, Size, expected_bound, explain_bound
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import box_rows, explain_pages, readable
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.registers import check_registers
 from fa4flex.kernels.plan.request import (
@@ -235,5 +235,5 @@ FWD_SM100 = Pipeline(
     writes_float32=True,
     applies_output=True,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

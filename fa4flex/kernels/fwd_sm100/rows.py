@@ -17,6 +17,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from fa4flex.kernels.common.exponential import emulated, exp2_pair
 from fa4flex.kernels.common.fragment import numbers, packed
 from fa4flex.kernels.common.softmax import FAR
+from fa4flex.kernels.common.softpick import Softpick, rectified
 from fa4flex.kernels.fwd_sm100.config import Exponential
 
 CHAINS = 4
@@ -146,6 +147,12 @@ def exponentiate(
         if moments is not None:
             moments.add(i // 2, found[-1], x)
     return found
+
+
+def softpicked(softmax: Softpick, row: list[Float32]) -> tuple[list[Pair], list[Pair]]:
+    """Terms of the total of a row of numbers, and their weights."""
+    u = softmax.signed(row)
+    return paired([cute.math.abs(x) for x in u]), paired(rectified(u))
 
 
 def paired(row: list[Float32]) -> list[Pair]:

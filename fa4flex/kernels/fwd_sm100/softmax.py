@@ -25,7 +25,7 @@ from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.max_logit import largest_of_warp, largest_seen, put_largest
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
-from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, running, sink_of
+from fa4flex.kernels.common.softmax import LN_2, LaneSoftmax, Running, logit_of, running
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.weights import weights_of
@@ -42,6 +42,7 @@ from fa4flex.kernels.fwd_sm100.rows import (
     narrowed,
     paired,
     put,
+    softpicked,
     total_of,
 )
 
@@ -347,12 +348,13 @@ class Softmax:
     def probabilities(
         self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes, kv_first: Int32
     ) -> list[Pair]:
-        """To tensor memory, by fragment; returns those that dropout has not seen."""
+        """To tensor memory, by fragment; returns what is added to the row's total, which dropout has not
+        seen."""
         pairs, softmax = [], tile.softmax
         moments = Moments() if softmax.online and softmax.state.moment is not None else None
         for f, row in enumerate(rows):
-            found = self.exponentials(softmax, row, f, moments)
-            put = narrowed(found, place.kind)
+            found, used = self.weighed(softmax, row, f, moments)
+            put = narrowed(used, place.kind)
             if tile.dropout is not None:
                 tile.dropout.apply(put, kv_first + f * FRAGMENT)
             place.probabilities.put(f, put)
@@ -370,6 +372,15 @@ class Softmax:
             cute.arch.fence_view_async_tmem_store()
             barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
             self.cluster.arrive(barrier + place.stage)
+
+    def weighed(
+        self, softmax: Any, row: list[Float32], f: int, moments: Moments | None
+    ) -> tuple[list[Pair], list[Pair]]:
+        """Terms of the total of fragment f of a row, and its weights."""
+        if self.hooks.rectified:
+            return softpicked(softmax, row)
+        found = self.exponentials(softmax, row, f, moments)
+        return found, found
 
     def exponentials(self, softmax: Any, row: list[Float32], f: int, moments: Moments | None) -> list[Pair]:
         """Probabilities of fragment f of a row; elementwise weights as they are."""
@@ -390,7 +401,7 @@ class Softmax:
         """Write the row's statistics, and hand over what its output is to be multiplied by at last."""
         (shared, pipes), (q, phase) = handed, which
         softmax = tile.softmax
-        (finished,) = softmax.finish(sink_of(arguments, work.h))
+        (finished,) = softmax.finish(logit_of(self.hooks, arguments, work.h))
         barrier = 4 * place.tile + place.warp
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
         if const_expr(softmax.online):
@@ -409,5 +420,5 @@ class Softmax:
                 of_row = softmax.state.largest[0] * softmax.factor
                 put_statistic(arguments.max_scores, work, q, of_row * LN_2)
             if const_expr(arguments.entropy is not None):
-                (entropy,) = softmax.entropies(sink_of(arguments, work.h))
+                (entropy,) = softmax.entropies(logit_of(self.hooks, arguments, work.h))
                 put_statistic(arguments.entropy, work, q, entropy)

@@ -18,7 +18,7 @@ from fa4flex.kernels.common.max_logit import largest_of_warp, largest_seen, put_
 from fa4flex.kernels.common.pointwise import apply_output, quad_channels
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
-from fa4flex.kernels.common.softmax import LN_2, Finished, OnlineSoftmax, multiply_rows, sink_of
+from fa4flex.kernels.common.softmax import LN_2, Finished, OnlineSoftmax, logit_of, multiply_rows
 from fa4flex.kernels.common.transfer import partition
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.fwd_sm90.config import Config
@@ -43,7 +43,7 @@ class Epilogue:
         """Part of a tile of queries that a warpgroup has; lane: the number of a thread in it."""
         work, group, softmax = mine.work, mine.group, tile.softmax
         row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
-        finished = softmax.finish(sink_of(arguments, self.rows.place(work, row)[0].h))
+        finished = softmax.finish(logit_of(self.hooks, arguments, self.rows.place(work, row)[0].h))
         self.statistics(arguments, work, row, lane, finished, softmax)
         out = rows_and_columns(mine.products.out)
         scales = [mine.scale for mine in finished]
@@ -86,7 +86,7 @@ class Epilogue:
             self.largest(arguments, work, row, lane, softmax)
         entropies: list[Float32] = []
         if const_expr(arguments.entropy is not None):
-            entropies = softmax.entropies(sink_of(arguments, self.rows.place(work, row)[0].h))
+            entropies = softmax.entropies(logit_of(self.hooks, arguments, self.rows.place(work, row)[0].h))
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(softmax.state.rows):
                 mine = row + 8 * r

@@ -21,7 +21,7 @@ from fa4flex.kernels.plan.forward_time import ForwardTime
 from fa4flex.kernels.plan.kernel_time import Heads, many
 from fa4flex.kernels.plan.memory import Memory
 from fa4flex.kernels.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Checked, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Checked, Pipeline
 from fa4flex.kernels.plan.problem import MMA_K, Problem
 from fa4flex.kernels.plan.request import ORDERS, ForwardRequest, Order, check_threshold, rescaling, taking
 from fa4flex.kernels.plan.sizes import Sizes
@@ -361,5 +361,5 @@ FWD_SM90 = Pipeline(
     writes_float32=True,
     applies_output=True,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

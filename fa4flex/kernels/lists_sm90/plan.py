@@ -23,7 +23,7 @@ from fa4flex.kernels.plan.few_rows import (
 from fa4flex.kernels.plan.keys import ListedKeys
 from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.paging import TileCopies
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, ForwardPlan, Pipeline
+from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
@@ -195,6 +195,6 @@ LISTS_SM90 = Pipeline(
     accepts,
     plan_lists,
     writes_float32=True,
-    weights=SUMMED_OR_NOT,
+    weights=("softmax", "elementwise"),
     listed=True,
 )

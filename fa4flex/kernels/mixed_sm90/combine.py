@@ -11,9 +11,10 @@ from cuda.bindings import driver as cuda
 from cutlass import Int32, Int64, const_expr, cute
 
 from fa4flex.kernels.combine import kernel as combine
-from fa4flex.kernels.combine.kernel import THREADS, Row, sink_of
+from fa4flex.kernels.combine.kernel import THREADS, Row
 from fa4flex.kernels.combine.workspace import Parts
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.softmax import sink_of
 from fa4flex.kernels.mixed_sm90.sequences import Sequences, log_sums, outputs, start
 
 RESIDENT = 4

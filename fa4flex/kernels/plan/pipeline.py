@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from fa4flex.kernels.plan.backward_time import BackwardTime
 from fa4flex.kernels.plan.bound import Bound, Size
@@ -17,8 +17,8 @@ from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
 from fa4flex.kernels.plan.topology import Topology
 
-SUMMED_OR_NOT: tuple[Weights, ...] = ("softmax", "elementwise")
-"""Weights of pipelines whose kernels take the score hook's number for the weight, too."""
+EVERY: tuple[Weights, ...] = get_args(Weights)
+"""Weights of pipelines whose kernels make any of scores."""
 
 Direction = Literal["forward", "backward", "tangents", "mass", "tables", "sequences", "append", "lists"]
 

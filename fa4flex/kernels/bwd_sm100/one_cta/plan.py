@@ -10,7 +10,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.bwd_sm100.config import HALF, ROWS
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan, padded
 from fa4flex.kernels.bwd_sm100.topology import HALVES, backward_topology
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Pipeline
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.tensor_memory import Columns, Range
 from fa4flex.kernels.plan.topology import Topology
@@ -72,5 +72,5 @@ ONE_CTA = Pipeline(
     lambda problem, target, sizes: target.family == "sm100" and not problem.entropy,
     plan_one_cta,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

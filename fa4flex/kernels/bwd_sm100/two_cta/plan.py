@@ -16,7 +16,7 @@ from fa4flex.kernels.bwd_sm100.two_cta.roles import barrier_table
 from fa4flex.kernels.bwd_sm100.two_cta.topology import pair_topology
 from fa4flex.kernels.plan.memory import tile_bytes
 from fa4flex.kernels.plan.pairs import of_one_cta
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.sizes import Sizes
@@ -135,5 +135,5 @@ TWO_CTA = Pipeline(
     ),
     plan_two_cta,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

@@ -24,7 +24,7 @@ from fa4flex.kernels.bwd_sm100.wide_heads.config import (
 )
 from fa4flex.kernels.bwd_sm100.wide_heads.roles import barrier_table
 from fa4flex.kernels.bwd_sm100.wide_heads.topology import wide_topology
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import Request
 from fa4flex.kernels.plan.sizes import Sizes
@@ -109,5 +109,5 @@ WIDE_HEADS = Pipeline(
     _wide,
     plan_wide_heads,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )

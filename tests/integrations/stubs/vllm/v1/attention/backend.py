@@ -14,6 +14,8 @@ M = TypeVar("M")
 
 class AttentionType(str, Enum):  # noqa: UP042
     DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder_decoder"
     ENCODER_ONLY = "encoder_only"
 
 
@@ -46,6 +48,18 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -107,12 +121,20 @@ class CommonAttentionMetadata:
 
 class AttentionCGSupport(Enum):
     ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
     reorder_batch_threshold: int | None = None
     supports_update_block_table = False
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cls._cudagraph_support
+
     requires_block_table_width = False
 
     @abstractmethod
