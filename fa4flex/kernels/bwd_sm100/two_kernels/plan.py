@@ -28,7 +28,7 @@ from fa4flex.kernels.bwd_sm100.two_kernels.topology import keys_topology, values
 from fa4flex.kernels.bwd_sm100.wide_heads import plan as wide_heads
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.kernels.plan.pipeline import SUMMED_OR_NOT, Pipeline
+from fa4flex.kernels.plan.pipeline import EVERY, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.registers import check_registers
 from fa4flex.kernels.plan.request import Request
@@ -193,5 +193,5 @@ TWO_KERNELS = Pipeline(
     _wider,
     plan_two_kernels,
     drops=True,
-    weights=SUMMED_OR_NOT,
+    weights=EVERY,
 )
