@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -231,6 +233,15 @@ def test_tokens_of_a_rank_are_counted(ranks: int, interleave: int) -> None:
 RANKS, HEADS, WIDTH = 2, 4, 8
 
 
+def as_rank(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Layers that are made from now on are those of one of so many ranks."""
+    monkeypatch.setattr(vllm.Impl, "dcp_world_size", RANKS, raising=False)
+    monkeypatch.setattr(vllm.Impl, "dcp_rank", rank, raising=False)
+    if importlib.util.find_spec("vllm.distributed") is not None:
+        state = importlib.import_module("vllm.distributed.parallel_state")
+        monkeypatch.setattr(state, "get_dcp_world_size_and_rank", lambda sharded: (RANKS, rank))
+
+
 class Ranks:
     """Ranks of one layer, in turn: each has some query heads, the same KV head, and its share of the keys."""
 
@@ -240,11 +251,10 @@ class Ranks:
         self.interleave, self.history = interleave, History(HEADS * RANKS, 1, WIDTH)
         parallel = SimpleNamespace(cp_kv_cache_interleave_size=interleave, dcp_comm_backend="ag_rs")
         monkeypatch.setattr(vllm, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
-        monkeypatch.setattr(vllm.Impl, "dcp_world_size", RANKS, raising=False)
         monkeypatch.setattr(vllm_context, "_collectives", lambda by_all_to_all: (self, self.combine))
         self.impls, self.caches = [], []
         for rank in range(RANKS):
-            monkeypatch.setattr(vllm.Impl, "dcp_rank", rank, raising=False)
+            as_rank(vllm, monkeypatch, rank)
             self.impls.append(vllm.Impl(HEADS, WIDTH, SCALE, 1, **options))
             self.caches.append(torch.full((20, 1, BLOCK_SIZE, 2 * WIDTH), torch.nan, dtype=torch.float64))
         self.table = torch.randperm(20)[: 3 * 4].view(3, 4).int()
@@ -330,8 +340,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_layers_that_need_positions_are_refused_over_ranks(
     vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    monkeypatch.setattr(vllm.Impl, "dcp_world_size", 2, raising=False)
-    monkeypatch.setattr(vllm.Impl, "dcp_rank", 0, raising=False)
+    as_rank(vllm, monkeypatch, 0)
     usual = {"num_heads": 4, "head_size": 64, "scale": SCALE, "num_kv_heads": 1}
     assert vllm.Impl(**usual)._over_ranks is not None
     with pytest.raises(UnsupportedError, match=f"decode_context_parallel_size with {words}\n"):

@@ -24,7 +24,7 @@ from fa4flex.kernels.plan.keys import CONTIGUOUS, TOGETHER, LatentKeys, in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
-from fa4flex.kernels.plan.target import SM90A, SM100A
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
@@ -66,9 +66,8 @@ def test_it_takes_latent_rows_and_no_others() -> None:
     ids=str,
 )
 def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
-    for target, problem in ((SM90A, replace(ROWS, **changes)), (SM100A, ROWS)):
-        with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
-            dispatch.choose("forward", problem, target, sizes_of(64))
+    with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
+        dispatch.choose("forward", replace(ROWS, **changes), SM90A, sizes_of(64))
 
 
 @pytest.mark.parametrize("rows", TOGETHER)

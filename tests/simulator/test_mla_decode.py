@@ -1,4 +1,4 @@
-"""The Hopper kernel for latent rows on the simulated GPU: right against the oracle, as its graph says, and
+"""The kernels for latent rows on the simulated GPU: right against the oracle, as their graphs say, and
 nothing found, however many blocks share the keys and however rows fall into tiles."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import split_in
+from decoding import SIMULATED, split_in
 from helpers import drawn_timing
 from paged_pools import Size
 from paged_pools import drawn as pools
@@ -21,6 +21,13 @@ from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 WIDTH, VALUE, SCALE = 576, 512, 192**-0.5
 
+KERNELS = {"sm_90a": "mla_decode_sm90", "sm_100a": "mla_decode_sm100"}
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIMULATED, "chip", request.param)
+
 
 def drawn(
     heads: int, q_len: int, kv_len: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16
@@ -29,12 +36,20 @@ def drawn(
     return torch.randn(batch, heads, q_len, WIDTH).to(dtype), torch.randn(batch, kv_len, 1, WIDTH).to(dtype)
 
 
-def attend(attn: fa4flex.Attention, q: Tensor, rows: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-    """Results from the simulated GPU, under a random timing; nothing may be found."""
-    timing, seed = drawn_timing()
-    with torch.no_grad(), ptxsim.device("sm_90a", seed, timing) as gpu:
-        out, lse = attn(q, Latent(rows), return_lse=True, **more)
-    assert any("mla_decode_sm90" in result.kernel for result in gpu.results), "another kernel was launched"
+def attend(
+    attn: fa4flex.Attention,
+    q: Tensor,
+    rows: Tensor | Latent,
+    timed: tuple[str, int] | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Results from the simulated GPU, under this timing or a random one; nothing may be found."""
+    timing, seed = timed or drawn_timing()
+    latent = rows if isinstance(rows, Latent) else Latent(rows)
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"], seed, timing) as gpu:
+        out, lse = attn(q, latent, return_lse=True, **more)
+    name = KERNELS[SIMULATED["chip"]]
+    assert any(name in result.kernel for result in gpu.results), "another kernel was launched"
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
     return out, lse
 
@@ -73,8 +88,13 @@ def striped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def rising(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Each block raises the maxima."""
+    """Each block has larger maxima than those before it."""
     return score + 0.3 * kv_idx
+
+
+def falling(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Each block has larger maxima than those after it: full tiles are met last to first."""
+    return score - 0.3 * kv_idx
 
 
 MODS: dict[str, tuple[Any, Any]] = {
@@ -85,6 +105,7 @@ MODS: dict[str, tuple[Any, Any]] = {
     "empty rows": (None, nobody),
     "pairs": (None, striped),
     "rising": (rising, None),
+    "falling": (falling, None),
 }
 
 
@@ -115,6 +136,32 @@ def test_rows_fall_into_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     split_in(monkeypatch, random.choice((1, 2)))
     q, rows = drawn(*SIZES[name])
     compare(attend(fa4flex.compile(alibi, causal, scale=SCALE), q, rows), exact(q, rows, alibi, causal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width, value", [(320, 256), (448, 384), (512, 512)])
+def test_other_widths(width: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512 columns are values as a whole, with the rotated part in them."""
+    if width == value and SIMULATED["chip"] == "sm_90a":
+        pytest.skip("probabilities lie over a piece that is no value")
+    split_in(monkeypatch, random.choice((1, 2)))
+    q, rows = torch.randn(1, 20, 2, width).bfloat16(), torch.randn(1, 270, 1, width).bfloat16()
+    attn = fa4flex.compile(alibi, causal, scale=SCALE)
+    found = attend(attn, q, Latent(rows, value_dim=value, rope_dim=64))
+    k = rows.double().transpose(1, 2)
+    truth = reference.attention(q.double(), k, k[..., :value].clone(), alibi, causal, scale=SCALE)
+    compare(found, truth)
+
+
+@pytest.mark.slow
+def test_every_timing_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are also those of another order of copies, products and warps."""
+    split_in(monkeypatch, 2)
+    (q, rows), attn = drawn(16, 2, 301), fa4flex.compile(alibi, causal, scale=SCALE)
+    every = [attend(attn, q, rows, timing) for timing in (("eager", 0), ("late", 1), ("random", 2))]
+    for out, lse in every[1:]:
+        assert torch.equal(out, every[0][0]) and torch.equal(lse, every[0][1])
+    compare(every[0], exact(q, rows, alibi, causal))
 
 
 @pytest.mark.slow
@@ -204,7 +251,7 @@ def test_pages_are_read_in_place(page: int, layout: Any, monkeypatch: pytest.Mon
 def test_a_length_past_the_table_is_told() -> None:
     d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=16))
     d.paging.seqused_k[1] = 5000
-    with torch.no_grad(), ptxsim.device("sm_90a"):
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]):
         fa4flex.compile(scale=SCALE)(d.q, Latent(d.k), paging=d.paging)
     with pytest.raises(fa4flex.InputError, match="seqused_k of 5000"):
         fa4flex.synchronize()
@@ -214,7 +261,7 @@ def test_pages_of_few_keys_are_gathered() -> None:
     """PyTorch operations compute such calls."""
     d = pools(Size(heads=2, q_len=1, lengths=(60, 33), d=WIDTH, dv=WIDTH, page_size=1))
     attn = fa4flex.compile(mask=causal, scale=SCALE)
-    with torch.no_grad(), ptxsim.device("sm_90a") as gpu:
+    with torch.no_grad(), ptxsim.device(SIMULATED["chip"]) as gpu:
         out = attn(d.q, Latent(d.k), paging=d.paging)
     assert not any("mla_decode" in result.kernel for result in gpu.results)
     truth = attn(d.q.double(), Latent(d.k.double()), paging=d.paging)

@@ -33,7 +33,9 @@ class Words(NamedTuple):
 class Product:
     """Properties that all instructions of a product have in common. rows: of the result, over all CTAs;
     columns of it; a_in_tensor_memory: else A is in shared memory; b_along_columns: B lies in memory along the
-    columns of the result, else along what is summed over; a_along_rows: likewise A along its rows."""
+    columns of the result, else along what is summed over; a_along_rows: likewise A along its rows;
+    stationary: tcgen05.mma.ws, whose results of 64 rows use all lanes of tensor memory, half of the columns
+    in each half of the lanes."""
 
     kind: Any
     ctas: int
@@ -42,6 +44,7 @@ class Product:
     a_in_tensor_memory: bool
     b_along_columns: bool
     a_along_rows: bool = False
+    stationary: bool = False
 
     @property
     def descriptor(self) -> int:
@@ -92,7 +95,8 @@ class Product:
             words, offset = left or [Int32(a[k].toint())], 0
             if isinstance(a, cute.Tensor):
                 offset = self._columns(a, k) if self.a_in_tensor_memory else _step(a, k)
-            instruction = f"tcgen05.mma.cta_group::{self.ctas}.kind::f16"
+            kept = ".ws" if self.stationary else ""
+            instruction = f"tcgen05.mma{kept}.cta_group::{self.ctas}.kind::f16"
             numbers = (result, *words, *right, Int32(Boolean(add)))
             _mma(numbers, instruction, self.descriptor, [offset, _step(b, k)])
             add = True

@@ -93,6 +93,11 @@ class Config(Gathering):
         """Keys of a tile that one copy of the rows meets."""
         return self.tile_n // self.copies
 
+    @property
+    def output_columns(self) -> int:
+        """Columns of the output that one thread has."""
+        return self.head_dim_v
+
 
 def kept(statistics: tuple[str, ...]) -> int:
     """Numbers of a row that a copy of it shares with the others."""

@@ -59,9 +59,13 @@ class Memory:
 
 
 class Softmax:
+    together = 1
+    """Blocks of HELD columns of queries whose loads are under way at a time."""
+
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.held = config.head_dim
         self.epilogue = Epilogue(config, hooks)
 
     @cute.jit
@@ -79,9 +83,9 @@ class Softmax:
         mine = self.mine(arguments, tile, thread)
         mine.softmax.state.clear()
         if tile.first < tile.last:
-            self.queries(arguments, tile, mine.row, products, base)
+            self.queries(arguments, tile, mine.row, shared, products, base)
             arrive_once(pipes.q_full)
-        memory = self.memory(products, base, thread)
+        memory = self.memory(shared, products, base, thread)
         phase = Int32(0)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
@@ -103,8 +107,20 @@ class Softmax:
         fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
         return Mine(row, part, fragment, softmax)
 
-    @cute.jit
     def queries(
+        self,
+        arguments: Arguments,
+        tile: Tile,
+        row: Row,
+        shared: Shared,
+        products: Products,
+        base: cute.Pointer,
+    ) -> None:
+        """Bring the tile's queries to where products read them."""
+        self.hold(arguments, tile, row, products, base)
+
+    @cute.jit
+    def hold(
         self,
         arguments: Arguments,
         tile: Tile,
@@ -112,36 +128,40 @@ class Softmax:
         products: cutlass.Constexpr[Products],
         base: cute.Pointer,
     ) -> None:
-        """The thread's row to its lane of tensor memory, two elements in a column. Tiles may be wider than
-        the tensor, and have zeros there."""
+        """The first `held` columns of the thread's row to its lane of tensor memory, two elements in a column
+        there. Tiles may be wider than the tensor, and have zeros there."""
         q, width = arguments.q, arguments.q.shape[3]
-        words = products.words_at(base + self.config.memory.queries, self.config.head_dim // 2)
+        words = products.words_at(base + self.config.memory.queries, self.held // 2)
         blocks = cute.flat_divide(words, (128, HELD))[None, None, 0, None]
-        into = Blocks.store(_store(HELD), blocks, cute.arch.thread_idx()[0])
+        into = Blocks.store(store_op(HELD), blocks, cute.arch.thread_idx()[0])
         eights = cute.logical_divide(q[tile.b, row.q, row.h, None], cute.make_layout(WIDE))
-        for block in cutlass.range_constexpr(self.config.head_dim // 2 // HELD):
-            held = cute.make_rmem_tensor((2 * HELD,), q.element_type)
-            pieces = cute.logical_divide(held, cute.make_layout(WIDE))
-            for i in cutlass.range_constexpr(2 * HELD // WIDE):
-                piece = block * (2 * HELD // WIDE) + i
-                if const_expr(piece * WIDE < width):
-                    cute.autovec_copy(eights[None, piece], pieces[None, i])
-                else:
-                    pieces[None, i].fill(q.element_type(0.0))
-            into.put(block, cute.recast_tensor(held, Float32))
+        count = self.held // 2 // HELD
+        for first in cutlass.range_constexpr(0, count, self.together):
+            run = range(first, min(first + self.together, count))
+            every = [cute.make_rmem_tensor((2 * HELD,), q.element_type) for _ in run]
+            for block, held in zip(run, every):
+                pieces = cute.logical_divide(held, cute.make_layout(WIDE))
+                for i in cutlass.range_constexpr(2 * HELD // WIDE):
+                    piece = block * (2 * HELD // WIDE) + i
+                    if const_expr(piece * WIDE < width):
+                        cute.autovec_copy(eights[None, piece], pieces[None, i])
+                    else:
+                        pieces[None, i].fill(q.element_type(0.0))
+            for block, held in zip(run, every):
+                into.put(block, cute.recast_tensor(held, Float32))
         cute.arch.fence_view_async_tmem_store()
 
-    def memory(self, products: Products, base: cute.Pointer, thread: Int32) -> Memory:
+    def memory(self, shared: Shared, products: Products, base: cute.Pointer, thread: Int32) -> Memory:
         part, scores = self.config.part, products.scores_at(base)
         words = products.words_at(base + self.config.memory.scores, self.config.tile_n // 2)
         output = cute.flat_divide(products.output_at(base), (128, HELD))[None, None, 0, None]
         return Memory(
-            Blocks.load(_load(part), cute.flat_divide(scores, (128, part))[None, None, 0, None], thread),
+            Blocks.load(load_op(part), cute.flat_divide(scores, (128, part))[None, None, 0, None], thread),
             Blocks.store(
-                _store(part // 2), cute.flat_divide(words, (128, part // 2))[None, None, 0, None], thread
+                store_op(part // 2), cute.flat_divide(words, (128, part // 2))[None, None, 0, None], thread
             ),
-            Blocks.load(_load(HELD), output, thread),
-            Blocks.store(_store(HELD), output, thread),
+            Blocks.load(load_op(HELD), output, thread),
+            Blocks.store(store_op(HELD), output, thread),
             products.kind,
         )
 
@@ -160,23 +180,36 @@ class Softmax:
         kv_first = key_tile * self.config.tile_n
         bits = self.allowed(mine, kv_first) if const_expr(masked) else None
         cute.arch.mbarrier_wait(pipes.s_full, phase)
-        taken = cute.make_rmem_tensor((self.config.part,), Float32)
-        memory.scores.take(mine.part, taken)
-        cute.arch.fence_view_async_tmem_load()
-        self.clear_others(mine, memory)
-        row = packed.Row(taken)
+        row = packed.Row(self.scores(mine, memory))
         mine.fragment.change(self.hooks, row, kv_first, masked)
         if const_expr(masked):
             mine.fragment.mask(row, kv_first, bits)
         softmax = mine.softmax
         if const_expr(softmax.online):
-            self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
+            self.take_maximum(mine, memory, self.largest(memory, row, phase), later)
         pairs, weights = self.weighed(softmax, row.numbers)
-        memory.probabilities.put(mine.part, packed.narrowed(weights, memory.kind))
+        self.put(mine, memory, packed.narrowed(weights, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
         if const_expr(softmax.online):
             softmax.state.total[0] = packed.total_of(pairs, softmax.state.total[0])
+
+    def scores(self, mine: Mine, memory: Memory) -> cute.Tensor:
+        """Scores of the thread's keys, which are there; none of its row's are needed in tensor memory after
+        this."""
+        taken = cute.make_rmem_tensor((self.config.part,), Float32)
+        memory.scores.take(mine.part, taken)
+        cute.arch.fence_view_async_tmem_load()
+        self.clear_others(mine, memory)
+        return taken
+
+    def largest(self, memory: Memory, row: packed.Row, phase: Int32) -> Float32:
+        """The largest score that the thread's output is relative to: that of its own keys."""
+        return packed.largest_of(row.numbers)
+
+    def put(self, mine: Mine, memory: Memory, words: cute.Tensor) -> None:
+        """Store the thread's probabilities, two in a word, for the product with values."""
+        memory.probabilities.put(mine.part, words)
 
     def weighed(self, softmax: Any, row: list[Float32]) -> tuple[list[packed.Pair], list[packed.Pair]]:
         """Terms of the total of a row, and its weights."""
@@ -229,7 +262,7 @@ class Softmax:
     def rescale(self, memory: cutlass.Constexpr[Memory], scale: Float32) -> None:
         """Rescale the output. Its stores need no wait: that for the probabilities is for both."""
         if cute.arch.vote_any_sync(scale < 1.0):
-            for block in cutlass.range_constexpr(self.config.head_dim_v // HELD):
+            for block in cutlass.range_constexpr(self.config.output_columns // HELD):
                 held = cute.make_rmem_tensor((HELD,), Float32)
                 memory.taken.take(block, held)
                 cute.arch.fence_view_async_tmem_load()
@@ -237,9 +270,9 @@ class Softmax:
                 memory.put.put(block, held)
 
 
-def _load(columns: int) -> Any:
+def load_op(columns: int) -> Any:
     return tcgen05.Ld32x32bOp(tcgen05.Repetition(columns))
 
 
-def _store(columns: int) -> Any:
+def store_op(columns: int) -> Any:
     return tcgen05.St32x32bOp(tcgen05.Repetition(columns))

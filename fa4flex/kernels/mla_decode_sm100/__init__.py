@@ -1,0 +1,1 @@
+"""The Blackwell kernel for few queries over latent rows."""
