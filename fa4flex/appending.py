@@ -1,22 +1,33 @@
-"""Appending keys and values to a paged KV cache."""
+"""Appending keys and values, or latent rows, to a paged KV cache."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from fa4flex.errors import UnsupportedError
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.kv_scales import KVScales
-from fa4flex.primitives.latent import refuse_latent
+from fa4flex.primitives.latent import Latent, refuse_latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.append_checks import check_heads, check_positions, check_scales, check_tokens
+from fa4flex.runtime.append_checks import (
+    check_heads,
+    check_latent,
+    check_latent_heads,
+    check_positions,
+    check_scales,
+    check_tokens,
+    refuse_gradients,
+)
 from fa4flex.runtime.checks import check_descriptions, check_strided
 from fa4flex.runtime.compute import on_gpu
+from fa4flex.runtime.cuda.append import New
+from fa4flex.runtime.latent_append import by_operator
 
 
 class Appended(NamedTuple):
@@ -28,6 +39,7 @@ class Appended(NamedTuple):
     gate: Tensor | None = None
 
 
+@overload
 def append(
     k: Tensor,
     v: Tensor,
@@ -42,8 +54,44 @@ def append(
     norm: QKNorm | None = None,
     positions: Tensor | None = None,
     kv_scales: KVScales | None = None,
+) -> Appended: ...
+
+
+@overload
+def append(
+    k: Tensor,
+    v: Latent,
+    k_pool: Paging | None = None,
+    v_pool: None = None,
+    paging: Paging | None = None,
+    *,
+    varlen: Varlen | None = None,
+    rotary: Rotary | None = None,
+    q: Tensor | None = None,
+    in_place: bool = False,
+    norm: QKNorm | None = None,
+    positions: Tensor | None = None,
+    kv_scales: KVScales | None = None,
+) -> Appended: ...
+
+
+def append(
+    k: Tensor,
+    v: Tensor | Latent,
+    k_pool: Tensor | Paging | None = None,
+    v_pool: Tensor | None = None,
+    paging: Paging | None = None,
+    *,
+    varlen: Varlen | None = None,
+    rotary: Rotary | None = None,
+    q: Tensor | None = None,
+    in_place: bool = False,
+    norm: QKNorm | None = None,
+    positions: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Appended:
-    """Append keys and values to a paged KV cache, on a GPU in one launch.
+    """Append keys and values to a paged KV cache, on a GPU in one launch; or latent rows:
+    append(rows, latent, paging).
 
     k, v       [B, Hkv, S, D] and [B, Hkv, S, Dv], or packed [T, Hkv, D] with varlen=Varlen(cu_seqlens); of
                any strides. Varlen's seqused_q says how many tokens of each sequence are appended
@@ -61,6 +109,12 @@ def append(
                single tokens [pages, page_size, Hkv] are written, from each head's largest element; those of
                heads and pages are read, and what is larger than 448 of them is stored as 448
 
+    Rows [B, 1, S, width], or packed [T, 1, width], are written to the pages of a `fa4flex.Latent`, as bytes
+    where it has a format (`LatentFormat.encoded`). `rotary` rotates the last rope_dim columns of rows and
+    queries, which may have any width; `norm` has weights for the first value_dim columns of rows and for all
+    of queries. On a GPU these are 50 to 125 PyTorch operations; dtypes are those of the cache, or with
+    a format any of 16 bits or more.
+
     All is computed in float32 and rounded once. Nothing is written for a token past the end of the table or
     in a page that does not exist. That is an InputError: at once on a CPU, on a GPU at the next call or
     `fa4flex.synchronize()`; FA4FLEX_VALIDATE=1 checks before each launch. No gradients pass; sequences that
@@ -68,10 +122,17 @@ def append(
 
         new = fa4flex.append(k, v, k_pool, v_pool, paging)
         out = attn(q, k_pool, v_pool, paging=Paging(paging.page_table, new.seqused_k))
+
+        new = fa4flex.append(kv_a_proj(x)[:, None], latent, paging, norm=QKNorm(k=weight), rotary=rotary, q=q)
     """
+    if isinstance(v, Latent):
+        pages = _paging_of_rows(k_pool, v_pool, paging, kv_scales)
+        return _append_latent(New(k, k, q, rotary, None, None, norm, positions), v, pages, varlen, in_place)
     check_strided(q if q is not None else k, k, v)
     refuse_latent("k_pool", k_pool)
     check_descriptions(varlen, paging, pages=True)
+    _check_pools(k_pool, v_pool)
+    assert paging is not None and isinstance(k_pool, Tensor) and v_pool is not None
     paging.fits(k_pool, v_pool)
     q, gate = _split(q, k)
     check_tokens(k, v, (k_pool, v_pool), paging, varlen)
@@ -79,7 +140,8 @@ def append(
     check_positions(k, rotary, positions)
     scales = check_scales(k, (k_pool, v_pool), kv_scales)
     weights = (None, None) if norm is None else (norm.q, norm.k)
-    _check_use(k, v, k_pool, v_pool, q, *weights)
+    refuse_gradients(k, v, k_pool, v_pool, q, *weights)
+    _check_dtype(k)
     cos, sin, turns_pairs, axes = _of_rotary(rotary)
     cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
     of_norm = (None, None, 0.0, False) if norm is None else (norm.q, norm.k, norm.eps, norm.unit_offset)
@@ -92,6 +154,55 @@ def append(
     if in_place:
         paging.seqused_k.copy_(lengths)
     return Appended(lengths, None if q is None else rotated, gate)
+
+
+def _append_latent(new: New, latent: Latent, paging: Any, varlen: Varlen | None, in_place: bool) -> Appended:
+    """Append new.k, which are rows, to latent rows."""
+    rows, q, rotary, norm, positions = new.k, new.q, new.rotary, new.norm, new.positions
+    check_strided(rows if q is None else q, rows, rows)
+    check_descriptions(varlen, paging, pages=True)
+    check_latent(rows, latent, varlen, paging)
+    check_latent_heads(rows, latent, q, rotary, norm)
+    check_positions(rows, rotary, positions)
+    weights = (None, None) if norm is None else (norm.q, norm.k)
+    refuse_gradients(rows, latent.cache, latent.scale, q, *weights)
+    if varlen is not None:
+        new = new._replace(cu_seqlens=varlen.cu_seqlens_q, seqused=varlen.seqused_q)
+    if positions is not None and rotary is not None and rotary.axes is None:
+        new = new._replace(positions=positions[None])
+    lengths, rotated = by_operator(new, latent, paging)
+    if in_place:
+        paging.seqused_k.copy_(lengths)
+    return Appended(lengths, None if q is None else rotated)
+
+
+def _paging_of_rows(k_pool: object, v_pool: object, paging: object, kv_scales: object) -> object:
+    """The paging of a call with latent rows, given third or by name."""
+    given = [x for x in (k_pool, v_pool, paging) if x is not None]
+    if len(given) > 1 or any(isinstance(x, (Tensor, Latent)) for x in given):
+        raise UnsupportedError(
+            "pools beside a fa4flex.Latent, which holds the pool of its rows",
+            "append(rows, latent, paging): a row is key and value",
+            "leave them out",
+        )
+    if kv_scales is not None:
+        raise UnsupportedError(
+            "kv_scales= beside a fa4flex.Latent",
+            "scales in the bytes of its format, or its one scale",
+            "e.g. Latent(cache, format=LatentFormat.DEEPSEEK_V3_2)",
+        )
+    return given[0] if given else None
+
+
+def _check_pools(*pools: object) -> None:
+    for name, pool in zip(("k_pool", "v_pool"), pools, strict=True):
+        if not isinstance(pool, Tensor):
+            refuse_latent(name, pool)
+            raise InputError(
+                f"{name} is a {kind_of(pool)}",
+                "a tensor [pages, page_size, Hkv, D]",
+                "append(k, v, k_pool, v_pool, paging), or append(rows, latent, paging)",
+            )
 
 
 def _of_rotary(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None, bool, Tensor | None]:
@@ -110,17 +221,10 @@ def _split(q: Tensor | None, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return q[..., : k.shape[-1]], q[..., k.shape[-1] :]
 
 
-def _check_use(*tensors: Tensor | None) -> None:
-    arguments = [x for x in tensors if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
+def _check_dtype(x: Tensor) -> None:
+    if on_gpu(x) and x.dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
-            "append of tensors that require gradients: a cache has none",
-            "tensors without gradients",
-            "call it under torch.no_grad(), or detach k, v, q and the weights of a norm",
-        )
-    if on_gpu(arguments[0]) and arguments[0].dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedError(
-            f"{arguments[0].dtype} tensors on {arguments[0].device}",
+            f"{x.dtype} tensors on {x.device}",
             "bfloat16 or float16, as attention on a GPU has them",
             "cast with .to(torch.bfloat16)",
         )

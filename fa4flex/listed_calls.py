@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.kv_scales import KVScales, is_eight_bit
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.lists import Lists, listed_map
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.ragged_maps import ragged
@@ -25,6 +27,7 @@ from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.cuda.listed_backward import deterministic, has_backward
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.runtime.latent_rows import EncodedRows, LatentRows
 from fa4flex.runtime.listed_keys import Listed, tiling_of
 from fa4flex.runtime.sources import source_of
 from fa4flex.torch_internals import any_autocast
@@ -48,14 +51,10 @@ def attend(
 ) -> Results | None:
     """The results of `variant` over what is listed by a kernel that gathers it; None where none does."""
     varlen, paging, scales = described
-    if (
-        any_autocast()
-        and isinstance(qkv[0], Tensor)
-        and autocast.active(qkv[0])
-        and not is_eight_bit(*qkv[1:])
-    ):
+    if any_autocast() and isinstance(qkv[0], Tensor) and autocast.active(qkv[0]) and _casts(*qkv[1:]):
+        cast = _cast(*qkv)
         with autocast.off(qkv[0]):
-            return attend(variant, caller, lists, autocast.cast(*qkv), described, statistics)
+            return attend(variant, caller, lists, cast, described, statistics)
     if scales is not None or not _may(variant, lists, qkv):
         return None
     if variant.blocks is not None:
@@ -71,11 +70,27 @@ def attend(
         raise
 
 
+def _casts(k: Any, v: Any) -> bool:
+    """True for keys that autocast casts."""
+    return k.format is None if isinstance(k, Latent) else not is_eight_bit(k, v)
+
+
+def _cast(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
+    """A call's tensors in autocast's dtype."""
+    if not isinstance(k, Latent):
+        return autocast.cast(q, k, v)
+    q, rows, _ = autocast.cast(q, k.cache, k.cache)
+    return q, replace(k, cache=rows), v
+
+
 def _may(variant: Variant, lists: Lists, qkv: tuple[Any, Any, Any]) -> bool:
     """True if kernels might compute the variant over such lists."""
+    q, k, v = qkv
+    if type(k) is Latent and v is None:
+        k = v = k.cache
+    qkv = q, k, v
     if torch.compiler.is_dynamo_compiling() or not all(isinstance(x, Tensor) for x in qkv):
         return False
-    q, k, v = qkv
     others = variant.normalizer, variant.dropout, variant.output_mod
     if any(x is not None for x in others) or variant.precision.coded or is_eight_bit(k, v):
         return False
@@ -100,9 +115,13 @@ def _attend(
     if varlen is not None or paging is not None:
         check_descriptions(varlen, paging)
     brought = source_of(k, v, paging, None)
-    kv = brought.in_place(q, varlen, variant)
+    brought.check(q, varlen, variant)
+    if isinstance(brought, EncodedRows):
+        brought = _decoded(brought, q, varlen, variant)
+    placed = brought.by_lists if isinstance(brought, LatentRows) else brought.in_place
+    kv = placed(q, varlen, variant)
     packed = varlen is not None and varlen.packed
-    if not isinstance(kv, (Contiguous, Paged)) or not _lie_well(kv, paging is not None):
+    if not isinstance(kv, (Contiguous, Paged, LatentRows)) or not _lie_well(kv, paging is not None):
         return None
     listed = Listed.of(lists, kv, packed)
     call = launch.call_of(now, q, listed, varlen, statistics)
@@ -110,11 +129,11 @@ def _attend(
     if call.empty or not heads or (of_lists % heads and heads % of_lists):
         return None
     tiling = tiling_of(lists, query_heads(variant, q), heads)
-    if tiling != (False, 1):
+    if tiling != (False, 1) and not listed.latent:
         call = call._replace(kv=listed._replace(many=tiling.many, united=tiling.united))
     engine, trains = now.prepared.engine, torch.is_grad_enabled() and call.wants_gradients
     if trains:
-        if paging is not None or not _may_train(lists, call, engine):
+        if paging is not None or listed.latent or not _may_train(lists, call, engine):
             return None
         if "lse" not in statistics:
             call = call._replace(statistics=("lse", *statistics))
@@ -133,7 +152,15 @@ def _may_train(lists: Lists, call: Call, engine: Engine) -> bool:
     return not (tiles or captured or "entropy" in call.statistics or deterministic(engine))
 
 
-def _lie_well(kv: Contiguous | Paged, paged: bool) -> bool:
+def _decoded(kv: EncodedRows, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource:
+    """The rows that bytes of a format stand for, all of them."""
+    kv.fits(q, varlen)
+    copied = kv.copied(q, varlen, variant, kernels=True, eager=True)
+    assert copied is not None
+    return copied.kv
+
+
+def _lie_well(kv: Contiguous | Paged | LatentRows, paged: bool) -> bool:
     """True for tensors that kernels may read, or have copied."""
     return not paged or (tma_able(kv.k) and tma_able(kv.v))
 

@@ -139,6 +139,16 @@ OPERATORS = {
         ),
         "(Tensor, Tensor)", "fa4flex.runtime.append", "append", "append_fake", devices=("CPU", "CUDA"),
     ),
+    "append_latent": Operator(
+        _rows(
+            "Tensor rows, Tensor(a!) cache, Tensor page_table, Tensor seqused_k, Tensor? cu_seqlens,"
+            " Tensor? seqused, Tensor? cos, Tensor? sin, bool interleaved, Tensor? axes, Tensor? q,"
+            " Tensor? positions, Tensor? q_weight, Tensor? k_weight, float eps, bool unit_offset,"
+            " SymInt value_dim, SymInt rope_dim, str? format, Tensor? scale"
+        ),
+        "(Tensor, Tensor)", "fa4flex.runtime.latent_append", "append_latent", "append_latent_fake",
+        devices=("CPU", "CUDA"),
+    ),
     "required": Operator(
         _rows("Tensor x, Tensor condition, str message"),
         "Tensor", "fa4flex.later", "required", "required_fake", devices=("CPU", "CUDA"),

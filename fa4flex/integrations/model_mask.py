@@ -295,7 +295,7 @@ def with_bias(score_mod: Callable[..., Any] | None, bias: Tensor) -> Callable[..
 
 
 def within_sequences(
-    mask_mod: MaskFunction | None, cu_seqlens: tuple[Tensor, Tensor], qk: tuple[Tensor, Tensor]
+    mask_mod: MaskFunction | None, cu_seqlens: tuple[Tensor, Tensor], qk: tuple[Any, Any]
 ) -> MaskFunction:
     """`mask_mod` within packed sequences of query and key [1, H, S, D], which begin at cu_seqlens [N + 1].
 

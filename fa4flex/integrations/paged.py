@@ -25,6 +25,7 @@ from fa4flex.api import Attention
 from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.exact import exactly
+from fa4flex.integrations.latent_keys import LatentKeys
 from fa4flex.integrations.layers import LayerSettings
 from fa4flex.integrations.model_mask import ModelMask
 from fa4flex.integrations.paged_cache import Batch, attend
@@ -75,6 +76,21 @@ def paged_attention(
     on_cpu = cu_q.device.type == "cpu"  # transformers pads for graphs alone
     lengths = Varlen(cu_q, cu_k) if on_cpu else _padded((q, k), cu_q, cu_k)
     return attn(q, k, v, varlen=lengths, sinks=layer.sinks).unsqueeze(0)
+
+
+def latent_pages(
+    layer: PagedLayer,
+    query: Tensor,
+    keys: LatentKeys,
+    mask: ModelMask | Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Output [1, T, Hq, latent] of absorbed queries [1, Hq, T, width] over pages of latent rows."""
+    _check_mask(mask)
+    numbers = layer.softcap, options.get("sliding_window"), layer.scale
+    attn, batch = _composed(*numbers, exactly(*numbers)), keys.batch
+    assert batch is not None
+    return attend(attn, query[0].transpose(0, 1), keys.latent, batch, sinks=layer.sinks).unsqueeze(0)
 
 
 @functools.lru_cache(maxsize=64)

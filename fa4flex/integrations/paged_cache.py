@@ -23,6 +23,7 @@ from fa4flex.kernels.plan.keys import eight_bit, in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.primitives.kv_scales import E4M3, KVScales
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
@@ -220,43 +221,48 @@ class Batch:
         return replace(self, table=table if self.moved is None else table[self.moved[0]])
 
 
-def attend(attn: Attention, q: Tensor, caches: Caches, batch: Batch, **options: Any) -> Tensor:
-    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches, of one call where a launch has
-    sequences of both kinds, else of one for each. Rows past the batch's tokens are padding: zeros. `options`
-    go to each call."""
+def attend(attn: Attention, q: Tensor, caches: Caches | Latent, batch: Batch, **options: Any) -> Tensor:
+    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches, or over latent rows, of one call
+    where a launch has sequences of both kinds, else of one for each. Rows past the batch's tokens are
+    padding: zeros. `options` go to each call."""
     if batch.moved is not None:
         queries = batch.moved[1]
         out = attend(attn, q[queries], caches, replace(batch, moved=None), **options)
         result = out.new_zeros(len(q), *out.shape[1:])
         return result.index_copy_(0, queries, out)
     n, tokens, parts = batch.singles, batch.tokens, []
+    kv: tuple[Any, ...] = (caches,) if isinstance(caches, Latent) else caches
+    width = caches.value_dim if isinstance(caches, Latent) else caches[1].shape[-1]
     if batch.starts is not None and n and _mixes(attn, q, caches):
         paging = Paging(batch.table, batch.lengths)
-        parts.append(attn(q[:tokens], *caches, varlen=Varlen(batch.starts), paging=paging, **options))
-        return _padded(parts, q, caches)
+        parts.append(attn(q[:tokens], *kv, varlen=Varlen(batch.starts), paging=paging, **options))
+        return _padded(parts, q, width)
     if n:
         paging = Paging(batch.table[:n], batch.lengths[:n])
-        parts.append(attn(q[:n].unsqueeze(2), *caches, paging=paging, **options).squeeze(2))
+        parts.append(attn(q[:n].unsqueeze(2), *kv, paging=paging, **options).squeeze(2))
     if batch.others is not None:
         paging = Paging(batch.table[n:], batch.lengths[n:])
         lengths = Varlen(batch.others)
-        parts.append(attn(q[n:tokens], *caches, varlen=lengths, paging=paging, **options))
-    return _padded(parts, q, caches)
+        parts.append(attn(q[n:tokens], *kv, varlen=lengths, paging=paging, **options))
+    return _padded(parts, q, width)
 
 
-def _padded(parts: list[Tensor], q: Tensor, caches: Caches) -> Tensor:
+def _padded(parts: list[Tensor], q: Tensor, width: int) -> Tensor:
     """All parts, and zeros for the rest of q."""
     missing = len(q) - sum(map(len, parts))
     if missing or not parts:
-        parts.append(q.new_zeros(missing, q.shape[1], caches[1].shape[-1]))
+        parts.append(q.new_zeros(missing, q.shape[1], width))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _mixes(attn: Attention, q: Tensor, caches: Caches) -> bool:
+def _mixes(attn: Attention, q: Tensor, caches: Caches | Latent) -> bool:
     """True if a launch for chunks has the heads of single queries packed. Where the schedule fixes the keys
     of a part, single queries keep a launch of their own: their bits do not depend on chunks beside them. Of
-    caches of 8 bits, too: their kernel reads them as they are, and that for chunks does not."""
-    if not on_gpu(q) or attn.variant.schedule.split is not None or caches[0].dtype == E4M3:
+    caches of 8 bits, too: their kernel reads them as they are, and that for chunks does not. Latent rows have
+    no kernel for both."""
+    if isinstance(caches, Latent) or not on_gpu(q):
+        return False
+    if attn.variant.schedule.split is not None or caches[0].dtype == E4M3:
         return False
     widths = q.shape[-1], caches[1].shape[-1]
     capability = torch.cuda.get_device_capability(q.device)

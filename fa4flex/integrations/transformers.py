@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -21,8 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.latent_keys import Absorption, LatentKeys, refuse_weights
 from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
-from fa4flex.integrations.paged import PagedLayer, in_batch, paged_attention
+from fa4flex.integrations.paged import PagedLayer, in_batch, latent_pages, paged_attention
 from fa4flex.integrations.paged_cache import reads_pages
 from fa4flex.integrations.patching import patch
 from fa4flex.integrations.tree_mask import TreeMask, inputs_of
@@ -55,6 +56,11 @@ def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
     _paged_names[name] = paged_name
     patch(PreTrainedModel, "_check_and_adjust_attn_implementation", _adjusted)
     _serve_continuous_batching()
+
+
+def registered(name: str | None) -> bool:
+    """True if models under this name run here."""
+    return name in _names
 
 
 def _check_version() -> None:
@@ -145,8 +151,8 @@ def _with_tables(
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | LatentKeys,
+    value: Tensor | LatentKeys,
     attention_mask: ModelMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -157,11 +163,20 @@ def attention_forward(
     cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns out [B, Sq, Hq, Dv], and with
-    output_attentions=True the weights [B, Hq, Sq, Skv] in the dtype of the queries, else None."""
+    """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D], or latent rows in place of both; returns out
+    [B, Sq, Hq, Dv], and with output_attentions=True the weights [B, Hq, Sq, Skv] in the dtype of the queries,
+    else None."""
     _refuse(options)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    shown = bool(options.get("output_attentions"))
+    shown, absorption = bool(options.get("output_attentions")), None
+    if isinstance(key, LatentKeys):
+        refuse_weights(shown)
+        absorption = Absorption.of(module)
+        query = absorption.queries(query)
+        if key.batch is not None:
+            _refuse_dropout(dropout)
+            layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
+            return absorption.output(latent_pages(layer, query, key, attention_mask, options)), None
     if in_batch(cache, options):
         _refuse_dropout(dropout)
         if shown:
@@ -171,7 +186,8 @@ def attention_forward(
                 "call the model itself, or fa4flex.probabilities on queries and gathered keys",
             )
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
-        return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
+        qkv = query, cast(Tensor, key), cast(Tensor, value)
+        return paged_attention(cache, layer, qkv, attention_mask, options), None
     qk, positions = (query, key), options.get("position_ids")
     if isinstance(attention_mask, TreeMask):
         _check_lengths(attention_mask, *qk)
@@ -186,9 +202,11 @@ def attention_forward(
     for each in (bias, position_bias):
         score = score if each is None else with_bias(score, each)
     composition = {"score_mod": score, "mask": mask, "scale": scaling}
-    made = attention(query, key, value, **composition, sinks=s_aux, dropout=dropout, return_lse=shown)
+    kv = (key.latent,) if isinstance(key, LatentKeys) else (key, value)
+    made = attention(query, *kv, **composition, sinks=s_aux, dropout=dropout, return_lse=shown)
     if not shown:
-        return made.transpose(1, 2).contiguous(), None
+        made = made.transpose(1, 2)
+        return (made.contiguous() if absorption is None else absorption.output(made)), None
     if dropout:
         raise UnsupportedError(
             f"output_attentions=True with attention dropout {dropout}: eager's weights are dropped ones",
@@ -196,7 +214,7 @@ def attention_forward(
             "call model.eval(), or set attention_dropout=0 in the model's config",
         )
     out, lse = made
-    weights = probabilities(query, key, lse, **composition)
+    weights = probabilities(query, cast(Tensor, key), lse, **composition)
     return out.transpose(1, 2).contiguous(), weights.to(query.dtype)
 
 
@@ -235,7 +253,7 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def _from_model(
-    mask: ModelMask | Tensor | None, qk: tuple[Tensor, Tensor], causal: bool, positions: Any
+    mask: ModelMask | Tensor | None, qk: tuple[Tensor, Tensor | LatentKeys], causal: bool, positions: Any
 ) -> tuple[Callable[..., Any] | None, Tensor | None]:
     """The layer's mask_mod and additive bias. Without a mask, causal is top-left, as in sdpa."""
     if isinstance(mask, ModelMask):
@@ -252,7 +270,7 @@ def _from_model(
     return (_causal if causal else None), None
 
 
-def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
+def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor | LatentKeys) -> None:
     """A mask says nothing about keys past its end, which some models append. Lengths that a compiler does not
     know, because the model computes them from contents, are not compared."""
     _, q_len, kv_len = mask.sizes

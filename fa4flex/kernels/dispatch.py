@@ -31,6 +31,10 @@ def _listed(problem: Problem, sizes: Sizes) -> bool:
     return problem.keys.listed
 
 
+def _listed_rows(problem: Problem, sizes: Sizes) -> bool:
+    return problem.keys.listed and problem.keys.latent
+
+
 def _packed_pages(problem: Problem, sizes: Sizes) -> bool:
     return problem.lengths == "packed" and problem.keys.loaded
 
@@ -65,6 +69,7 @@ Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm90", "lists_sm90", "LISTS_SM90", _listed),
+    Unloaded("forward", "sm90", "mla_lists_sm90", "MLA_LISTS_SM90", _listed_rows),
     Unloaded("forward", "sm90", "mla_decode_sm90", "MLA_DECODE_SM90", _latent),
     Unloaded("forward", "sm90", "fwd_wide_sm90", "FWD_WIDE_SM90", _wide),
     Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", few_queries),

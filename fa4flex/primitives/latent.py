@@ -3,7 +3,9 @@ rows of 8 bits are stored."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ast
+import math
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -59,6 +61,8 @@ class LatentFormat:
     segments: tuple[Segment, ...]
     planes: bool = False
     pad: int = 0
+    _text: str = field(init=False, repr=False, compare=False)
+    """The format as an argument of operators, made here: compilers cannot. `format_of` reads it."""
 
     DEEPSEEK_V3_2: ClassVar[LatentFormat]
     DEEPSEEK_V4: ClassVar[LatentFormat]
@@ -84,6 +88,8 @@ class LatentFormat:
                 "one segment or more, and no less than 0 bytes",
                 "see fa4flex.LatentFormat.DEEPSEEK_V3_2",
             )
+        names = [(str(x.dtype), x.columns, None if x.scale is None else str(x.scale), x.group) for x in given]
+        object.__setattr__(self, "_text", repr((names, self.planes, self.pad)))
 
     @property
     def width(self) -> int:
@@ -115,23 +121,90 @@ class LatentFormat:
         rows = torch.cat(found, -1)
         return (rows if scale is None else rows * scale).to(dtype)
 
+    def encoded(self, rows: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Bytes [..., 1, row_bytes] of floating rows [..., 1, width], which they stand for when multiplied by
+        `scale`: the inverse of `decoded`, up to rounding. With planes, rows are those of whole pages
+        [pages, page_size, 1, width].
+
+        A float32 scale is the largest element of its group / 448, an e8m0 scale the smallest power of two
+        with which no element passes 448; either is 1 for a group of zeros, and NaN for one with an element
+        that is not finite. In groups without a scale, elements past 448 are stored as 448. bfloat16 and
+        float16 have scales of 1, or larger ones where float16 would overflow. Quotients are float32, or
+        float64 of such rows, and rounded once. Raises InputError.
+        """
+        if rows.ndim < 3 or list(rows.shape[-2:]) != [1, self.width] or not rows.is_floating_point():
+            raise InputError(
+                f"rows {rows.dtype} {list(rows.shape)}",
+                f"floats [..., 1, {self.width}]",
+                "give them a dimension of one head: rows.unsqueeze(-2)",
+            )
+        pieces = pieces_of(self, rows, scale)
+        if not self.planes:
+            return pieces[0]
+        cache = torch.empty(*rows.shape[:-1], self.row_bytes, dtype=torch.uint8, device=rows.device)
+        for plane, piece in zip(planes_of(self, cache), pieces, strict=True):
+            plane.copy_(piece)
+        return cache
+
     def _parts(self, cache: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """Bytes of each segment, and of its scales."""
-        if not self.planes:
-            sizes = [n for one in self.segments for n in (one.columns * one.dtype.itemsize, one.scale_bytes)]
-            parts = cache[..., : sum(sizes)].split(sizes, -1)
-            return list(parts[::2]), [
-                x if one.scales else None for one, x in zip(self.segments, parts[1::2], strict=True)
-            ]
-        pages, page_size = cache.shape[:2]
-        whole, data = cache.reshape(pages, -1), page_size * self._data_bytes
-        rows = whole[:, :data].unflatten(1, (page_size, 1, self._data_bytes))
-        scales = whole[:, data:].unflatten(1, (page_size, 1, self.row_bytes - self._data_bytes))
-        sizes = [one.scale_bytes for one in self.segments]
-        factors = scales[..., : sum(sizes)].split(sizes, -1)
-        return list(rows.split([one.columns * one.dtype.itemsize for one in self.segments], -1)), [
-            x if one.scales else None for one, x in zip(self.segments, factors, strict=True)
-        ]
+        data = [one.columns * one.dtype.itemsize for one in self.segments]
+        scales = [one.scale_bytes for one in self.segments]
+        if self.planes:
+            rows, factors = planes_of(self, cache.flatten(1).view(cache.shape))
+            parts = list(rows.split(data, -1)), list(factors[..., : sum(scales)].split(scales, -1))
+        else:
+            sizes = [n for pair in zip(data, scales, strict=True) for n in pair]
+            each = cache[..., : sum(sizes)].split(sizes, -1)
+            parts = list(each[::2]), list(each[1::2])
+        return parts[0], [x if one.scales else None for one, x in zip(self.segments, parts[1], strict=True)]
+
+
+def pieces_of(form: LatentFormat, rows: Tensor, scale: Tensor | None) -> list[Tensor]:
+    """Bytes of encoded rows [..., width], one piece for each of `planes_of`."""
+    wide = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    wide = wide if scale is None else wide / scale
+    data, scales = [], []
+    for one, x in zip(form.segments, wide.split([one.columns for one in form.segments], -1), strict=True):
+        if one.scale is not None:
+            groups = x.unflatten(-1, (-1, one.group))
+            stored = _scales_for(groups.abs().amax(-1), one).view(torch.uint8)
+            scales.append(stored)
+            x = (groups / _scales(stored, one.scale).unsqueeze(-1)).flatten(-2)
+        limit = torch.finfo(one.dtype).max if one.dtype == E4M3 else torch.inf
+        data.append(x.clamp(-limit, limit).to(one.dtype).view(torch.uint8))
+        if one.scale is not None and not form.planes:
+            data.append(scales.pop())
+    pad = wide.new_zeros(*wide.shape[:-1], form.pad, dtype=torch.uint8)
+    if form.planes:
+        return [torch.cat(data, -1), torch.cat([*scales, pad], -1)]
+    return [torch.cat([*data, pad], -1)]
+
+
+def planes_of(form: LatentFormat, cache: Tensor) -> list[Tensor]:
+    """Bytes of keys that lie together, as views: `cache` itself; with planes, of pages
+    [pages, page_size, 1, row_bytes] without gaps, rows [pages, page_size, 1, bytes] and scales."""
+    if not form.planes:
+        return [cache]
+    page_size = cache.shape[1]
+    whole = cache.view(cache.shape[0], page_size * form.row_bytes)
+    ends = page_size * form._data_bytes
+    return [
+        whole[:, :ends].unflatten(1, (page_size, 1, form._data_bytes)),
+        whole[:, ends:].unflatten(1, (page_size, 1, form.row_bytes - form._data_bytes)),
+    ]
+
+
+def format_of(text: str) -> LatentFormat:
+    """The format of `_text`."""
+    named, planes, pad = ast.literal_eval(text)
+
+    def dtype(name: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+        return found
+
+    segments = (Segment(dtype(x), n, scale and dtype(scale), group) for x, n, scale, group in named)
+    return LatentFormat(tuple(segments), planes, pad)
 
 
 def _viewed(raw: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,6 +218,21 @@ def _scales(raw: Tensor, dtype: torch.dtype | None) -> Tensor:
         return _viewed(raw, torch.float32)
     found = torch.exp2(raw.to(torch.float32) - 127)
     return torch.where(raw == 255, torch.nan, found)
+
+
+def _scales_for(largest: Tensor, segment: Segment) -> Tensor:
+    """Scales, of their dtype or as bytes, of groups whose largest elements are these."""
+    limit, eight_bit = torch.finfo(segment.dtype).max, segment.dtype == E4M3
+    finite = largest < torch.inf
+    if segment.scale is not E8M0:
+        least = torch.finfo(torch.float32).tiny if eight_bit else 1.0
+        found = torch.where(largest == 0, 1.0, (largest / limit).clamp_min(least))
+        return torch.where(finite, found, torch.nan).to(torch.float32)
+    # largest = m * 2^x and limit = n * 2^y, m and n in [0.5, 1): it fits 2^(x - y), or one more where m > n
+    (m, x), (n, y) = torch.frexp(largest), math.frexp(limit)
+    power = x - y + (m > n)
+    power = torch.where(largest == 0, 0, power if eight_bit else power.clamp_min(0))
+    return torch.where(finite, (power + 127).clamp(0, 254), 255).to(torch.uint8)
 
 
 LatentFormat.DEEPSEEK_V3_2 = LatentFormat(

@@ -29,7 +29,7 @@ def append(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(lengths afterwards, normalised and rotated queries, which are empty without q)."""
     value = _APPEND.named(arguments)
     given = {name: value[name] for name in ("k", "v", "q", "cu_seqlens", "seqused", "positions")}
-    new = New(**given, rotary=_rotary(value), norm=_norm(value))
+    new = New(**given, rotary=rotary_of(value), norm=norm_of(value))
     scales = KVScales(value["k_scales"], value["v_scales"])
     pool = Pool(value["k_pool"], value["v_pool"], value["page_table"], value["seqused_k"], scales)
     if new.k.is_cuda or simulating():
@@ -39,13 +39,15 @@ def append(*arguments: Any) -> tuple[Tensor, Tensor]:
     return lengths, new.k.new_empty(0) if rotated is None else rotated
 
 
-def _rotary(value: Mapping[str, Any]) -> Rotary | None:
+def rotary_of(value: Mapping[str, Any]) -> Rotary | None:
+    """Rotary embeddings of an operator's arguments."""
     if value["cos"] is None:
         return None
     return Rotary(value["cos"], value["sin"], value["interleaved"], value["axes"])
 
 
-def _norm(value: Mapping[str, Any]) -> QKNorm | None:
+def norm_of(value: Mapping[str, Any]) -> QKNorm | None:
+    """Norms of an operator's arguments."""
     if value["q_weight"] is None and value["k_weight"] is None:
         return None
     return QKNorm(value["q_weight"], value["k_weight"], value["eps"], value["unit_offset"])

@@ -8,6 +8,7 @@ from torch import Tensor
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.kv_scales import E4M3, NO_SCALES, KVScales, check_kind
+from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.qk_norm import QKNorm
 from fa4flex.primitives.rotary import Rotary
@@ -48,13 +49,18 @@ def check_tokens(
             "torch.float8_e4m3fn",
             "cast or expand k and v as the pools were allocated",
         )
+    check_sequences(k, varlen, paging)
+
+
+def check_sequences(k: Tensor, varlen: Varlen | None, paging: Paging) -> None:
+    """Raise InputError unless tokens, lengths and the page table are of the same sequences."""
     if varlen is not None and (varlen.cu_seqlens_k is not None or varlen.seqused_k is not None):
         raise InputError(
             "varlen with cu_seqlens_k or seqused_k",
             "lengths of new tokens in cu_seqlens_q and seqused_q; those of keys before are Paging's",
             "pass varlen=Varlen(cu_seqlens), or Varlen(seqused_q=...)",
         )
-    sequences = k.shape[0] if varlen is None or not packed else varlen.sequences
+    sequences = k.shape[0] if varlen is None or not varlen.packed else varlen.sequences
     counted = varlen is not None and varlen.sequences != sequences
     if sequences != paging.sequences or counted:
         raise InputError(
@@ -66,6 +72,15 @@ def check_tokens(
 
 def check_heads(k: Tensor, q: Tensor | None, rotary: Rotary | None, norm: QKNorm | None) -> None:
     """Raise InputError unless angles, norms and queries fit the keys."""
+    check_queries(q, rotary, norm)
+    check_angles(k, q, rotary)
+    if norm is not None:
+        for name, weight in (("q", norm.q), ("k", norm.k)):
+            check_weights(name, weight, k, k.shape[-1])
+
+
+def check_queries(q: Tensor | None, rotary: Rotary | None, norm: QKNorm | None) -> None:
+    """Raise InputError for queries that nothing is done to, and for weights of none."""
     _check_kind("rotary", rotary, Rotary)
     _check_kind("norm", norm, QKNorm)
     if q is not None and rotary is None and (norm is None or norm.q is None):
@@ -74,6 +89,10 @@ def check_heads(k: Tensor, q: Tensor | None, rotary: Rotary | None, norm: QKNorm
         )
     if norm is not None and norm.q is not None and q is None:
         raise InputError("weights of q without q", "queries that are normalised", "pass q, or QKNorm(k=...)")
+
+
+def check_angles(k: Tensor, q: Tensor | None, rotary: Rotary | None) -> None:
+    """Raise InputError unless angles and queries fit what is rotated of the keys."""
     if rotary is not None and (2 * rotary.cos.shape[1] > k.shape[-1] or rotary.cos.device != k.device):
         raise InputError(
             f"cos and sin of {rotary.cos.shape[1]} angles on {rotary.cos.device} for "
@@ -81,14 +100,6 @@ def check_heads(k: Tensor, q: Tensor | None, rotary: Rotary | None, norm: QKNorm
             "at most half as many angles as elements of a head, on one device",
             "pass each angle once, and move the tables with .to(k.device)",
         )
-    for name, weight in () if norm is None else (("q", norm.q), ("k", norm.k)):
-        if weight is not None and (weight.shape[0] != k.shape[-1] or weight.device != k.device):
-            raise InputError(
-                f"{name} weights of {weight.shape[0]} elements on {weight.device} for "
-                f"heads of {k.shape[-1]} on {k.device}",
-                "a weight for each element of a head, on one device",
-                "a norm over all heads together is applied before they are split",
-            )
     if q is not None:
         tokens = 0 if k.ndim == 3 else 2
         fits = q.ndim == k.ndim and q.shape[-1] == k.shape[-1] and q.shape[tokens] == k.shape[tokens]
@@ -96,6 +107,17 @@ def check_heads(k: Tensor, q: Tensor | None, rotary: Rotary | None, norm: QKNorm
             raise InputError(
                 shapes(q=q, k=k), "queries of the tokens of k, with its width and dtype", "slice both alike"
             )
+
+
+def check_weights(name: str, weight: Tensor | None, x: Tensor, columns: int) -> None:
+    """Raise InputError unless a norm has weights for so many columns of x."""
+    if weight is not None and (weight.shape[0] != columns or weight.device != x.device):
+        raise InputError(
+            f"{name} weights of {weight.shape[0]} elements on {weight.device} for "
+            f"heads of {columns} on {x.device}",
+            "a weight for each element of a head, on one device",
+            "a norm over all heads together is applied before they are split",
+        )
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:
@@ -160,3 +182,67 @@ def check_scales(k: Tensor, pools: tuple[Tensor, Tensor], scales: KVScales | Non
                 "allocate them: torch.ones(pages, page_size, kv_heads)",
             )
     return scales
+
+
+def check_latent(rows: Tensor, latent: Latent, varlen: Varlen | None, paging: Paging) -> None:
+    """Raise InputError or UnsupportedError unless rows can be written to pages of latent rows."""
+    cache, form, rank = latent.cache, latent.format, 3 if varlen is not None and varlen.packed else 4
+    if cache.ndim != 4:
+        raise UnsupportedError(
+            f"append to packed latent rows {list(cache.shape)}",
+            "pages [pages, page_size, 1, width]",
+            "a sequence of a padded cache [B, S, 1, width] is a page: Paging(torch.arange(B)[:, None], used)",
+        )
+    paging.fits(cache, cache)
+    one_head = rows.ndim == rank and rows.shape[1] == 1 and rows.shape[-1] == latent.width
+    floating = rows.is_floating_point() and rows.itemsize > 1
+    if not one_head or not (rows.dtype == cache.dtype if form is None else floating):
+        dtype = cache.dtype if form is None else "16 bits or more"
+        raise InputError(
+            shapes(rows=rows, cache=cache),
+            f"rows [B, 1, S, {latent.width}], or [tokens, 1, {latent.width}] together with"
+            f" varlen=Varlen(cu_seqlens), floats of {dtype}",
+            "transpose rows of [B, S, 1, width]: rows.transpose(1, 2)",
+        )
+    if rows.device != cache.device:
+        raise InputError(shapes(rows=rows, cache=cache), "one device", "move the rows to the cache")
+    if form is not None and form.planes and cache.stride()[1::2] != (form.row_bytes, 1):
+        raise UnsupportedError(
+            f"append to pages of strides {list(cache.stride())}, with scales behind the rows of a page",
+            f"the page_size * {form.row_bytes} bytes of a page one after the other; there may be gaps between"
+            " pages",
+            "allocate [pages, page_size, 1, bytes], or view such memory so",
+        )
+    check_sequences(rows, varlen, paging)
+
+
+def check_latent_heads(
+    rows: Tensor, latent: Latent, q: Tensor | None, rotary: Rotary | None, norm: QKNorm | None
+) -> None:
+    """Raise InputError unless angles, norms and queries fit latent rows: angles their rotated columns, norms
+    their values, and queries any width."""
+    check_queries(q, rotary, norm)
+    rope = latent.rope_dim
+    if q is not None and (q.ndim != rows.ndim or q.shape[-1] < rope):
+        raise InputError(
+            shapes(q=q, rows=rows),
+            f"queries of the tokens of the rows, whose last {rope} columns are rotated",
+            "torch.cat((q_nope @ w_uk, q_rope), -1), or queries before absorption",
+        )
+    check_angles(
+        rows[..., latent.width - rope :], None if q is None else q[..., q.shape[-1] - rope :], rotary
+    )
+    if norm is not None:
+        check_weights("k", norm.k, rows, latent.value_dim)
+        if q is not None:
+            check_weights("q", norm.q, q, q.shape[-1])
+
+
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """Raise UnsupportedError for tensors that gradients are wanted of."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            "append of tensors that require gradients: a cache has none",
+            "tensors without gradients",
+            "call it under torch.no_grad(), or detach what is appended, q and the weights of a norm",
+        )

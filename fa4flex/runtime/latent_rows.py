@@ -94,6 +94,17 @@ class LatentRows(_Rows, PerhapsPaged):
             return None
         return self.placed(q.shape[0], variant.layout == "bhsd")
 
+    def by_lists(self, q: Tensor, varlen: Varlen | None, variant: Variant) -> KeySource | None:
+        """The rows as kernels read them that gather what lists say: packed ones, too."""
+        if self.k.shape[-1] <= MOST_WIDTH or (self.page_table is None and self.k.ndim == 4):
+            return self.in_place(q, varlen, variant)
+        if self.page_table is None:
+            return self if self.k.ndim == 3 and q.numel() and self.k.numel() else None
+        paging = Paging(self.page_table, self.paged_keys) if validating() else None  # type: ignore[arg-type]
+        if not read_in_pages((q, self.k, self.v), varlen, variant, paging):
+            return None
+        return self.placed(q.shape[0], varlen is None and variant.layout == "bhsd")
+
     def placed(self, batch: int, heads_first: bool) -> KeySource:
         if self.k.shape[-1] <= MOST_WIDTH:
             return self._simpler("bhsd" if heads_first else "bshd").placed(batch, heads_first)

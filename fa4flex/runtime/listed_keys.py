@@ -10,6 +10,7 @@ from fa4flex.kernels.lists_sm90.config import MOST_LISTS, MOST_UNITED, ROWS
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, in_pages, of_lists
 from fa4flex.primitives.lists import Lists
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
+from fa4flex.runtime.latent_rows import LatentRows
 
 
 class Tiling(NamedTuple):
@@ -35,6 +36,7 @@ class _Listed(NamedTuple):
     counts: Tensor | None
     beside: bool
     packed: bool
+    latent: bool
     many: bool
     united: int
     unit: int
@@ -48,10 +50,11 @@ class _Listed(NamedTuple):
 
 
 class Listed(_Listed, KeySource):
-    """k, v as kernels read those of Contiguous or Paged; the others are those of Lists.
+    """k, v as kernels read those of Contiguous, Paged or LatentRows; the others are those of Lists.
 
     beside      queries see keys beside their lists
     packed      queries are packed
+    latent      keys are latent rows, of which values are views
     many        more rows share a list than one product has
     united      rows of the lists whose queries a tile has
     first_keys  keys that all queries see
@@ -60,13 +63,15 @@ class Listed(_Listed, KeySource):
 
     __slots__ = ()
     numbers = "unit", "queries", "tail", "window", "first_keys", "end"
-    values = "beside", "packed", "many", "united", *numbers
+    values = "beside", "packed", "latent", "many", "united", *numbers
 
     @classmethod
-    def of(cls, lists: Lists, kv: Contiguous | Paged, packed: bool) -> Listed:
-        pages = (kv.page_table, kv.paged_keys) if isinstance(kv, Paged) else (None, None)
+    def of(cls, lists: Lists, kv: Contiguous | Paged | LatentRows, packed: bool) -> Listed:
+        pages = (None, None) if isinstance(kv, Contiguous) else (kv.page_table, kv.paged_keys)
+        latent = isinstance(kv, LatentRows)
         numbers = lists.unit, lists.queries, lists.tail, lists.window, lists.sinks, lists.kv_len
-        return cls(kv.k, kv.v, lists.ids, lists.counts, lists.beside, packed, False, 1, *numbers, *pages)
+        kinds = lists.beside, packed, latent, False, 1
+        return cls(kv.k, kv.v, lists.ids, lists.counts, *kinds, *numbers, *pages)
 
     @property
     def seqused_k(self) -> Tensor | None:
@@ -83,7 +88,7 @@ class Listed(_Listed, KeySource):
 
     def keys(self, rows: int) -> Keys:
         kept = CONTIGUOUS if self.page_table is None else in_pages(self.k.shape[rows])
-        return of_lists(kept, self.counts is not None, self.beside, self.many, self.united)
+        return of_lists(kept, self.counts is not None, self.beside, self.many, self.united, self.latent)
 
     def longest(self, rows: int) -> int:
         columns = 1 if self.page_table is None else self.page_table.shape[1]

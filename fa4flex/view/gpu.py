@@ -245,15 +245,19 @@ class KernelView:
         if not isinstance(lists, Lists) or problem.lengths != "dense" or not forward:
             return []
         from fa4flex.kernels.lists_sm90.plan import ListsPlan
+        from fa4flex.kernels.mla_lists_sm90.plan import ListedRowsPlan
 
         plan, shape = self.lowered.plan, self.shape
-        assert isinstance(plan, ListsPlan)
+        assert isinstance(plan, (ListsPlan, ListedRowsPlan))
         tiling = Tiling(plan.rows, plan.tile_n, plan.united, self.problem.get("kv_heads", shape.heads))
         found = counted(self.program, shape, lists, tiling)
         computed = found.tiles * tiling.rows * tiling.keys
         width = problem.head_dim + problem.head_dim_v
         least = 2 * computed * width / plan.target.peak_flops
-        gathered = found.tiles * tiling.keys * width * problem.itemsize
+        brought, what = width, "keys and values"
+        if problem.keys.latent:
+            brought, what = problem.head_dim, "latent rows"
+        gathered = found.tiles * tiling.keys * brought * problem.itemsize
         some = "" if found.share == 1 else f"about, by {percent(100, round(100 / found.share))} of the rows: "
         whole = shape.batch * shape.heads * shape.q_len * shape.kv_len
         rate = gathered / max(least, 1e-12) / 1e12
@@ -262,7 +266,7 @@ class KernelView:
             f"tiles of {tiling.rows} x {tiling.keys} compute {computed}, of which "
             f"{percent(found.selected, computed)} are selected",
             f"  least time of their products {least * 1e6:.3g} us, in which L2 has to bring "
-            f"{gathered / 1e9:.3g} GB of keys and values, {rate:.3g} TB/s",
+            f"{gathered / 1e9:.3g} GB of {what}, {rate:.3g} TB/s",
         ]
 
     def in_a_line(self) -> str:
@@ -312,10 +316,13 @@ class KernelView:
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
     """The inputs at this shape; what `changes` says of them is taken out of it."""
     from fa4flex.kernels.plan.inputs import Inputs
+    from fa4flex.kernels.plan.problem import WIDEST
     from fa4flex.runtime.call import name_of as dtype_name
 
     variant = program.variant
     width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")
+    if width <= WIDEST:
+        changes.pop("latent", None)  # views of rows, which are keys and values like any others
     output, lengths = variant.precision.output, changes.pop("lengths", "dense")
     arguments: dict[str, Any] = {
         "head_dim_v": width,
@@ -368,18 +375,22 @@ def _keys(changes: dict[str, Any], lengths: str, heads: tuple[int, int]) -> Keys
 
 
 def _listed(lists: Any, rows: int, others: dict[str, Any], heads: tuple[int, int]) -> Keys:
-    """Keys of Lists, or for True of some that have counts and no keys beside them."""
+    """Keys of Lists, or for True of some that have counts and no keys beside them. others: what is said of
+    keys besides."""
     from fa4flex.kernels.lists_sm90.config import ROWS
     from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
     from fa4flex.runtime.listed_keys import tiling_of
 
-    _alone("listed keys", others)
+    latent = bool(others.get("latent"))
+    _alone("listed keys", {name: x for name, x in others.items() if name != "latent"})
     pages = replace(in_pages(rows), together=rows) if rows else CONTIGUOUS
     if lists is True:
-        return of_lists(pages, counted=True, beside=False, many=heads[0] // max(heads[1], 1) > ROWS)
+        many = not latent and heads[0] // max(heads[1], 1) > ROWS
+        return of_lists(pages, counted=True, beside=False, many=many, latent=latent)
     if not isinstance(lists, Lists):
         raise InputError(f"lists={lists!r}", "a fa4flex.Lists, or True", "pass the lists of the call")
-    return of_lists(pages, lists.counts is not None, lists.beside, *tiling_of(lists, *heads))
+    tiling = (False, 1) if latent else tiling_of(lists, *heads)
+    return of_lists(pages, lists.counts is not None, lists.beside, *tiling, latent)
 
 
 def _codes(lengths: str, qk: Any = "int8", pv: Any = "float8_e4m3", promote: Any = True) -> Keys:

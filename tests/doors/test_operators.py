@@ -69,6 +69,10 @@ def arguments(name: str) -> tuple[Any, ...]:
         return rest if name == "second_pass" else (torch.ones(1, 2, 2, 4), *rest, [])
     if name == "append":
         return k, v, *pools, table, used, None, None, None, None, False, None
+    if name == "append_latent":
+        rows, cache = k[:, :1], pools[0][:, :, :1].clone()
+        rest = None, None, None, None, False, None, None, None, None, torch.ones(4), 1e-6, False, 4, 4
+        return rows, cache, table, used, *rest, None, None
     if name == "block_classes":
         return torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]]), None, None, 2
     if name == "topk":

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal, used lengths": ({"mask": causal}, {"lengths": "used"}),
     "alibi, used lengths": ({"score_mod": alibi, "mask": causal}, {"lengths": "used"}),
     "soft cap, window": ({"score_mod": softcap(20.0), "mask": causal & sliding_window(90)}, {}),
+    "alibi, all value": ({"score_mod": alibi, "mask": causal}, {"head_dim": 512}),
     "tree": ({"mask": tree(CHAIN)}, {}),
     "remainders": ({"mask": remainders}, {}),
     "causal, float32 output": ({"mask": causal}, {"out_dtype": "float32"}),
@@ -56,7 +57,8 @@ def test_nothing_spills(chip: str, name: str) -> None:
     program = fa4flex.compile(**pieces).program
     tensors = program.captured().operands
     operands = tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors)
-    inputs = Inputs(Shape(1, 16, 1, 600), 1, 576, 512, captured=operands, **{"keys": LatentKeys(), **more})
+    fields = {"keys": LatentKeys(), "head_dim": 576, **more}
+    inputs = Inputs(Shape(1, 16, 1, 600), 1, head_dim_v=512, captured=operands, **fields)
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), target)
     lowered = lower_forward(given)
     assert isinstance(lowered.plan, kind)

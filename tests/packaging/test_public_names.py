@@ -25,7 +25,7 @@ MODULES = (
     "ptxsim",
     "ptxsim.model", "fa4flex.integrations.transformers", "fa4flex.integrations.torch",
     "fa4flex.integrations.diffusers", "fa4flex.integrations.layers",
-    "fa4flex.integrations.paged_cache",
+    "fa4flex.integrations.paged_cache", "fa4flex.integrations.latent_cache",
 )  # fmt: skip
 """Modules whose `__all__` is public."""
 

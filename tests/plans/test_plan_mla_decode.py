@@ -57,7 +57,6 @@ def test_it_takes_latent_rows_and_no_others() -> None:
         {"mask_form": "tables"},
         {"statistics": ("lse", "max_scores")},
         {"statistics": ("lse", "entropy")},
-        {"head_dim": 512},
         {"head_dim": 568},
         {"head_dim_v": 448},
         {"dropout": True},
@@ -108,14 +107,15 @@ def test_queries_of_a_sequence_are_limited_and_heads_are_not(heads: int) -> None
 # --- what fits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width, value", [(576, 512), (320, 256), (448, 384)])
+@pytest.mark.parametrize("width, value", [(576, 512), (320, 256), (448, 384), (512, 512)])
 def test_resources(width: int, value: int) -> None:
     plan = planned(replace(ROWS, head_dim=width, head_dim_v=value))
     plan.check()
     config, ring = plan.config(), plan.topology.ring("k")
     assert plan.memory["q"].size == 64 * width * 2 and plan.memory["k"].size == 128 * width * 2
     assert ring.stages == 2 * width // 64 and ring.copies == (64 * 64 * 2,)
-    assert config.own * 128 == value and config.spare * 64 == value
+    assert config.own * 128 == value and config.spare == (value // 64,) * (width > value)
+    assert plan.memory["p"].size == 2 * 64 * 64 * 2 * (width == value)
     assert plan.need.total <= plan.registers.consumer
 
 
@@ -150,7 +150,7 @@ def sound(clears: bool, pieces: int = 3, own: int = 1) -> Topology:
 
 
 def test_it_runs_in_any_order(seed: int) -> None:
-    for clears, tiles, (pieces, own) in product((True, False), (1, 2, 5), ((3, 1), (9, 4))):
+    for clears, tiles, (pieces, own) in product((True, False), (1, 2, 5), ((3, 1), (9, 4), (2, 1))):
         pipeline = sound(clears, pieces, own)
         check_counts(pipeline)
         for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
@@ -164,8 +164,8 @@ RUNS = ([1], [2], [3])
 def test_each_synchronisation_is_needed(seed: int) -> None:
     """Without one of its waits, releases or gatherings, the pipeline fails its checks or some run."""
     needed = "acquire", "wait", "release", "finish", "sync", "load", "take", "give"
-    pipeline, tried = sound(False), 0
-    for role in pipeline.roles:
+    tried = 0
+    for pipeline, role in ((x, role) for x in (sound(False), sound(False, 2)) for role in x.roles):
         for part in ("opening", "first", "closing"):
             for i, event in enumerate(getattr(role, part)):
                 if event.action in needed:
@@ -173,4 +173,4 @@ def test_each_synchronisation_is_needed(seed: int) -> None:
                     parts = {part: left} if part != "first" else {"first": left, "body": left}
                     assert is_red(with_role(pipeline, replace(role, **parts)), seed, RUNS), (role.name, event)
                     tried += 1
-    assert tried >= 40
+    assert tried >= 70

@@ -184,6 +184,18 @@ def test_counts_and_long_ids(monkeypatch: pytest.MonkeyPatch, seed: int) -> None
 
 
 @pytest.mark.slow
+def test_autocast(seed: int) -> None:
+    """Queries, keys and values are cast, as without lists."""
+    size = drawn_size(random.Random(seed))
+    qkv, lists = tensors(size, torch.float32), drawn_lists(random.Random(seed), size)
+    attn = fa4flex.compile(mask=causal)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(attn, *qkv, blocks=lists)
+    assert found.out.dtype == torch.bfloat16 and any("lists_sm90" in name for name in found.kernels)
+    compare(found, *attn(*(x.bfloat16().double() for x in qkv), blocks=lists, return_lse=True))
+
+
+@pytest.mark.slow
 def test_repeated_ids_count_once() -> None:
     """Ids in any order, of which many stand twice or more, some far apart, and in other splits; so many that
     the table's places meet."""

@@ -174,6 +174,17 @@ def test_float16_and_layout_bshd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("used", (False, True))
+def test_rows_that_are_all_value(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 512 columns, the rotated ones among their values: probabilities have room of their own."""
+    split_in(monkeypatch, random.choice((1, 2)))
+    q, rows = torch.randn(1, 16, 2, VALUE).bfloat16(), torch.randn(1, 400, 1, VALUE).bfloat16()
+    lengths = Varlen(seqused_k=torch.tensor([370], dtype=torch.int32)) if used else None
+    attn, seen = fa4flex.compile(mask=causal, scale=SCALE), rows[:, : 370 if used else 400]
+    compare(attend(attn, q, rows, varlen=lengths), exact(q, seen, None, causal))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", (1, 2))
 def test_sinks_join_once(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a row has no key but the sink."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mutants import Mutant
 from own_calls import Own
+from own_calls import wait_left_out as waits
 
 import fa4flex
 from fa4flex import Latent, Varlen
@@ -46,12 +47,6 @@ def call_of(used: bool) -> Callable[[], bool]:
 @lru_cache
 def own(chip: str, used: bool) -> Own:
     return Own(chip, "mla_decode", call_of(used), 1)
-
-
-def waits(mutant: Mutant) -> bool:
-    """True if a wait is left out. Some do not matter: a warpgroup waits for pieces of the other one's block,
-    which that one has told it of."""
-    return "try_wait" in mutant.instruction.opcode
 
 
 def implied(mutant: Mutant) -> bool:

@@ -126,11 +126,7 @@ class Consumer(base.Consumer):
 
     def row(self, arguments: Arguments, tile: Any, number: Int32, lane: Int32) -> Mine:
         mine = super().row(arguments, tile, number, lane)
-        seen = near(mine.row.q, tile, arguments) if self.config.beside else None
-        own = None
-        if self.config.united > 1:
-            own = Int32(1) << ((mine.row.q - tile.first_q) // Int32(arguments.queries))
-        return replace(mine, fragment=ListFragment.of(mine.fragment, seen, own, self.hooks))
+        return listed_row(mine, arguments, tile, self.config, self.hooks)
 
     def found(
         self, mine: Mine, shared: Shared, pipes: Pipes, state: pipeline.PipelineState, beside: Any
@@ -188,6 +184,15 @@ class Consumer(base.Consumer):
         for mine, grid, (known, allowed) in zip(rows, begun.grids, begun.early):
             mine.fragment.modify(self.hooks, grid, known)
             mine.fragment.mask(grid, at, allowed)
+
+
+def listed_row(mine: Mine, arguments: Arguments, tile: ListTile, config: Any, hooks: Any) -> Mine:
+    """A row, over keys each of which has an index of its own. config: has `beside` and `united`."""
+    seen = near(mine.row.q, tile, arguments) if config.beside else None
+    own = None
+    if config.united > 1:
+        own = Int32(1) << ((mine.row.q - tile.first_q) // Int32(arguments.queries))
+    return replace(mine, fragment=ListFragment.of(mine.fragment, seen, own, hooks))
 
 
 @dataclass(frozen=True)

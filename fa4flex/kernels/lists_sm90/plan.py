@@ -180,7 +180,7 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
     )
 
 
-def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
+def accepts_lists(problem: Problem, target: Target, sizes: Sizes) -> bool:
     if not problem.keys.listed:
         return False
     packed = problem.lengths == "packed"
@@ -192,7 +192,7 @@ def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
 LISTS_SM90 = Pipeline(
     "Hopper forward, listed keys",
     "forward",
-    accepts,
+    accepts_lists,
     plan_lists,
     writes_float32=True,
     weights=("softmax", "elementwise"),

@@ -201,7 +201,7 @@ class Producer:
         widths = self.config.head_dim, self.config.head_dim_v
         k, v = (
             Rows(
-                _pages(cache)[None, None, tile.kv_head, None],
+                pages_of(cache)[None, None, tile.kv_head, None],
                 target.iterator.toint(),
                 width * cache.element_type.width // 8,
                 block_bytes(width),
@@ -211,7 +211,7 @@ class Producer:
         return k, v
 
 
-def _pages(x: cute.Tensor) -> cute.Tensor:
+def pages_of(x: cute.Tensor) -> cute.Tensor:
     """[pages, slots, heads, width], or packed tokens as a single page."""
     return (
         x if cute.rank(x) == 4 else cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fa4flex.kernels.plan.barriers import BarrierTable, NamedRow, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 
-ENTRIES = NamedRow("entries", 1, WARP * WARPGROUP, "producers have looked at all entries of a list")
+ENTRIES = NamedRow("entries", 8, WARP * WARPGROUP, "producers have looked at all entries of a list")
 
 
 def listed(consumers: int) -> NamedRow:
     """The barrier at which all threads of a block with so many consumer warpgroups meet."""
     meaning = "queries are written, and it is known which entries of a list count"
-    return NamedRow("listed", 2, (1 + consumers) * WARP * WARPGROUP, meaning)
+    return NamedRow("listed", 9, (1 + consumers) * WARP * WARPGROUP, meaning)
 
 
 def barrier_table(kv_stages: int, consumers: int = 1) -> BarrierTable:

@@ -72,6 +72,8 @@ class Config:
         return self.head_dim_v // PIECE // BLOCKS
 
     @property
-    def spare(self) -> int:
-        """Piece of a block that is no value, where its probabilities lie once its scores are there."""
-        return self.head_dim_v // PIECE
+    def spare(self) -> tuple[int, ...]:
+        """Piece of a block that is no value, where its probabilities lie once its scores are there; of rows
+        that are all value there is none, and probabilities have room of their own."""
+        first = self.head_dim_v // PIECE
+        return (first,) if self.pieces > first else ()

@@ -108,19 +108,30 @@ class Consumer(base.Consumer):
         if const_expr(self.unit == 0):
             copy_rows(arguments.q[tile.b, None, None, None], Int32(0), tile, shared.q, lane)
         sync(BOTH)
-        rows = self.rows(arguments, tile, lane)
-        for row in rows:
-            row.softmax.state.clear()
-        whole = Whole(tile, self.products(mma, shared, lane), rows, shared, ring, lane)
-        whole.products.out.fill(0.0)
+        whole = self.begun(arguments, tile, (shared, ring), mma, lane)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
             self.visit(whole, i, True)
         for i in cutlass.range(full, tile.last, unroll=1):
             self.visit(whole, i, False)
-        totals = [(row.softmax, 0) for row in rows]
-        add_totals(shared.sums, self.unit, lane, totals, BOTH)
-        self.epilogue.run(arguments, tile, whole.products, rows, lane)
+        self.end(arguments, whole)
+
+    def begun(
+        self, arguments: Arguments, tile: Any, handed: tuple[Shared, Any], mma: Mmas, lane: Int32
+    ) -> Whole:
+        """State before any key. handed: shared memory and the ring of pieces."""
+        rows, (shared, ring) = self.rows(arguments, tile, lane), handed
+        for row in rows:
+            row.softmax.state.clear()
+        whole = Whole(tile, self.products(mma, shared, lane), rows, shared, ring, lane)
+        whole.products.out.fill(0.0)
+        return whole
+
+    def end(self, arguments: Arguments, whole: Whole) -> None:
+        """Sums of both warpgroups, and the results."""
+        totals = [(row.softmax, 0) for row in whole.rows]
+        add_totals(whole.shared.sums, self.unit, whole.lane, totals, BOTH)
+        self.epilogue.run(arguments, whole.tile, whole.products, whole.rows, whole.lane)
 
     def products(self, mma: Mmas, shared: Shared, lane: Int32) -> Products:  # type: ignore[override]
         scores, own, other = mma
@@ -153,17 +164,22 @@ class Consumer(base.Consumer):
         scores, grids = self.scores_of_block(whole, kv_first, phase, masked)
         if const_expr(masked):
             self.clear_past_end_of(whole, kv_first)
+        self.weigh(whole, scores, grids, phase)
+
+    def weigh(self, whole: Whole, scores: cute.Tensor, grids: list, phase: Int32) -> None:
+        """A tile, from this warpgroup's scores on."""
         others = range((1 - self.unit) * self.config.own, (2 - self.unit) * self.config.own)
         self.free(whole, self.unit, others, phase)
-        if const_expr(self.unit == 0):
+        if self.unit == 0:
             self.first(whole, scores, grids, phase)
         else:
             self.second(whole, scores, grids, phase)
 
     def scores_of_block(
-        self, whole: Whole, kv_first: Int32, phase: Int32, masked: bool
+        self, whole: Whole, kv_first: Any, phase: Int32, masked: bool
     ) -> tuple[cute.Tensor, list]:
-        """Modified scores of this warpgroup's block, as accumulators and by row."""
+        """Modified scores of this warpgroup's block, as accumulators and by row. kv_first: its first key, or
+        what fragments find their keys by."""
         products, rows = whole.products, whole.rows
         scores = cute.make_rmem_tensor(products.scores.partition_shape_C((ROWS, BLOCK)), Float32)
         grids, early = [row_of(scores, r) for r in range(len(rows))], []
@@ -182,11 +198,17 @@ class Consumer(base.Consumer):
                 atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        for mine, grid, (known, allowed) in zip(rows, grids, early):
+        for mine, grid, (known, _) in zip(rows, grids, early):
             mine.fragment.modify(self.hooks, grid, known)
-            if masked:
-                mine.fragment.mask(grid, kv_first, allowed)
+        if masked:
+            at = self.where(whole, kv_first)
+            for mine, grid, (_, allowed) in zip(rows, grids, early):
+                mine.fragment.mask(grid, at, allowed)
         return scores, grids
+
+    def where(self, whole: Whole, kv_first: Any) -> Any:
+        """The same as kv_first, once there are scores."""
+        return kv_first
 
     @cute.jit
     def first(
@@ -213,16 +235,15 @@ class Consumer(base.Consumer):
             self.scale(whole, words)
         self.put(whole, words)
         arrive(FIRST)
-        self.free(whole, 0, [config.spare], phase)
+        self.free(whole, 0, config.spare, phase)
         warpgroup.wait_group(0)
         self.free(whole, 0, range(config.own), phase)
         if raised:
             rescale(products.out, [mine.softmax for mine in rows])
-        for piece in cutlass.range_constexpr(config.pieces):
-            whole.ring.consumer_wait(stage(config, 1, piece, phase))
+        self.wait(whole, 1, phase)
         self.free(whole, 1, range(config.own, 2 * config.own), phase)
         self.other(whole)
-        self.free(whole, 1, [*range(config.own), config.spare], phase)
+        self.free(whole, 1, [*range(config.own), *config.spare], phase)
 
     @cute.jit
     def second(
@@ -246,16 +267,20 @@ class Consumer(base.Consumer):
         narrow(as_operand(scores), products.p)
         self.put(whole, self.words(whole))
         arrive(SECOND)
-        self.free(whole, 1, [config.spare], phase)
+        self.free(whole, 1, config.spare, phase)
         multiply(products.own, products.out, products.p, products.values[0], True)
-        for piece in cutlass.range_constexpr(config.pieces):
-            whole.ring.consumer_wait(stage(config, 0, piece, phase))
+        self.wait(whole, 0, phase)
         self.free(whole, 0, range(config.own), phase)
         sync(FIRST)
         warpgroup.wait_group(0)
         self.free(whole, 1, range(config.own, 2 * config.own), phase)
         self.other(whole)
-        self.free(whole, 0, [*range(config.own, 2 * config.own), config.spare], phase)
+        self.free(whole, 0, [*range(config.own, 2 * config.own), *config.spare], phase)
+
+    def wait(self, whole: Whole, block: int, phase: Int32) -> None:
+        """Wait for all pieces of a block."""
+        for piece in range(self.config.pieces):
+            whole.ring.consumer_wait(stage(self.config, block, piece, phase))
 
     def other(self, whole: Whole) -> None:
         """Values of the other warpgroup's block."""
@@ -292,9 +317,9 @@ class Consumer(base.Consumer):
             words[i] = packed(low * by, high * by, kind)
 
     def put(self, whole: Whole, words: cute.Tensor) -> None:
-        """Write a thread's probabilities over its block's spare piece, for the other warpgroup's product: the
-        swizzle keeps lanes in different banks."""
-        first = whole.shared.at(self.config, self.unit, self.config.spare).toint()
+        """Write a thread's probabilities where the other warpgroup's product reads them: the swizzle keeps
+        lanes in different banks."""
+        first = whole.shared.weights(self.config, self.unit).toint()
         lane, span = whole.lane, 2 * PIECE
         for i in range(cute.size(words)):
             column = 16 * (i // 4) + 8 * (i // 2 % 2) + lane % 4 * 2

@@ -50,13 +50,7 @@ class LatentPlan(FewRowsPlan):
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        pieces = self.config().pieces
-        sizes = {
-            "q": tile_bytes(ROWS, self.widths[0], self.problem.itemsize),
-            "k": tile_bytes(self.tile_n, self.widths[0], self.problem.itemsize),
-            "statistics": STATISTICS * ROWS * NUMBER,
-        }
-        return lay_out(sizes, {}, 2 * BLOCKS * pieces, self.target)
+        return memory_of(self)
 
     @property
     def tile_copies(self) -> TileCopies:
@@ -110,8 +104,26 @@ class LatentPlan(FewRowsPlan):
         ]
 
 
+def memory_of(plan: LatentPlan, known: dict[str, int] | None = None, barriers: int = 0) -> Memory:
+    """The shared-memory map of a block. known, barriers: regions and mbarriers of a kernel besides."""
+    width, itemsize = plan.widths[0], plan.problem.itemsize
+    sizes = {
+        **(known or {}),
+        "q": tile_bytes(ROWS, width, itemsize),
+        "k": tile_bytes(plan.tile_n, width, itemsize),
+        "p": 0 if has_spare(plan.problem) else tile_bytes(BLOCKS * ROWS, BLOCK, itemsize),
+        "statistics": STATISTICS * ROWS * NUMBER,
+    }
+    return lay_out(sizes, {}, 2 * BLOCKS * (width // PIECE) + barriers, plan.target)
+
+
 def plan_latent(request: ForwardRequest) -> ForwardPlan:
     """Raises UnsupportedError for schedules that ask for tiles or an order."""
+    return plan_rows(request, LatentPlan)
+
+
+def plan_rows(request: ForwardRequest, kind: type[LatentPlan]) -> ForwardPlan:
+    """A plan of this kind. Raises as plan_latent."""
     if asks_for_order(request.schedule):
         raise UnsupportedError(
             f"{request.schedule!r} with latent rows wider than {BLOCK}",
@@ -119,7 +131,7 @@ def plan_latent(request: ForwardRequest) -> ForwardPlan:
             "leave them out",
         )
     tile_n = BLOCKS * BLOCK
-    return LatentPlan(
+    return kind(
         slice_rows=ROWS,
         target=request.target,
         problem=request.problem,
@@ -133,12 +145,20 @@ def plan_latent(request: ForwardRequest) -> ForwardPlan:
     )
 
 
+def has_pieces(problem: Problem) -> bool:
+    """True for rows of whole pieces, as many of which are values for each warpgroup."""
+    return problem.head_dim % PIECE == 0 and problem.head_dim_v % (BLOCKS * PIECE) == 0
+
+
+def has_spare(problem: Problem) -> bool:
+    """True for rows of which a piece is no value."""
+    return problem.head_dim > problem.head_dim_v
+
+
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
-    widths = problem.head_dim % PIECE == 0 and problem.head_dim_v % (BLOCKS * PIECE) == 0
-    spare = problem.head_dim >= problem.head_dim_v + PIECE
     keys = not problem.keys.loaded or BLOCK // box_rows(problem, BLOCK) <= MOST_BOXES
     plain = set(problem.statistics) <= {"lse"}
-    return target.family == "sm90" and widths and spare and keys and plain and takes(problem, sizes)
+    return target.family == "sm90" and has_pieces(problem) and keys and plain and takes(problem, sizes)
 
 
 MLA_DECODE_SM90 = Pipeline(

@@ -133,6 +133,20 @@ class KeysBesideLists(ListedKeys):
     beside: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class ListedRows(ListedKeys):
+    """Latent rows of which lists say which ones queries attend to."""
+
+    latent: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class RowsBesideLists(KeysBesideLists):
+    """The same, where queries see others besides."""
+
+    latent: ClassVar[bool] = True
+
+
 CONTIGUOUS = Keys()
 
 # --- pages ------------------------------------------------------------------------------------------------
@@ -160,11 +174,14 @@ _OF_LISTS = (
 )
 
 
-def of_lists(kept: Keys, counted: bool, beside: bool, many: bool = False, united: int = 1) -> ListedKeys:
+def of_lists(
+    kept: Keys, counted: bool, beside: bool, many: bool = False, united: int = 1, latent: bool = False
+) -> ListedKeys:
     """Keys of another source that lists select from. counted: lists have counts; many, united: see
-    ListedKeys."""
+    ListedKeys; latent: keys are latent rows."""
     rows = *kept.rows, *_OF_LISTS, KeyRow("counts", Given("counts", _ROW_OF_LISTS), counted)
-    kind = KeysBesideLists if beside else ListedKeys
+    plain, near = (ListedRows, RowsBesideLists) if latent else (ListedKeys, KeysBesideLists)
+    kind = near if beside else plain
     return kind(kept.loader, kept.together, rows, many=many, united=united)
 
 

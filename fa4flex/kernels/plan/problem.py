@@ -253,7 +253,8 @@ class Problem:
         if self.keys.listed:
             beside = ", and others beside their lists" * self.keys.beside
             where = f" in pages of {self.keys.together} or a multiple" * self.keys.loaded
-            return [f"listed keys{where}{beside}"]
+            what = "latent rows" if self.keys.latent else "keys"
+            return [f"listed {what}{where}{beside}"]
         if not self.keys.loaded:
             return ["latent rows"] * self.keys.latent
         if self.keys.loader == PAGES:

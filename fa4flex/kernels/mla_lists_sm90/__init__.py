@@ -1,0 +1,1 @@
+"""Hopper forward kernel for listed latent rows, which are gathered one by one."""
