@@ -78,7 +78,10 @@ def of_passes(gpu: Any) -> list[Any]:
 
 def backward_launches(arch: str, kv_len: int, width: Width) -> int:
     """Launches of a backward pass of dense lengths: three, but two where one of Hopper's blocks has all keys
-    of its queries, and writes their dQ itself."""
+    of its queries, and writes their dQ itself; and four where dV has a kernel of its own on Blackwell."""
+    d, dv = widths(width)
+    if arch == "sm_100a" and (d > 192 or dv > 128):
+        return 4
     return 2 if arch == "sm_90a" and kv_len <= 128 and max(widths(width)) <= 128 else 3
 
 

@@ -85,6 +85,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
     Unloaded("mass", "sm90", "mass_sm90", "MASS_SM90"),
     Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),
+    Unloaded("backward", "sm100", "bwd_sm100.two_kernels", "TWO_KERNELS"),
     Unloaded("backward", "sm100", "bwd_sm100.wide_heads", "WIDE_HEADS"),
     Unloaded("backward", "sm100", "bwd_sm100.one_cta", "ONE_CTA"),
 )

@@ -318,7 +318,7 @@ def comparing(keep: bool = False) -> Iterator[Compared]:
 
     def compare(gpu: device.Gpu, launch: Launch) -> None:
         plan, arguments = _planned[-1] if _planned else (None, ())
-        topology = getattr(plan, "topology", None)  # kernels of block tables have one role
+        topology = _topology_of(plan, launch)
         if _changed or topology is None or not any(topology.places) or not _is_main(launch):
             return run(gpu, launch)
         trace = Trace()
@@ -346,6 +346,14 @@ def uncompared() -> Iterator[None]:
         yield
     finally:
         _changed.pop()
+
+
+def _topology_of(plan: Any, launch: Launch) -> Topology | None:
+    """The graph of a launch: of a plan's only kernel, or of the one of that name. Kernels of block tables
+    have one role, and no graph."""
+    named = getattr(plan, "topologies", {})
+    found = next((one for name, one in named.items() if name in launch.kernel), None)
+    return found or getattr(plan, "topology", None)
 
 
 def _is_main(launch: Launch) -> bool:

@@ -36,8 +36,8 @@ class Own:
 
     launch: Launch
     kept: tuple[Any, ...]
-    results: tuple[Tensor, Tensor, Tensor]
-    expected: tuple[Tensor, Tensor, Tensor]
+    results: tuple[Tensor, ...]
+    expected: tuple[Tensor, ...]
 
     @property
     def sums(self) -> Tensor | None:
@@ -50,8 +50,8 @@ class Own:
         the tile counter, which a launch that does not end leaves as it is."""
         at = self.launch
         first = 0.0 if self.results[0] is self.sums else math.nan
-        for x, start in zip(self.results, (first, math.nan, math.nan), strict=True):
-            x.fill_(start)
+        for i, x in enumerate(self.results):
+            x.fill_(math.nan if i else first)
         for counts in self.kept[-2:]:
             if counts is not None:
                 counts.zero_()
@@ -77,8 +77,34 @@ class Own:
         return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 
 
+OF_KERNELS = {"OfValues": ("dv",), "OfKeys": ("dq_sum", "dk")}
+"""What each of two main kernels writes, by a part of its name."""
+
+
+def captured_two(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor]) -> dict[str, Own]:
+    """Both main kernels of attn's gradients, by a part of their names."""
+    seen, tensors = launches(arch, attn, qkv)
+    found = {}
+    for name, written in OF_KERNELS.items():
+        results = tuple(tensors[BACKWARD.names.index(one)] for one in written)
+        launch = next(one for one in seen if name in one.kernel)
+        found[name] = Own(launch, tensors, results, tuple(x.clone() for x in results))
+    return found
+
+
 def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None) -> Own:
     """The main kernel of attn's gradients, run once on a GPU of so many multiprocessors."""
+    seen, tensors = launches(arch, attn, qkv, sms)
+    sums, dq, dk, dv = (tensors[BACKWARD.names.index(name)] for name in ("dq_sum", "dq", "dk", "dv"))
+    results = dq if sums is None else sums, dk, dv
+    assert all(int((~x.isnan()).sum()) >= y.numel() for x, y in zip(results, qkv, strict=True))
+    return Own(seen[2], tensors, results, tuple(x.clone() for x in results))
+
+
+def launches(
+    arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None
+) -> tuple[list[Launch], tuple[Any, ...]]:
+    """All launches of a call and its gradients, and the arguments of those of the backward pass."""
     inputs = [x.requires_grad_() for x in qkv]
     seen: list[Launch] = []
     given: list[tuple[Any, ...]] = []
@@ -92,12 +118,8 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
         out = attn(*inputs)
         out.backward(torch.randn_like(out))
     assert not gpu.findings, gpu.report()
-    launch = seen[2]
     (tensors,) = given
-    sums, dq, dk, dv = (tensors[BACKWARD.names.index(name)] for name in ("dq_sum", "dq", "dk", "dv"))
-    results = dq if sums is None else sums, dk, dv
-    assert all(int((~x.isnan()).sum()) >= y.numel() for x, y in zip(results, qkv, strict=True))
-    return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
+    return seen, tensors
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM100A
 
 WIDE = ((192, 128), (160, 128), (136, 72), (192, 32))
-WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32), *WIDE)
+WIDEST = (256, 200, (192, 192), (256, 64), (64, 256), (208, 136))
+WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32), *WIDE, *WIDEST)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -38,6 +39,15 @@ def test_some_wide_gradients() -> None:
     close(name, *lengths, random.choice(WIDE), "sm_100a", kv_heads, dtype)
 
 
+@pytest.mark.slow
+def test_some_gradients_of_two_kernels() -> None:
+    """dV has one of its own, which computes the scores again."""
+    lengths = random.choice(((9, 7), (200, 129), (130, 200)))
+    kv_heads, dtype = random.choice((1, 2, 4)), random.choice(HALVES)
+    name = random.choice(sorted(COMPOSED.keys() - {"documents"}))
+    close(name, *lengths, random.choice(WIDEST), "sm_100a", kv_heads, dtype)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", COMPOSED)
@@ -53,7 +63,7 @@ def test_lengths_and_heads(lengths: tuple[int, int], kv_heads: int, dtype: torch
     close(random.choice(sorted(COMPOSED)), *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
-@pytest.mark.parametrize("problem", [Problem(200, 128), Problem(128, 136), Problem(192, 192)])
+@pytest.mark.parametrize("problem", [Problem(264, 128), Problem(128, 264), Problem(512, 512)])
 def test_what_there_is_no_kernel_for(problem: Problem) -> None:
-    with pytest.raises(UnsupportedError, match="a backward kernel for heads of"):
+    with pytest.raises(UnsupportedError, match=r"a backward kernel for sm_100a: heads of"):
         plan_backward(Facts(), problem, SM100A)

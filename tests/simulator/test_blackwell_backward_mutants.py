@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 from mutants import Mutant
-from own_backward import Own, captured
+from own_backward import OF_KERNELS, Own, captured, captured_two
 from pairs import in_pairs
 
 import fa4flex
@@ -31,6 +31,15 @@ def main_kernel(masked: bool, ctas: int = 1, dim: int = DIM) -> Own:
         own = captured("sm_100a", attn, (q, k, v))
     assert own.launch.grid == own.launch.cluster == (ctas, 1, 1)
     return own
+
+
+@lru_cache
+def two_kernels(masked: bool) -> dict[str, Own]:
+    """Of heads of 256, three steps of 64 queries of each of two heads."""
+    torch.manual_seed(0)
+    q = torch.randn(1, HEADS, QUERIES // 2, 256).bfloat16()
+    k, v = (torch.randn(1, 1, KEYS, 256).bfloat16() for _ in range(2))
+    return captured_two("sm_100a", fa4flex.compile(mask=causal if masked else None), (q, k, v))
 
 
 KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])
@@ -66,6 +75,25 @@ def test_some(masked: bool) -> None:
 @pytest.mark.slow
 def test_some_of_wide_heads() -> None:
     some(1, random.random() < 0.5, 3, WIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", OF_KERNELS)
+def test_some_of_two_kernels(kernel: str) -> None:
+    own = two_kernels(random.random() < 0.5)[kernel]
+    for mutant in random.sample([m for m in own.that_matter() if not implied(m, 1)], 3):
+        assert own.noticed(mutant), mutant
+
+
+@pytest.mark.exhaustive
+@KERNELS
+@pytest.mark.parametrize("kernel", OF_KERNELS)
+def test_all_of_two_kernels(masked: bool, kernel: str) -> None:
+    own = two_kernels(masked)[kernel]
+    tried = own.that_matter()
+    left = [mutant for mutant in tried if not own.noticed(mutant)]
+    print(len(left), "of", len(tried), *left, sep="\n")
+    assert len(tried) >= 30 and len([m for m in left if not implied(m, 1)]) <= 0.03 * len(tried)
 
 
 @pytest.mark.exhaustive

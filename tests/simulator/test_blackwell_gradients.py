@@ -28,6 +28,7 @@ import ptxsim
 
 Width = tuple[int, int]
 WIDTHS: tuple[Width, ...] = ((64, 64), (128, 128), (96, 96), (64, 128), (40, 72))
+WIDEST: tuple[Width, ...] = ((256, 256), (200, 136), (64, 256))
 EVERY = dict(zip((*DRAWS, *gym()), cycle(WIDTHS)))
 """Head widths in turn, for variants by name and for mods by kind and name. One variant has its own."""
 
@@ -61,8 +62,9 @@ def check(key: str | tuple[str, str], width: Width, ctas: int = 1) -> None:
     sizes, composition = made(key, width)
     timing, seed = random.choice(TIMINGS)
     print(f"{key}, {sizes.dim} and {sizes.dim_v} wide, {ctas} CTAs: {timing} {seed}")
-    # Wider heads have a kernel of one CTA alone.
-    clusters = [1, ctas if sizes.dim <= 128 else 1, 1]
+    # Wider heads have a kernel of one CTA alone, and wider ones yet two.
+    main = [ctas if sizes.dim <= 128 else 1] * (2 if sizes.dim > 192 or sizes.dim_v > 128 else 1)
+    clusters = [1, *main, 1]
     check_gradients(sizes, composition, launched(timing, seed, clusters))
 
 
@@ -70,6 +72,21 @@ def check(key: str | tuple[str, str], width: Width, ctas: int = 1) -> None:
 @pytest.mark.parametrize("ctas", [1, 2])
 def test_some(ctas: int) -> None:
     check(random.choice(list(EVERY)), random.choice(WIDTHS), ctas)
+
+
+IN_KERNELS = [key for key in EVERY if key[:5] not in ("gated", "head_")]
+"""Compositions without output functions, which have launches of their own in each pass."""
+
+
+@pytest.mark.slow
+def test_some_of_two_kernels() -> None:
+    check(random.choice(IN_KERNELS), random.choice(WIDEST))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("key", IN_KERNELS, ids=str)
+def test_every_of_two_kernels(key: str | tuple[str, str]) -> None:
+    check(key, random.choice(WIDEST))
 
 
 @pytest.mark.exhaustive

@@ -123,9 +123,11 @@ CASES = {
     "two_cta": Case(BLACKWELL, True, kv_len=200, pair=True),
     "two_cta masked": Case(BLACKWELL, True, pair=True, masked=True, q_len=330),
     "wide_heads": Case(BLACKWELL, True, kv_len=100, dims=(192, 128)),
+    "two_kernels": Case(BLACKWELL, True, kv_len=100, q_len=200, dims=(256, 256)),
+    "two_kernels masked": Case(BLACKWELL, True, dims=(200, 136), masked=True),
     "wide_heads masked": Case(BLACKWELL, True, dims=(160, 96), masked=True),
 }
-FEW = ("fwd_sm90", "bwd_sm90", "fwd_sm100", "one_cta", "two_cta", "wide_heads")
+FEW = ("fwd_sm90", "bwd_sm90", "fwd_sm100", "one_cta", "two_cta", "wide_heads", "two_kernels")
 """One of each pipeline."""
 
 
@@ -134,7 +136,7 @@ def executed(name: str) -> Executed:
     """The kernel of a pass."""
     with comparing(keep=True) as compared:
         CASES[name].run()
-    assert compared.launches == 1 + CASES[name].backward
+    assert compared.launches == 1 + CASES[name].backward + name.startswith("two_kernels")
     assert not compared.differences, "\n".join(compared.differences)
     return compared.kept[-1]
 

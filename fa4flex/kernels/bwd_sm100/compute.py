@@ -9,7 +9,7 @@ well, where it is the first operand of dQ = dS K.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline, select_
@@ -117,6 +117,15 @@ class Step:
     phase: Int32
 
 
+class Weighed(NamedTuple):
+    """Scores of a step where they are needed again, what dP is multiplied by, by fragment, and bits of the
+    pairs that dropout keeps."""
+
+    scores: cute.Tensor
+    weights: list[cute.Tensor]
+    kept: list[Any]
+
+
 @dataclass(frozen=True)
 class Sums:
     """dK or dV: where in tensor memory it lies, the barrier that says it is complete, and its width."""
@@ -127,6 +136,9 @@ class Sums:
 
 
 class Compute:
+    fragments = HALF // FRAGMENT
+    """Number of fragments of queries that a warpgroup has of a step."""
+
     def __init__(
         self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler, cluster: Cluster
     ) -> None:
@@ -155,6 +167,7 @@ class Compute:
         config = self.config
         ordered = config.deterministic and config.masked
         place = self.place(shared, base)
+        self.begin(arguments, work, place, pipes, base)
         lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
@@ -189,11 +202,21 @@ class Compute:
                 delta.advance()
                 phase ^= 1
             head.collector.finish()
+        self.put_sums(arguments, work, place, pipes, base)
+
+    def begin(
+        self, arguments: BackwardArguments, work: KeyWork, place: Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        """Before the first step: nothing."""
+
+    def put_sums(
+        self, arguments: BackwardArguments, work: KeyWork, place: Place, pipes: Pipes, base: cute.Pointer
+    ) -> None:
+        """dV and dK of the block's keys to global memory."""
         some = self.scheduler.steps(work, arguments) > 0
-        memory = config.memory
-        dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
-        dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)
-        to_dk, to_dv = written(arguments)
+        config, (to_dk, to_dv) = self.config, written(arguments)
+        dv = Sums(base + config.memory.dv, pipes.dv_full, config.head_dim_v)
+        dk = Sums(base + config.memory.dk, pipes.dk_full, config.head_dim)
         self.store(to_dv, work, place, dv, some, Float32(1.0))
         self.store(to_dk, work, place, dk, some, arguments.scale)
 
@@ -240,45 +263,72 @@ class Compute:
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries."""
-        shared, pipes, lse2, delta = head.shared, head.pipes, step.lse2, step.delta
-        origin, kind = place.origin(step.tile), shared.q.element_type
-        scores = cute.make_rmem_tensor((FRAGMENT, HALF // FRAGMENT), Float32)
-        weights, handed_on = [], []
+        scores = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
         kept: list[Any] = []
+        weights = self.weigh(head, place, step, scores, kept, masked)
+        self.differentiate(head, place, step, Weighed(scores, weights, kept), masked)
+
+    def weigh(
+        self,
+        head: Head,
+        place: Place,
+        step: Step,
+        scores: cute.Tensor,
+        kept: list[Any],
+        masked: bool,
+    ) -> list[cute.Tensor]:
+        """Probabilities of a step's scores, to tensor memory. Returns what dP is multiplied by, by
+        fragment."""
+        pipes, lse2, weights = head.pipes, step.lse2, []
+        origin, kind = place.origin(step.tile), head.shared.q.element_type
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
-        cute.arch.mbarrier_wait(pipes.s_full, step.phase)
-        for f in cutlass.range_constexpr(HALF // FRAGMENT):
+        self.await_scores(pipes, step)
+        for f in range(self.fragments):
             rows = self.take(f, head, place, step, scores)
             p = self.to_change(scores[None, f])
             slopes = self.probabilities(head, p, rows, place.first_query(origin, f), masked)
-            packed = self.operand(p, kind)
-            if const_expr(head.dropout is not None):
+            packed = used = self.operand(p, kind)
+            if head.dropout is not None:
                 used = self.dropped(head, p, place.first_query(origin, f), kept, kind)
-                place.probabilities.put(f, used)
-            else:
-                place.probabilities.put(f, packed)
-            if const_expr(self.hooks.rectified):
+            self.put(place, step, f, used)
+            if self.hooks.rectified:
                 self.to_powers(p, rows)
             weights.append(self.weights(p, packed, slopes, kind))
+        self.tell_probabilities(pipes, step)
+        arrive_once(pipes.lse2_empty + lse2.index)
+        return weights
+
+    def await_scores(self, pipes: Any, step: Step) -> None:
+        cute.arch.mbarrier_wait(pipes.s_full, step.phase)
+
+    def put(self, place: Place, step: Step, f: int, packed: cute.Tensor) -> None:
+        """Probabilities of fragment f to tensor memory."""
+        place.probabilities.put(f, packed)
+
+    def tell_probabilities(self, pipes: Any, step: Step) -> None:
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full, first=self.config.ctas > 1)
-        arrive_once(pipes.lse2_empty + lse2.index)
+
+    def differentiate(self, head: Head, place: Place, step: Step, weighed: Weighed, masked: bool) -> None:
+        """dS of a step's dP, to tensor memory and to shared memory; and what it adds to captured tensors."""
+        shared, pipes, delta = head.shared, head.pipes, step.delta
+        origin, kind, handed_on = place.origin(step.tile), shared.q.element_type, []
         cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
         cute.arch.mbarrier_wait(pipes.dp_full, step.phase)
-        for f in cutlass.range_constexpr(HALF // FRAGMENT):
+        for f in range(self.fragments):
             rows = self.numbers(shared.delta, delta.index, place.number(f))
             ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
-            if const_expr(head.dropout is not None):
-                self.scale(ds, head.dropout, kept[f])
-            self.gradients(ds, rows, weights[f], kind)
-            self.take_captured(head, ds, scores[None, f], place.first_query(origin, f), masked)
+            if head.dropout is not None:
+                self.scale(ds, head.dropout, weighed.kept[f])
+            self.gradients(ds, rows, weighed.weights[f], kind)
+            self.take_captured(head, ds, weighed.scores[None, f], place.first_query(origin, f), masked)
             handed_on.append(self.narrowed(ds, kind))
             place.ds.put(f, handed_on[f])
             self.share_fragment(place, handed_on[f], kind, f)
         cute.arch.fence_view_async_tmem_store()
-        if const_expr(self.config.ctas == 1):
+        if self.config.ctas == 1:
             cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(pipes.ds_full, first=self.config.ctas > 1)
         arrive_once(pipes.delta_empty + delta.index)

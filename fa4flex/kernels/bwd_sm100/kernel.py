@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.bwd_sm100.compute import Compute
-from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS, Config
+from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS
 from fa4flex.kernels.bwd_sm100.load import Block, Load, Transfers
 from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.bwd_sm100.reduce import PIECE, Reduce
@@ -47,11 +47,12 @@ class Backward:
     roles: Any = Load, Mma, Compute, Reduce
     transfers_kind: Any = Transfers
     barrier_table: Any = staticmethod(barrier_table)
+    numbers: tuple[str, ...] = NUMBERS
     operands: tuple[str, ...] = ("q", "k", "v", "dout", "ds")
     """Names of Shared's tensors with bytes of their own; other operands are these with rows and columns
     exchanged."""
 
-    def __init__(self, config: Config, hooks: Hooks) -> None:
+    def __init__(self, config: Any, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
         self.barriers = self.barrier_table(config)
@@ -74,7 +75,7 @@ class Backward:
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
 
-    def products(self, arguments: BackwardArguments) -> Products:
+    def products(self, arguments: BackwardArguments) -> Any:
         return Products(self.config, arguments.q.element_type, self.cluster)
 
     def transfers(self, arguments: BackwardArguments) -> Any:
@@ -99,15 +100,17 @@ class Backward:
 
     def storage(self, products: Products) -> Any:
         members: dict[str, Any] = {"barriers": room(self.barriers), "freed": Int64, "columns": Int32}
-        for name in NUMBERS:
-            members[name] = cute.struct.Align[cute.struct.MemRange[Float32, ROWS * self.stages(name)], 128]
+        for name in self.numbers:
+            size = self.config.tile_m * self.stages(name)
+            members[name] = cute.struct.Align[cute.struct.MemRange[Float32, size], 128]
         layouts = products.layouts()
         for name in self.operands:
             size = cute.cosize(layouts[name])
             # TMA swizzles by 1024 bytes.
             members[name] = cute.struct.Align[cute.struct.MemRange[products.kind, size], 1024]
-        size = PIECE * 4 * self.config.dq_stages
-        members["dq"] = cute.struct.Align[cute.struct.MemRange[Float32, size], 1024]
+        if self.config.dq_stages:
+            size = PIECE * 4 * self.config.dq_stages
+            members["dq"] = cute.struct.Align[cute.struct.MemRange[Float32, size], 1024]
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
@@ -154,25 +157,30 @@ class Backward:
             arrive(FINISHED)
         self.cluster.depart()
 
-    def shared(self, storage: Any, products: Products) -> Shared:
+    def shared(self, storage: Any, products: Any) -> Any:
         # A key's queries lie next to each other, 64 of them in a row of the swizzle.
         rows = cute.make_layout(((64, ROWS // 64), ROWS), stride=((1, 64 * ROWS), 64))
         return Shared(**self.tensors(storage, products, rows))
 
-    def tensors(self, storage: Any, products: Products, ds_rows: cute.Layout) -> dict[str, cute.Tensor]:
+    def tensors(self, storage: Any, products: Any, ds_rows: cute.Layout) -> dict[str, cute.Tensor]:
         """Those of Shared by their names."""
         config = self.config
+        return self.operand_tensors(storage, products) | {
+            "ds_rows": storage.ds.get_tensor(ds_rows, swizzle=products.layouts()["ds"].inner),
+            "lse2": storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
+            "delta": storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
+            "dq": storage.dq.get_tensor(cute.make_layout((PIECE, 4, config.dq_stages)))
+            if config.dq_stages
+            else None,
+        }
+
+    def operand_tensors(self, storage: Any, products: Any) -> dict[str, cute.Tensor]:
+        """Operands of products, by their names."""
         layouts = products.layouts()
         bytes_of = {name: name if name in self.operands else name.removesuffix("_t") for name in layouts}
-        operands = {
+        return {
             name: getattr(storage, bytes_of[name]).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in layouts.items()
-        }
-        return operands | {
-            "ds_rows": storage.ds.get_tensor(ds_rows, swizzle=layouts["ds"].inner),
-            "lse2": storage.lse2.get_tensor(cute.make_layout((ROWS, config.q_stages))),
-            "delta": storage.delta.get_tensor(cute.make_layout((ROWS, config.do_stages))),
-            "dq": storage.dq.get_tensor(cute.make_layout((PIECE, 4, config.dq_stages))),
         }
 
     def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.kernels.bwd_sm100.config import ROWS, Config
+from fa4flex.kernels.bwd_sm100.config import Config
 from fa4flex.kernels.bwd_sm100.resources import NUMBERS, OF_QUERIES, Products, Shared
 from fa4flex.kernels.bwd_sm100.roles import LOADS, Loads
 from fa4flex.kernels.common.backward import (
@@ -137,6 +137,6 @@ class Load:
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         cute.arch.mbarrier_wait(empty, state.phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * ROWS)
-            one = cute.local_tile(source, (ROWS,), (tile,))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * self.config.tile_m)
+            one = cute.local_tile(source, (self.config.tile_m,), (tile,))
             cute.copy(atom, one, getattr(block.shared, name)[None, state.index], mbar_ptr=full)

@@ -77,23 +77,25 @@ class BlackwellBackwardPlan(Checked):
         sizes = {
             "freed": BARRIER,
             "columns": NUMBER,
-            "lse2": NUMBER * ROWS * config.q_stages,
-            "delta": NUMBER * ROWS * config.do_stages,
+            "lse2": NUMBER * self.tile[0] * config.q_stages,
+            "delta": NUMBER * self.tile[0] * config.do_stages,
             **self.operands(config),
             "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
         }
+        sizes = {name: size for name, size in sizes.items() if size}
         return lay_out(sizes, {}, self.barriers(config), self.target)
 
     def operands(self, config: Config) -> dict[str, int]:
         """Bytes of what products read in shared memory."""
         size = self.problem.itemsize
-        q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
+        queries, keys = self.tile[0], ROWS
+        q, dout = (tile_bytes(queries, width, size) for width in (self.head_dim, self.head_dim_v))
         return {
             "q": q * config.q_stages,
-            "k": q,
-            "v": dout,
+            "k": tile_bytes(keys, self.head_dim, size),
+            "v": tile_bytes(keys, self.head_dim_v, size),
             "dout": dout * config.do_stages,
-            "ds": tile_bytes(ROWS, ROWS, size),
+            "ds": tile_bytes(queries, keys, size),
         }
 
     def barriers(self, config: Config) -> int:

@@ -73,28 +73,49 @@ class Reduce:
                 first = (query_tile_at(queries, i) * config.dq_parts + part) * self.pieces
                 if const_expr(config.deterministic):
                     counter = await_turn(arguments, work, h, queries, i, config, part)
-                cute.arch.mbarrier_wait(pipes.dq_full, phase)
+                cute.arch.mbarrier_wait(self.first_full(pipes), phase)
                 phase ^= 1
-                stage = self.hand_over(dq, pipes, Way(warp, shared.dq, sums, first), stage)
+                way = Way(warp, self.staged(shared), sums, first)
+                stage = self.hand_over(dq, pipes, way, stage, phase)
                 if const_expr(config.deterministic):
-                    cute.arch.cp_async_bulk_wait_group(0)
+                    self.await_added()
                     pass_turn(counter)
-        # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
+        self.finish()
+
+    def staged(self, shared: Shared) -> cute.Tensor:
+        """Shared memory that dQ goes through."""
+        return shared.dq
+
+    def await_added(self) -> None:
+        """Until what a warp added is in global memory."""
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def finish(self) -> None:
+        """Shared memory must last until all was read. What is under way after that, the grid's end waits
+        for."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def part(self, warp: Int32) -> Int32:
         """The part of a tile's dQ that a warp has: its pieces follow each other in memory."""
         return warp
 
-    def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32) -> Int32:
-        """A warp's part of a step's dQ; returns the next stage."""
+    def first_full(self, pipes: Pipes) -> cute.Pointer:
+        """Barrier of the first piece of a step's dQ."""
+        return pipes.dq_full
+
+    def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32, later: Int32) -> Int32:
+        """A warp's part of a step's dQ; returns the next stage. later: phase of the next step's."""
         for piece in range(self.pieces):
+            self.await_piece(pipes, piece, later)
             part = cute.make_rmem_tensor((FRAGMENT,), Float32)
             dq.take(piece, part)
             cute.arch.fence_view_async_tmem_load()
             self.tell(pipes, piece)
             stage = self.hand_on(part, way, piece, stage)
         return stage
+
+    def await_piece(self, pipes: Pipes, piece: int, later: Int32) -> None:
+        """All pieces are there with the first one."""
 
     def tell(self, pipes: Pipes, piece: int) -> None:
         """Signal that a piece is read."""

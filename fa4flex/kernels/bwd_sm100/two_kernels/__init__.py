@@ -1,0 +1,1 @@
+"""Blackwell backward of heads up to 256: a kernel for dV, and one for dK and dQ."""
