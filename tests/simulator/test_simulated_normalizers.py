@@ -161,9 +161,8 @@ def test_gradients(chip: str, name: str, seed: int) -> None:
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients_of_wider_heads(chip: str, dims: tuple[int, int], seed: int) -> None:
-    """Kernels that share out products otherwise; Blackwell has none for the widest."""
-    by_kernels = chip == "sm_90a" or dims[1] <= 128
-    right_gradients(chip, "dense", "silu", Sizes(1, 1, 1, 40, 70, *dims), by_kernels=by_kernels)
+    """Kernels that share out products otherwise."""
+    right_gradients(chip, "dense", "silu", Sizes(1, 1, 1, 40, 70, *dims))
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ def test_gradients(chip: str, kind: str, seed: int) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradients_of_wider_heads(chip: str, dims: tuple[int, int], seed: int) -> None:
     """Hopper's kernels for more than 128 columns do not see the signs of scores, which gradients need."""
-    widest = 192 if chip == "sm_100a" else 128
-    right(chip, "dense", Sizes(1, 1, 1, 40, 70, *dims), by_kernels=dims[0] <= widest)
+    by_kernels = chip == "sm_100a" or dims[0] <= 128
+    right(chip, "dense", Sizes(1, 1, 1, 40, 70, *dims), by_kernels=by_kernels)
 
 
 @pytest.mark.slow
