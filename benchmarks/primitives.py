@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fa4flex
 from fa4flex import Dropout, Precision
 from fa4flex.bench.measure import clock_for, interleave
-from fa4flex.variants import causal, gated, relu_squared, sigmoid_attention, silu_attention
+from fa4flex.variants import causal, gated, relu_squared, sigmoid_attention, silu_attention, softpick
 
 Calls = dict[str, Callable[[], Any]]
 WITH, WITHOUT = "with", "without"
@@ -200,6 +200,7 @@ def rows() -> list[Row]:
                 ("sigmoid", sigmoid_attention, 1.0),
                 ("SiLU", silu_attention, 1.0),
                 ("ReLU squared", relu_squared, None),
+                ("softpick", softpick, None),
             ):
                 found.append(Row(name, turn, shape, compared({"normalizer": function()}), asked))
             found.append(Row("dropout", turn, shape, dropout, 1.2 if turn == "forward" else 1.15))

@@ -321,8 +321,6 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
 
     variant = program.variant
     width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")
-    if width <= WIDEST:
-        changes.pop("latent", None)  # views of rows, which are keys and values like any others
     output, lengths = variant.precision.output, changes.pop("lengths", "dense")
     arguments: dict[str, Any] = {
         "head_dim_v": width,
@@ -333,7 +331,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     }
     of_keys = changes.pop("kv_heads", shape.heads)
     shares = Shares.of(of_keys, changes.pop("v_heads", of_keys))
-    keys = _keys(changes, lengths, (shape.heads, of_keys))
+    keys = _keys(changes, lengths, (shape.heads, of_keys), width <= WIDEST)
     known = {name: changes.pop(name) for name in (*arguments, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
@@ -352,8 +350,9 @@ _OF_KEYS = "page_rows", "kv_dtype", "k_scales", "v_scales", "latent", "lists"
 _OF_CODES = "qk", "pv", "promote"
 
 
-def _keys(changes: dict[str, Any], lengths: str, heads: tuple[int, int]) -> Keys:
-    """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize."""
+def _keys(changes: dict[str, Any], lengths: str, heads: tuple[int, int], narrow: bool) -> Keys:
+    """The source of keys that `changes` say, which is taken out of them. qk, pv: formats of quantize. narrow:
+    views of latent rows are keys and values like any others."""
     from fa4flex.kernels.plan.keys import CONTIGUOUS, LatentKeys, eight_bit, in_pages
 
     codes = {name: changes.pop(name) for name in _OF_CODES if name in changes}
@@ -361,12 +360,15 @@ def _keys(changes: dict[str, Any], lengths: str, heads: tuple[int, int]) -> Keys
     if codes:
         _alone("codes", given)
         return _codes(**codes, lengths=lengths)
+    if given["latent"]:
+        aside = "page_rows", "latent", "lists"
+        _alone("latent rows", {name: x for name, x in given.items() if name not in aside})
+        given["latent"] = not narrow
     rows, dtype, *scales, latent, lists = given.values()
     if lists:
         others = {name: x for name, x in given.items() if name not in ("page_rows", "lists")}
         return _listed(lists, rows, others, heads)
     if latent:
-        _alone("latent rows", {name: x for name, x in given.items() if name not in ("page_rows", "latent")})
         pages = in_pages(rows)
         return LatentKeys(pages.loader, rows, pages.rows) if rows else LatentKeys()
     if dtype:

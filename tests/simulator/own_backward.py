@@ -78,7 +78,7 @@ class Own:
 
 
 OF_KERNELS = {"OfValues": ("dv",), "OfKeys": ("dq_sum", "dk")}
-"""What each of two main kernels writes, by a part of its name."""
+"""Tensors that each of two main kernels writes, by a part of its name."""
 
 
 def captured_two(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor]) -> dict[str, Own]:

@@ -35,7 +35,7 @@ def main_kernel(masked: bool, ctas: int = 1, dim: int = DIM) -> Own:
 
 @lru_cache
 def two_kernels(masked: bool) -> dict[str, Own]:
-    """Of heads of 256, three steps of 64 queries of each of two heads."""
+    """Both kernels of heads of 256, of three steps of 64 queries of each of two heads."""
     torch.manual_seed(0)
     q = torch.randn(1, HEADS, QUERIES // 2, 256).bfloat16()
     k, v = (torch.randn(1, 1, KEYS, 256).bfloat16() for _ in range(2))

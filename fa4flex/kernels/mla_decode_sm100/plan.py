@@ -187,7 +187,7 @@ def plan_latent(request: ForwardRequest) -> ForwardPlan:
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     widths = problem.head_dim % PIECE == 0 and problem.head_dim_v % product_columns(problem.head_dim_v) == 0
     keys = not problem.keys.loaded or BLOCK // box_rows(problem, BLOCK) <= MOST_BOXES
-    plain = set(problem.statistics) <= {"lse"}
+    plain = problem.keys.latent and set(problem.statistics) <= {"lse"}
     return target.family == "sm100" and widths and keys and plain and takes(problem, sizes)
 
 

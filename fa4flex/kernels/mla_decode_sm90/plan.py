@@ -157,7 +157,7 @@ def has_spare(problem: Problem) -> bool:
 
 def accepts(problem: Problem, target: Target, sizes: Sizes) -> bool:
     keys = not problem.keys.loaded or BLOCK // box_rows(problem, BLOCK) <= MOST_BOXES
-    plain = set(problem.statistics) <= {"lse"}
+    plain = problem.keys.latent and set(problem.statistics) <= {"lse"}
     return target.family == "sm90" and has_pieces(problem) and keys and plain and takes(problem, sizes)
 
 
