@@ -303,7 +303,7 @@ def digest_all(out: Path, only: str, jobs: int, seed: int) -> subprocess.Complet
 def test_digests_repeat_in_other_processes(tmp_path: Path) -> None:
     """Kernels of both chips and both passes: one worker digests them in turn, then a worker each."""
     forward, backward = "sm_90a forward causal d64 dense", "sm_100a backward plain d64 dense"
-    refused = "sm_100a forward causal d192 dense"
+    refused = "sm_100a forward causal d128 tile 64"
     before, after = tmp_path / "before", tmp_path / "after"
     first = digest_all(before, f"^({forward}|{backward}|{refused})$", jobs=1, seed=1)
     assert first.returncode == 0, first.stderr
@@ -312,7 +312,7 @@ def test_digests_repeat_in_other_processes(tmp_path: Path) -> None:
     names = [line.split("  ")[0] for line in lines]
     assert names == ["# compiler", *(f"{backward} {n}/3" for n in (1, 2, 3)), refused, forward]
     assert "  block 512x1x1, 149504 bytes, grid " in lines[2]
-    assert lines[4] == f"{refused}  refused: heads of 192 and 192 (v) on sm_100a"
+    assert lines[4] == f"{refused}  refused: tile=(64, 64) on sm_100a"
     again = digest_all(after, f"^({forward}|{backward})$", jobs=2, seed=2)
     assert again.returncode == 0, again.stderr
     assert after.read_text().splitlines() == [line for line in lines if refused not in line]
