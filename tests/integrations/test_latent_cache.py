@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import FAMILIES, transformers
 from torch import Tensor
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 from fa4flex import InputError, LatentFormat, UnsupportedError
 from fa4flex.integrations import latent_keys
@@ -23,9 +24,9 @@ from fa4flex.primitives.latent import Segment
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 NEW, RANK, ROPE = 6, 16, 4
 
-_V2 = transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention
 pytestmark = pytest.mark.skipif(
-    not hasattr(_V2, "expand_kv"), reason=f"transformers {transformers.__version__} caches keys of heads"
+    not hasattr(DeepseekV2Attention, "expand_kv"),
+    reason=f"transformers {transformers.__version__} caches keys of heads",
 )
 
 FORMATS = {

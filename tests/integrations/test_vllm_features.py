@@ -141,7 +141,7 @@ GRAPHS: dict[str, tuple[tuple[int, int], dict[str, Any], int, bool]] = {
     "Hopper, 256": ((9, 0), {"head_size": 256}, 1, True),
     "Hopper, 8 bits": ((9, 0), {"dtype": torch.uint8}, 1, True),
     "Blackwell": ((10, 0), {}, 1, True),
-    "Blackwell, 256": ((10, 0), {"head_size": 256}, 1, False),
+    "Blackwell, 256": ((10, 0), {"head_size": 256}, 1, True),
     "Blackwell, 8 bits": ((10, 0), {"dtype": torch.uint8}, 1, False),
     "older": ((8, 0), {}, 1, False),
     "ranks": ((9, 0), {}, 2, False),
