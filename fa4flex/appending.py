@@ -128,52 +128,76 @@ def append(
     if isinstance(v, Latent):
         pages = _paging_of_rows(k_pool, v_pool, paging, kv_scales)
         return _append_latent(New(k, k, q, rotary, None, None, norm, positions), v, pages, varlen, in_place)
-    check_strided(q if q is not None else k, k, v)
-    refuse_latent("k_pool", k_pool)
+    new = New(k, v, q, rotary, None, None, norm, positions)
+    return _append_keys(new, (k_pool, v_pool), paging, varlen, in_place, kv_scales)
+
+
+def _append_keys(
+    new: New,
+    pools: tuple[Any, Any],
+    paging: Paging | None,
+    varlen: Varlen | None,
+    in_place: bool,
+    kv_scales: KVScales | None,
+) -> Appended:
+    """Append keys and values to pools."""
+    k, v, rotary, norm = new.k, new.v, new.rotary, new.norm
+    check_strided(new.q if new.q is not None else k, k, v)
+    refuse_latent("k_pool", pools[0])
     check_descriptions(varlen, paging, pages=True)
-    _check_pools(k_pool, v_pool)
-    assert paging is not None and isinstance(k_pool, Tensor) and v_pool is not None
-    paging.fits(k_pool, v_pool)
-    q, gate = _split(q, k)
-    check_tokens(k, v, (k_pool, v_pool), paging, varlen)
+    _check_pools(*pools)
+    assert paging is not None
+    paging.fits(*pools)
+    q, gate = _split(new.q, k)
+    check_tokens(k, v, pools, paging, varlen)
     check_heads(k, q, rotary, norm)
-    check_positions(k, rotary, positions)
-    scales = check_scales(k, (k_pool, v_pool), kv_scales)
-    weights = (None, None) if norm is None else (norm.q, norm.k)
-    refuse_gradients(k, v, k_pool, v_pool, q, *weights)
+    check_positions(k, rotary, new.positions)
+    scales = check_scales(k, pools, kv_scales)
+    _refuse_gradients(new, *pools)
     _check_dtype(k)
+    new = _described(new, varlen)
     cos, sin, turns_pairs, axes = _of_rotary(rotary)
-    cu, part = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
     of_norm = (None, None, 0.0, False) if norm is None else (norm.q, norm.k, norm.eps, norm.unit_offset)
-    if positions is not None and axes is None:
-        positions = positions[None]
     lengths, rotated = torch.ops.fa4flex.append(
-        k, v, k_pool, v_pool, paging.page_table, paging.seqused_k, cu, part, cos, sin,
-        turns_pairs, q, axes, positions, *of_norm, scales.k, scales.v,
+        k, v, *pools, paging.page_table, paging.seqused_k, new.cu_seqlens, new.seqused, cos, sin,
+        turns_pairs, q, axes, new.positions, *of_norm, scales.k, scales.v,
     )  # fmt: skip
-    if in_place:
-        paging.seqused_k.copy_(lengths)
-    return Appended(lengths, None if q is None else rotated, gate)
+    return _appended(paging, in_place, lengths, None if q is None else rotated, gate)
 
 
 def _append_latent(new: New, latent: Latent, paging: Any, varlen: Varlen | None, in_place: bool) -> Appended:
     """Append new.k, which are rows, to latent rows."""
-    rows, q, rotary, norm, positions = new.k, new.q, new.rotary, new.norm, new.positions
+    rows, q, rotary = new.k, new.q, new.rotary
     check_strided(rows if q is None else q, rows, rows)
     check_descriptions(varlen, paging, pages=True)
     check_latent(rows, latent, varlen, paging)
-    check_latent_heads(rows, latent, q, rotary, norm)
-    check_positions(rows, rotary, positions)
-    weights = (None, None) if norm is None else (norm.q, norm.k)
-    refuse_gradients(rows, latent.cache, latent.scale, q, *weights)
+    check_latent_heads(rows, latent, q, rotary, new.norm)
+    check_positions(rows, rotary, new.positions)
+    _refuse_gradients(new, latent.cache, latent.scale)
+    lengths, rotated = by_operator(_described(new, varlen), latent, paging)
+    return _appended(paging, in_place, lengths, None if q is None else rotated)
+
+
+def _refuse_gradients(new: New, *stored: Tensor | None) -> None:
+    weights = (None, None) if new.norm is None else (new.norm.q, new.norm.k)
+    refuse_gradients(new.k, new.v, *stored, new.q, *weights)
+
+
+def _described(new: New, varlen: Varlen | None) -> New:
+    """The tokens with their lengths, and positions by axes: of a rotary without axes there is one."""
     if varlen is not None:
         new = new._replace(cu_seqlens=varlen.cu_seqlens_q, seqused=varlen.seqused_q)
-    if positions is not None and rotary is not None and rotary.axes is None:
-        new = new._replace(positions=positions[None])
-    lengths, rotated = by_operator(new, latent, paging)
+    if new.positions is not None and (new.rotary is None or new.rotary.axes is None):
+        new = new._replace(positions=new.positions[None])
+    return new
+
+
+def _appended(
+    paging: Paging, in_place: bool, lengths: Tensor, q: Tensor | None, gate: Tensor | None = None
+) -> Appended:
     if in_place:
         paging.seqused_k.copy_(lengths)
-    return Appended(lengths, None if q is None else rotated)
+    return Appended(lengths, q, gate)
 
 
 def _paging_of_rows(k_pool: object, v_pool: object, paging: object, kv_scales: object) -> object:

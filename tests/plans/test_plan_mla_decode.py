@@ -1,5 +1,5 @@
-"""Plans of the Hopper kernel for latent rows: what it accepts, what fits, how keys are split, and its
-pipeline in any order of events."""
+"""Plans of the kernels for latent rows: what those of both chips accept; of Hopper's what fits, how keys are
+split, and its pipeline in any order of events."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.mla_decode_sm90.plan import MLA_DECODE_SM90, LatentPlan
 from fa4flex.kernels.mla_decode_sm90.topology import latent_topology
+from fa4flex.kernels.mla_decode_sm100.plan import BlackwellLatentPlan
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.keys import CONTIGUOUS, TOGETHER, LatentKeys, in_pages
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.splitting import Splitting
-from fa4flex.kernels.plan.target import SM90A
+from fa4flex.kernels.plan.target import SM90A, SM100A, Target
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
@@ -33,9 +34,12 @@ FACTS = fa4flex.compile().program.facts
 ROWS = Problem(576, 512, keys=LatentKeys())
 
 
-def planned(problem: Problem, schedule: Schedule = Schedule()) -> LatentPlan:
-    plan = plan_forward(FACTS, problem, SM90A, schedule, sizes=sizes_of(64))
-    assert isinstance(plan, LatentPlan)
+ON_BOTH = pytest.mark.parametrize("target", [SM90A, SM100A], ids=lambda target: target.name)
+
+
+def planned(problem: Problem, schedule: Schedule = Schedule(), target: Target = SM90A) -> Any:
+    plan = plan_forward(FACTS, problem, target, schedule, sizes=sizes_of(64))
+    assert isinstance(plan, LatentPlan if target is SM90A else BlackwellLatentPlan)
     return plan
 
 
@@ -64,34 +68,38 @@ def test_it_takes_latent_rows_and_no_others() -> None:
     ],
     ids=str,
 )
-def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
+@ON_BOTH
+def test_others_have_no_kernel(target: Target, changes: dict[str, Any]) -> None:
     with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
-        dispatch.choose("forward", replace(ROWS, **changes), SM90A, sizes_of(64))
+        dispatch.choose("forward", replace(ROWS, **changes), target, sizes_of(64))
 
 
 @pytest.mark.parametrize("rows", TOGETHER)
-def test_pages_of_enough_keys_are_read_in_place(rows: int) -> None:
-    """A piece is brought in eight boxes at most."""
+@ON_BOTH
+def test_pages_of_enough_keys_are_read_in_place(target: Target, rows: int) -> None:
+    """A piece is brought in eight boxes at most; a stage of Blackwell's ring holds all nine of a row."""
     pages = in_pages(rows)
     keys = LatentKeys(pages.loader, pages.together, pages.rows)
     problem = replace(ROWS, lengths="used", keys=keys)
     if rows < 8:
         with pytest.raises(fa4flex.UnsupportedError, match="pages"):
-            dispatch.choose("forward", problem, SM90A, sizes_of(64))
+            dispatch.choose("forward", problem, target, sizes_of(64))
         return
-    plan, box = planned(problem), min(rows, 64)
+    plan, box = planned(problem, target=target), min(rows, 64)
     plan.check()
-    assert plan.topology.ring("k").copies == (box * 128,) * (64 // box)
+    pieces = 1 if target is SM90A else 9
+    assert plan.topology.ring("k").copies == (box * 128,) * (64 // box * pieces)
     assert plan.config().box_rows == box and plan.config().paged and plan.config().clears
     assert "pages: read in place" in plan.explain()
 
 
-def test_many_queries_have_no_kernel() -> None:
+@ON_BOTH
+def test_many_queries_have_no_kernel(target: Target) -> None:
     with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
-        dispatch.choose("forward", ROWS, SM90A, sizes_of(65))
+        dispatch.choose("forward", ROWS, target, sizes_of(65))
     for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major")):
         with pytest.raises(fa4flex.UnsupportedError, match="Schedule"):
-            planned(ROWS, schedule)
+            planned(ROWS, schedule, target)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 128])

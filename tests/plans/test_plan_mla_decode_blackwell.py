@@ -1,11 +1,10 @@
-"""Plans of the Blackwell kernel for latent rows: what it accepts, what fits, and its pipeline in any order of
-events."""
+"""Plans of the Blackwell kernel for latent rows: what fits, and its pipeline in any order of events; what it
+refuses as Hopper's does stands with that one's (test_plan_mla_decode.py)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 from broken_graphs import is_red, with_role
@@ -16,7 +15,7 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.mla_decode_sm100.plan import MLA_DECODE_SM100, BlackwellLatentPlan
 from fa4flex.kernels.mla_decode_sm100.topology import latent_topology
 from fa4flex.kernels.plan.counts import check_counts
-from fa4flex.kernels.plan.keys import CONTIGUOUS, TOGETHER, LatentKeys, in_pages
+from fa4flex.kernels.plan.keys import CONTIGUOUS, LatentKeys
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.tensor_memory import Columns, Range
@@ -45,48 +44,7 @@ def test_it_takes_latent_rows_and_no_others() -> None:
         dispatch.choose("forward", replace(ROWS, keys=CONTIGUOUS), SM100A, sizes_of(64))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"lengths": "packed"},
-        {"mask_form": "tables"},
-        {"statistics": ("lse", "max_scores")},
-        {"statistics": ("lse", "entropy")},
-        {"head_dim": 568},
-        {"head_dim_v": 448},
-        {"dropout": True},
-        {"weights": "elementwise"},
-    ],
-    ids=str,
-)
-def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
-    with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
-        dispatch.choose("forward", replace(ROWS, **changes), SM100A, sizes_of(64))
-
-
-@pytest.mark.parametrize("rows", TOGETHER)
-def test_pages_of_enough_keys_are_read_in_place(rows: int) -> None:
-    """A piece is brought in eight boxes at most."""
-    pages = in_pages(rows)
-    keys = LatentKeys(pages.loader, pages.together, pages.rows)
-    problem = replace(ROWS, lengths="used", keys=keys)
-    if rows < 8:
-        with pytest.raises(fa4flex.UnsupportedError, match="pages"):
-            dispatch.choose("forward", problem, SM100A, sizes_of(64))
-        return
-    plan, box = planned(problem), min(rows, 64)
-    plan.check()
-    assert plan.topology.ring("k").copies == (box * 128,) * (64 // box * 9)
-    assert plan.config().box_rows == box and plan.config().paged and plan.config().clears
-    assert "pages: read in place" in plan.explain()
-
-
-def test_many_queries_and_orders_have_no_kernel() -> None:
-    with pytest.raises(fa4flex.UnsupportedError, match="latent rows"):
-        dispatch.choose("forward", ROWS, SM100A, sizes_of(65))
-    for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major")):
-        with pytest.raises(fa4flex.UnsupportedError, match="Schedule"):
-            planned(ROWS, schedule)
+def test_parts_of_a_schedule_are_tiles() -> None:
     assert planned(ROWS, Schedule(split=300)).splitting.share == 5
 
 

@@ -120,3 +120,17 @@ def test_scores_of_all_sizes(chip: str, q_len: int, size: float, seed: int) -> N
     assert (out - exact).norm() <= 0.01 * exact.norm()
     # Gradients of large scores are the small rest of numbers that nearly cancel.
     assert size > 1 or (dq - exact_dq).norm() <= 0.01 * exact_dq.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_attentions_of_other_eps_are_others(chip: str, seed: int) -> None:
+    """eps is part of a kernel: what is kept of one attention does not serve another."""
+    q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (2, 90, 90))
+    u = (q.double() @ k.double().mT / 8).expm1()
+    with torch.no_grad(), ptxsim.device(chip, sms=2), blockwise_calls() as calls:
+        for eps in (1e-3, 500.0, 1e-3):
+            out = fa4flex.compile(normalizer=softpick(eps))(q, k, v)
+            exact = u.relu() @ v.double() / (u.abs().sum(-1, keepdim=True) + eps)
+            assert (out - exact).norm() <= 0.01 * exact.norm(), eps
+    assert not calls

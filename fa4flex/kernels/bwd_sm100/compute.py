@@ -409,7 +409,7 @@ class Compute:
             return self.narrowed(p, kind)
         used = cute.make_rmem_tensor((FRAGMENT,), Float32)
         for c in range(FRAGMENT):
-            used[c] = cute.arch.fmax(p[c], Float32(0.0))
+            used[c] = softpick.rectified(p[c])
         return self.narrowed(used, kind)
 
     def to_powers(self, u: cute.Tensor, lse2: cute.Tensor) -> None:

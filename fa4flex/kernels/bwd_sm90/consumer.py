@@ -455,7 +455,7 @@ class Consumer:
                 u = grid[r, first + c]
                 power = softpick.power(u, base)
                 ds[r, first + c] = softpick.gradient(power, ds[r, first + c], deltas[c])
-                grid[r, first + c] = cute.arch.fmax(u, Float32(0.0))
+                grid[r, first + c] = softpick.rectified(u)
 
     def show_pairs(
         self,

@@ -214,7 +214,7 @@ class OnlineSoftmax:
             factor, shift = self.exponents(r)
             logs = row.load() * factor - shift
             row.store(cute.math.exp2(logs, fastmath=True))
-            state.total[r] = _total(row, state.total[r])
+            state.total[r] = total_of(numbers(row), state.total[r])
             if state.moment is not None:
                 of_base_2 = elements(logs, cute.size(row))
                 state.moment[r] = moment_of(numbers(row), of_base_2, state.moment[r], is_finite)
@@ -304,8 +304,8 @@ def _largest(row: cute.Tensor) -> Float32:
     return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
 
 
-def _total(row: cute.Tensor, before: Float32) -> Float32:
-    x = numbers(row)
+def total_of(x: list[Float32], before: Float32) -> Float32:
+    """`before` and the sum of a multiple of four numbers."""
     chains = [before + x[0], x[1], x[2], x[3]]
     for i in range(4, len(x)):
         chains[i % 4] = chains[i % 4] + x[i]

@@ -10,12 +10,10 @@ to the total: so do masked ones. eps joins the total as a sink of logit log(eps)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from cutlass import Float32, cute, select_
 
 from fa4flex.kernels.common.fragment import numbers
-from fa4flex.kernels.common.softmax import LN_2, Finished, LaneSoftmax, OnlineSoftmax
+from fa4flex.kernels.common.softmax import LN_2, Finished, LaneSoftmax, OnlineSoftmax, total_of
 
 NEAR = 2.0**-4
 """Exponents of 2 below which 2^x - 1 is a polynomial: both ways are 2^-17 off there, relatively."""
@@ -33,9 +31,9 @@ def base_of(shift: Float32) -> Float32:
     return cute.math.exp2(-shift, fastmath=True)
 
 
-def rectified(u: Sequence[Float32]) -> list[Float32]:
-    """Weights, up to the total."""
-    return [cute.arch.fmax(x, Float32(0.0)) for x in u]
+def rectified(u: Float32) -> Float32:
+    """The weight, up to the total."""
+    return cute.arch.fmax(u, Float32(0.0))
 
 
 def power(u: Float32, base: Float32) -> Float32:
@@ -63,11 +61,7 @@ class Softpick(OnlineSoftmax):
 
     def add(self, u: list[Float32], r: int = 0) -> None:
         """Take a multiple of four of them into the row's total."""
-        magnitudes = [cute.math.abs(x) for x in u]
-        chains = [self.state.total[r] + magnitudes[0], *magnitudes[1:4]]
-        for i in range(4, len(u)):
-            chains[i % 4] = chains[i % 4] + magnitudes[i]
-        self.state.total[r] = (chains[0] + chains[1]) + (chains[2] + chains[3])
+        self.state.total[r] = total_of([cute.math.abs(x) for x in u], self.state.total[r])
 
     def exponentiate(self, scores: cute.Tensor, is_finite: bool = False) -> None:
         """y of a tile, seen as (row, column), becomes its weight, up to the total, and part of that."""
@@ -75,8 +69,8 @@ class Softpick(OnlineSoftmax):
             row = scores[r, None]
             u = self.signed(numbers(row), r)
             self.add(u, r)
-            for c, x in enumerate(rectified(u)):
-                row[c] = x
+            for c, x in enumerate(u):
+                row[c] = rectified(x)
 
     def finished(self, largest: Float32, shift: Float32, total: Float32, sink: Float32 | None) -> Finished:
         """A row of these numbers. Where all scores are 0 or masked, it is as if there were none."""

@@ -152,7 +152,7 @@ def exponentiate(
 def softpicked(softmax: Softpick, row: list[Float32]) -> tuple[list[Pair], list[Pair]]:
     """Terms of the total of a row of numbers, and their weights."""
     u = softmax.signed(row)
-    return paired([cute.math.abs(x) for x in u]), paired(rectified(u))
+    return paired([cute.math.abs(x) for x in u]), paired([rectified(x) for x in u])
 
 
 def paired(row: list[Float32]) -> list[Pair]:

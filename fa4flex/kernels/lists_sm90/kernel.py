@@ -28,7 +28,7 @@ from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
 from fa4flex.kernels.lists_sm90.entries import entries_of
 from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.lists_sm90.producer import Producer
-from fa4flex.kernels.lists_sm90.resources import Shared, members_of, shared_of
+from fa4flex.kernels.lists_sm90.resources import members_of, shared_of
 from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
 from fa4flex.kernels.lists_sm90.tiles import (
     ListTile,
@@ -72,14 +72,22 @@ class Forward(Gathering, SplitForward):
         q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, kind, self.config.consumers)
         return q, *stage_layouts(self.config, kind)
 
+    def members(self, layouts: Any, kind: Any) -> dict[str, Any]:
+        """Members of a block's shared memory, behind barriers."""
+        return members_of(layouts, kind, self.config)
+
+    def shared(self, storage: Any, layouts: Any) -> Any:
+        """Tensors there."""
+        return shared_of(storage, layouts, self.config)
+
     @cute.kernel
-    def device(self, arguments: Arguments, mma: tuple[cute.TiledMma, cute.TiledMma]) -> None:
+    def device(self, arguments: Arguments, mma: Any) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
-        members = {"barriers": room(self.barriers), **members_of(layouts, kind, self.config)}
+        members = {"barriers": room(self.barriers), **self.members(layouts, kind)}
         storage = SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": members})))
-        shared = shared_of(storage, layouts, self.config)
+        shared = self.shared(storage, layouts)
         pipes = self.pipes(storage, shared)
         if warp == 0:
             initialise(self.barriers, storage)
@@ -100,25 +108,31 @@ class Forward(Gathering, SplitForward):
         arguments: Arguments,
         part: Part,
         tile: ListTile,
-        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
-        mma: tuple[cute.TiledMma, cute.TiledMma],
+        handed: cutlass.Constexpr[tuple[Any, Pipes]],
+        mma: Any,
     ) -> None:
         """A part of the keys of a tile, by its roles."""
         shared, pipes = handed
         entries = entries_of(part, arguments, self.config)
-        thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if const_expr(self.config.paged):
                 check_length(arguments, tile.b)
-            entries.look(shared, thread)
+            entries.look(shared, cute.arch.thread_idx()[0])
             sync(self.listed)
             tile, walk = self.keys(arguments, part, tile, entries, shared)
             self.producer.run(arguments, tile, walk, entries, shared, pipes)
         else:
-            cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consumer.bring_queries(arguments, tile, shared, thread - 128)
-            sync(self.listed)
-            tile, walk = self.keys(arguments, part, tile, entries, shared)
-            self.consumer.visit(arguments, tile, walk, shared, pipes, mma)
+            self.consume(arguments, part, tile, entries, handed, mma)
+
+    def consume(
+        self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Any, mma: Any
+    ) -> None:
+        """Warpgroups that multiply. handed: shared memory and pipes."""
+        shared, pipes = handed
+        cute.arch.setmaxregister_increase(self.config.consumer_registers)
+        self.consumer.bring_queries(arguments, tile, shared, cute.arch.thread_idx()[0] - 128)
+        sync(self.listed)
+        tile, walk = self.keys(arguments, part, tile, entries, shared)
+        self.consumer.visit(arguments, tile, walk, shared, pipes, mma)

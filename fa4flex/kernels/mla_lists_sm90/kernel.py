@@ -12,19 +12,16 @@ from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import const_expr, cute, pipeline
-from cutlass.memory import SmemAllocator
+from cutlass import cute
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.barriers import Pipes, initialise, mbarriers, pipes_of, room, sync
+from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, sync
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.lists_sm90 import kernel as base
-from fa4flex.kernels.lists_sm90.entries import entries_of
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Part, part_of, tile_of
+from fa4flex.kernels.lists_sm90.tiles import ListTile, Part
 from fa4flex.kernels.mla_decode_sm90.consumer import Mmas, tiled_mmas
-from fa4flex.kernels.mla_decode_sm90.resources import layouts_of
+from fa4flex.kernels.mla_decode_sm90.resources import Layouts, layouts_of
 from fa4flex.kernels.mla_lists_sm90.config import Config
 from fa4flex.kernels.mla_lists_sm90.consumer import Consumer
 from fa4flex.kernels.mla_lists_sm90.producer import Producer
@@ -39,6 +36,7 @@ class Forward(base.Forward):
         self.config = config
         self.hooks = hooks
         self.barriers = barrier_table(config.pieces)
+        self.listed = LISTED
         self.producer = Producer(config)  # type: ignore[arg-type]
         self.consumers = Consumer(config, hooks, 0), Consumer(config, hooks, 1)
 
@@ -51,55 +49,33 @@ class Forward(base.Forward):
         at, readers = mbarriers(self.barriers, storage), self.barriers["k_empty"].arrivals
         return pipes_of(at, k=tile_ring(at["k_full"], shared.pieces, readers, self.config.gather_warps))
 
-    @cute.kernel
-    def device(self, arguments: Arguments, mma: Mmas) -> None:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        kind = arguments.q.element_type
-        layouts = layouts_of(self.config, kind)
-        members = {"barriers": room(self.barriers), **members_of(layouts, kind, self.config)}
-        storage = SmemAllocator().allocate(cute.struct(type("Storage", (), {"__annotations__": members})))
-        shared = shared_of(storage, layouts, self.config)
-        pipes = self.pipes(storage, shared)
-        if warp == 0:
-            initialise(self.barriers, storage)
-        part = part_of(cute.arch.block_idx()[0], arguments, self.config)  # type: ignore[arg-type]
-        part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))
-        tile = tile_of(part, arguments, self.config)
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
-        if const_expr(self.config.splits):
-            # What merges splits may be launched now: it waits for the end of this kernel.
-            cute.arch.griddepcontrol_launch_dependents()
-        if part.split < part.splits and tile.tokens > 0:
-            self.work(arguments, part, tile, (shared, pipes), mma)
+    def layouts(self, kind: Any) -> Layouts:
+        return layouts_of(self.config, kind)
+
+    def members(self, layouts: Layouts, kind: Any) -> dict[str, Any]:
+        return members_of(layouts, kind, self.config)
+
+    def shared(self, storage: Any, layouts: Layouts) -> Shared:
+        return shared_of(storage, layouts, self.config)
 
     @cute.jit
-    def work(
+    def consume(
         self,
         arguments: Arguments,
         part: Part,
         tile: ListTile,
+        entries: cutlass.Constexpr[Any],
         handed: cutlass.Constexpr[tuple[Shared, Pipes]],
         mma: Mmas,
     ) -> None:
-        """A part of the keys of a tile, by three roles."""
-        shared, pipes = handed
-        entries = entries_of(part, arguments, self.config)  # type: ignore[arg-type]
+        """Two warpgroups, of which each multiplies in its own order."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if const_expr(self.config.paged):
-                check_length(arguments, tile.b)
-            entries.look(shared, cute.arch.thread_idx()[0])
-            sync(LISTED)
-            tile, walk = self.keys(arguments, part, tile, entries, shared)
-            self.producer.run(arguments, tile, walk, entries, shared, pipes)
-        elif warp < 8:
-            self.consume(0, arguments, part, tile, entries, handed, mma)
+        if warp < 8:
+            self.multiply(0, arguments, part, tile, entries, handed, mma)
         else:
-            self.consume(1, arguments, part, tile, entries, handed, mma)
+            self.multiply(1, arguments, part, tile, entries, handed, mma)
 
-    def consume(
+    def multiply(
         self,
         unit: int,
         arguments: Arguments,
