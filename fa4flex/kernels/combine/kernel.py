@@ -1,8 +1,9 @@
 """Merges what splits of the keys leave: outputs are weighted by their share of the whole sum of exponentials.
 
-A block has one row, or where there are many, one after the other. Its warps take the splits in turn, and add
-up in shared memory. Time is that of a few loads one after the other: outputs are asked for before it is known
-which of them count. The kernel may be launched before the splits are done, and waits for them.
+A warp has a row of few splits, or where there are many rows, one after the other. Of more splits, a block
+has it: its warps take them in turn, and add up in shared memory. Time is that of a few loads one
+after the other: outputs are asked for before it is known which of them count. The kernel may be launched
+before the splits are done, and waits for them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fa4flex.kernels.common.softmax import LOG2_E, entropy_of, finish_row, finit
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.plan.arguments import FORWARD, MERGE
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -32,6 +34,10 @@ THREADS = 32 * WARPS
 BLOCKS = 2048
 """Blocks of a launch, at most: about as many as a chip has room for at once. Where the keys of a batch turn
 out not to be split, each of them has nothing to do, which takes time as well."""
+
+RESIDENT = 4, 2
+"""Blocks that a multiprocessor has room for, at least, of outputs of which a lane has one piece, and of wider
+ones: what they wait for is memory, so that the more of them there are, the better."""
 
 MOST_AT_ONCE = 256
 """Columns of an output, at most, of which a warp has registers for BATCH parts; of wider ones, for half."""
@@ -80,7 +86,7 @@ class Sums(NamedTuple):
 
 class Combine:
     """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times, of
-    `batch` parts at once. `hooks`: those of the variant. Outputs of elementwise weights are added: splits
+    `batch` parts at once, or of `few` where a warp has a row. `hooks`: those of the variant. Outputs of elementwise weights are added: splits
     with keys have sums of 1, whose logarithm is 0."""
 
     def __init__(self, width: int, hooks: Hooks = Hooks()) -> None:
@@ -89,13 +95,23 @@ class Combine:
         self.together = 4 if width > 64 else 2
         self.pieces = -(-width // (32 * self.together))
         self.batch = BATCH if width <= MOST_AT_ONCE else BATCH // 2
+        self.few = self.batch // 2
 
     @cute.jit
     def __call__(self, arguments: CombineArguments, stream: cuda.CUstream) -> None:
         if arguments.splits > 1:
-            blocks = cutlass.min(rows_of(arguments), BLOCKS)
+            rows = rows_of(arguments)
+            if arguments.splits <= self.few:
+                rows = (rows + WARPS - 1) // WARPS
+            blocks = cutlass.min(rows, BLOCKS)
             self.device(arguments).launch(
-                grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+                grid=[blocks, 1, 1],
+                block=[THREADS, 1, 1],
+                stream=stream,
+                use_pdl=True,
+                min_blocks_per_mp=RESIDENT[self.pieces > 1],
+                # As in the kernel before, so that nothing waits for a change.
+                preferred_smem_carveout=ALL_SHARED,
             )
 
     @cute.kernel
@@ -106,14 +122,24 @@ class Combine:
         # A single split has left the output itself.
         if splits > 1:
             first, every = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-            for number in cutlass.range(first, rows_of(arguments), every, unroll=1):
-                if number > first:
-                    cute.arch.barrier()
-                self.row(arguments, number, splits, sums)
+            if splits <= self.few:
+                # The same in all lanes, so that rows are found by one.
+                warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
+                for number in cutlass.range(
+                    WARPS * first + warp, rows_of(arguments), WARPS * every, unroll=1
+                ):
+                    self.row(arguments, number, splits, None)
+            else:
+                for number in cutlass.range(first, rows_of(arguments), every, unroll=1):
+                    if number > first:
+                        cute.arch.barrier()
+                    self.row(arguments, number, splits, sums)
 
     @cute.jit
-    def row(self, arguments: CombineArguments, number: Int32, splits: Int32, sums: Sums) -> None:
-        """Row `number` of all, if its sequence has it."""
+    def row(
+        self, arguments: CombineArguments, number: Int32, splits: Int32, sums: cutlass.Constexpr[Sums | None]
+    ) -> None:
+        """Row `number` of all, if its sequence has it: a block's, which adds up in `sums`, or a warp's."""
         _, length, heads, _ = arguments.out.shape
         b, h, q = number // (heads * length), number // length % heads, number % length
         q_len = Int32(length)
@@ -136,7 +162,11 @@ class Combine:
             row = Row(
                 arguments.out[b, q, h, None], lse, Int32(q), logit_of(self.hooks, arguments, h), at, entropies
             )
-            self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
+            parts, thread = parts_of(arguments, number, splits), cute.arch.thread_idx()[0]
+            if const_expr(sums is None):
+                self.merge_alone(parts, row, thread % 32)
+            else:
+                self.merge(parts, row, thread, sums)
 
     def place(self, arguments: Any, work: Work, heads: Int32) -> At:
         """Arguments of the output function for a head of a sequence."""
@@ -155,41 +185,51 @@ class Combine:
         """A block's: one row."""
         warp, lane = thread // 32, thread % 32
         begun = Batch.of(self.together, self.pieces, self.batch)
-        self.load(parts, warp, lane, begun)
+        self.load(parts, warp, WARPS, lane, begun)
         largest = self.largest(parts, lane)
         self.gather(parts, thread, largest, begun, sums)
         cute.arch.barrier()
-        self.write(row, thread, largest, sums)
+        totals = sums.totals
+        total = (totals[0] + totals[1]) + (totals[2] + totals[3])
+        scale = self.finish(row, thread, largest, total)
+        columns, pairs = sums.outputs, cute.logical_divide(row.out, cute.make_layout(2))
+        for first in cutlass.range_constexpr(0, self.width // 2, THREADS):
+            self.write_pair(row, pairs, thread + first if first else thread, scale, columns)
+        if const_expr(row.entropies is not None):  # noqa: SIM102  one is decided when compiled, one when run
+            if thread < 32:
+                self.write_entropy(parts, row, thread, largest, total)
+
+    @cute.jit
+    def merge_alone(self, parts: Parts, row: Row, lane: Int32) -> None:
+        """A warp's: one row, of few splits."""
+        batch = Batch.of(self.together, self.pieces, self.few)
+        self.load(parts, Int32(0), 1, lane, batch)
+        largest = self.largest(parts, lane)
+        mine = cute.make_rmem_tensor((self.together, self.pieces), Float32)
+        mine.fill(0.0)
+        total = batch.add(finite(largest), mine, Float32(0.0))
+        scale = self.finish(row, lane, largest, total)
+        out = cute.logical_divide(row.out, cute.make_layout(self.together))
+        for piece in cutlass.range_constexpr(self.pieces):
+            place = piece * 32 + lane
+            if place * self.together < self.width:
+                self.write_columns(row, out[None, place], place * self.together, scale, mine[None, piece])
         if const_expr(row.entropies is not None):
-            self.write_entropy(parts, row, thread, largest, sums.totals)
+            self.write_entropy(parts, row, lane, largest, total)
 
     @cute.jit
-    def write_entropy(
-        self, parts: Parts, row: Row, thread: Int32, largest: Float32, totals: cute.Tensor
+    def load(
+        self,
+        parts: Parts,
+        first: Int32,
+        every: cutlass.Constexpr[int],
+        lane: Int32,
+        batch: cutlass.Constexpr[Batch],
     ) -> None:
-        """The entropy of a row, by its block's first warp: of a split, its weight times (log-sum-exp -
-        entropy) is its part in the moment, in nats."""
-        shift, moment = finite(largest), Float32(0.0)
-        if thread < 32:
-            for split in cutlass.range(thread, parts.count, 32, unroll=1):
-                log = parts.log_sums[split] - shift
-                weight = cute.math.exp2(log * LOG2_E, fastmath=True)
-                entropies: Any = parts.entropies
-                moment = moment + select_(weight > 0, weight * (log - entropies[split]), Float32(0.0))
-            for distance in cutlass.range_constexpr(5):
-                moment = moment + cute.arch.shuffle_sync_bfly(moment, offset=1 << distance)
-            if thread == 0:
-                total = (totals[0] + totals[1]) + (totals[2] + totals[3])
-                sums = total, moment * LOG2_E
-                of_head: Any = row.entropies
-                of_head[row.q] = entropy_of(largest == -Float32.inf, shift * LOG2_E, sums, row.sink)
-
-    @cute.jit
-    def load(self, parts: Parts, first: Int32, lane: Int32, batch: cutlass.Constexpr[Batch]) -> None:
-        """Splits `first`, and every WARPS-th after it; past the last, nothing is read: mostly there are fewer
+        """Splits from `first` on, `every` so many; past the last, nothing is read: mostly there are fewer
         than there is room for."""
-        for i in cutlass.range_constexpr(self.batch):
-            split = first + WARPS * i
+        for i in cutlass.range_constexpr(batch.parts):
+            split = first + every * i
             batch.log_sums[i] = -Float32.inf
             if split < parts.count:
                 batch.log_sums[i] = parts.log_sums[split]
@@ -224,7 +264,7 @@ class Combine:
         every = WARPS * self.batch
         for first in cutlass.range(warp + every, parts.count, every, unroll=1):
             batch = Batch.of(self.together, self.pieces, self.batch)
-            self.load(parts, first, lane, batch)
+            self.load(parts, first, WARPS, lane, batch)
             total = batch.add(shift, mine, total)
         target = cute.logical_divide(sums.outputs[warp, None], cute.make_layout(self.together))
         for piece in cutlass.range_constexpr(self.pieces):
@@ -235,10 +275,8 @@ class Combine:
             sums.totals[warp] = total
 
     @cute.jit
-    def write(self, row: Row, thread: Int32, largest: Float32, sums: Sums) -> None:
-        """The row, two columns by each thread at a time, and its log-sum-exp."""
-        columns, totals = sums.outputs, sums.totals
-        total = (totals[0] + totals[1]) + (totals[2] + totals[3])
+    def finish(self, row: Row, thread: Int32, largest: Float32, total: Float32) -> Float32:
+        """What sums of outputs are multiplied by; thread 0 writes the log-sum-exp."""
         if const_expr(self.hooks.elementwise):
             scale, lse = Float32(1.0), Float32(0.0)
         else:
@@ -246,35 +284,52 @@ class Combine:
         if const_expr(row.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if thread == 0:
                 row.lse[row.q] = lse
-        pairs = cute.logical_divide(row.out, cute.make_layout(2))
-        for first in cutlass.range_constexpr(0, self.width // 2, THREADS):
-            self.write_pair(row, pairs, thread + first if first else thread, scale, columns)
+        return scale
 
     @cute.jit
     def write_pair(
         self, row: Row, pairs: cute.Tensor, number: Int32, scale: Float32, columns: cute.Tensor
     ) -> None:
-        """Two columns next to each other."""
-        kind = row.out.element_type
+        """Two columns next to each other, of what warps have added up."""
         if 2 * number < self.width:
-            pair = cute.make_rmem_tensor((2,), kind)
-            if const_expr(row.at is None):
-                for i in cutlass.range_constexpr(2):
-                    column = 2 * number + i
-                    total = (columns[0, column] + columns[1, column]) + (
-                        columns[2, column] + columns[3, column]
-                    )
-                    pair[i] = (total * scale).to(kind)
-            else:
-                values = cute.make_rmem_tensor((1, 2), Float32)
-                for i in cutlass.range_constexpr(2):
-                    column = 2 * number + i
-                    total = (columns[0, column] + columns[1, column]) + (
-                        columns[2, column] + columns[3, column]
-                    )
-                    values[0, i] = total * scale
-                at: Any = row.at
-                apply_output(self.hooks, row_channels(at, row.q, 2 * number, 2), values, self.width)
-                for i in cutlass.range_constexpr(2):
-                    pair[i] = values[0, i].to(kind)
-            cute.autovec_copy(pair, pairs[None, number])
+            sums = cute.make_rmem_tensor((2,), Float32)
+            for i in cutlass.range_constexpr(2):
+                column = 2 * number + i
+                sums[i] = (columns[0, column] + columns[1, column]) + (
+                    columns[2, column] + columns[3, column]
+                )
+            self.write_columns(row, pairs[None, number], 2 * number, scale, sums)
+
+    @cute.jit
+    def write_columns(
+        self, row: Row, target: cute.Tensor, first: Int32, scale: Float32, sums: cute.Tensor
+    ) -> None:
+        """Columns next to each other, from `first` on."""
+        count = cute.size(sums)
+        values = cute.make_rmem_tensor((1, count), Float32)
+        for i in cutlass.range_constexpr(count):
+            values[0, i] = sums[i] * scale
+        if const_expr(row.at is not None):
+            apply_output(self.hooks, row_channels(row.at, row.q, first, count), values, self.width)
+        found = cute.make_rmem_tensor((count,), row.out.element_type)
+        for i in cutlass.range_constexpr(count):
+            found[i] = values[0, i].to(row.out.element_type)
+        cute.autovec_copy(found, target)
+
+    @cute.jit
+    def write_entropy(self, parts: Parts, row: Row, lane: Int32, largest: Float32, total: Float32) -> None:
+        """The entropy of a row, by one warp: of a split, its weight times (log-sum-exp - entropy) is its part
+        in the moment, in nats."""
+        shift, moment = finite(largest), Float32(0.0)
+        for split in cutlass.range(lane, parts.count, 32, unroll=1):
+            log = parts.log_sums[split] - shift
+            weight = cute.math.exp2(log * LOG2_E, fastmath=True)
+            entropies: Any = parts.entropies
+            moment = moment + select_(weight > 0, weight * (log - entropies[split]), Float32(0.0))
+        for distance in cutlass.range_constexpr(5):
+            moment = moment + cute.arch.shuffle_sync_bfly(moment, offset=1 << distance)
+        if lane == 0:
+            of_head: Any = row.entropies
+            of_head[row.q] = entropy_of(
+                largest == -Float32.inf, shift * LOG2_E, (total, moment * LOG2_E), row.sink
+            )

@@ -16,6 +16,7 @@ from fa4flex.kernels.combine.workspace import Parts
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.softmax import sink_of
 from fa4flex.kernels.mixed_sm90.sequences import Sequences, log_sums, outputs, start
+from fa4flex.kernels.plan.target import ALL_SHARED
 
 RESIDENT = 4
 """Blocks that a multiprocessor has room for, at least: where nothing is said, the compiler spills."""
@@ -24,10 +25,6 @@ BLOCKS = RESIDENT - 1
 """Blocks per multiprocessor: each takes row after row. Fewer than there is room for, so that all of them wait
 on multiprocessors which the kernel before has left when its last block ends: most batches have no rows to
 merge, and a block that began then would read all lengths first."""
-
-ALL_SHARED = 100
-"""Percent of a multiprocessor's memory that is shared memory: as in the kernel before, so that nothing waits
-for a change."""
 
 
 class Combine(combine.Combine):
