@@ -1,12 +1,12 @@
 """Random Flux-like and Wan-like models of diffusers on fa4flex, beside their default attention, on a GPU.
 
-    python benchmarks/diffusion_models.py [--models Flux Wan] [--attention native fa4flex] [--rounds 5] [--smoke]
+    python benchmarks/diffusion_models.py [--models Flux] [--attention native fa4flex] [--rounds 5] [--smoke]
 
 A model's forward pass, and its forward and backward passes, in bf16: Flux at 1024 x 1024 with 512 tokens of
-text (4,608 tokens, 24 heads of 128), Wan at 480p and 81 frames (32,760 tokens, 12 heads of 128), each with few
-of its layers. Times are medians of rounds in which all named attentions take turns, the first of which others
-are compared with. The outputs' relative distance is printed. Names are diffusers': native, _native_flash,
-_native_cudnn and others.
+text (4,608 tokens, 24 heads of 128), Wan at 480p and 81 frames (32,760 tokens, 12 heads of 128), each with
+few of its layers. Times are medians of rounds in which all named attentions take turns, the first of which
+others are compared with. The outputs' relative distance is printed. Names are diffusers': native,
+_native_flash, _native_cudnn and others.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def flux(smoke: bool) -> tuple[Any, Callable[[Any], Tensor]]:
 
     def step(model: Any) -> Tensor:
         return model(
-            image, words, pooled.bfloat16(), torch.full((1,), 0.5, device="cuda").bfloat16(), places.flatten(0, 1),
-            torch.zeros(text, 3, device="cuda"), return_dict=False,
+            image, words, pooled.bfloat16(), torch.full((1,), 0.5, device="cuda").bfloat16(),
+            places.flatten(0, 1), torch.zeros(text, 3, device="cuda"), return_dict=False,
         )[0]  # fmt: skip
 
     return model, step
@@ -106,8 +106,8 @@ def measure(
         taken = times[kind, attention].median
         change = float((outs[attention] - outs[first]).norm() / outs[first].norm())
         print(
-            f"{name:5} {kind:19} {attention:15} {1e3 * taken:8.2f} ms, {times[kind, first].median / taken:.3f}x of "
-            f"{first}'s speed; outputs {change:.1e} apart",
+            f"{name:5} {kind:19} {attention:15} {1e3 * taken:8.2f} ms, "
+            f"{times[kind, first].median / taken:.3f}x of {first}'s speed; outputs {change:.1e} apart",
             flush=True,
         )
 

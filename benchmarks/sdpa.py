@@ -63,21 +63,23 @@ class Row:
         ]
 
 
-ROWS = tuple(
-    Row(*shape, causal)
-    for shape in (
-        (4, 16, 16, 4096, 4096, 64),
-        (2, 16, 16, 8192, 8192, 128),
-        (1, 16, 16, 16384, 16384, 128),
-        (8, 12, 12, 1024, 1024, 64),
-        (4, 32, 8, 4096, 4096, 128),
-        (16, 16, 16, 512, 512, 64),
-        (1, 24, 24, 4608, 4608, 128),
-        (2, 16, 4, 2000, 2000, 96),
-        (64, 12, 12, 197, 197, 64),
-    )
-    for causal in (False, True)
-) + (Row(1, 12, 12, 32760, 512, 128, False), Row(2, 8, 8, 4096, 77, 64, False))
+SELF = (
+    (4, 16, 16, 4096, 64),
+    (2, 16, 16, 8192, 128),
+    (1, 16, 16, 16384, 128),
+    (8, 12, 12, 1024, 64),
+    (4, 32, 8, 4096, 128),
+    (16, 16, 16, 512, 64),
+    (1, 24, 24, 4608, 128),
+    (2, 16, 4, 2000, 96),
+    (64, 12, 12, 197, 64),
+)
+"""Batch, query heads, KV heads, tokens, width of heads."""
+ROWS = (
+    *(Row(b, h, hk, s, s, d, causal) for b, h, hk, s, d in SELF for causal in (False, True)),
+    Row(1, 12, 12, 32760, 512, 128, False),
+    Row(2, 8, 8, 4096, 77, 64, False),
+)
 """Language models, ViT at 197 tokens, Flux at 4,608, the cross-attention of Wan and of Stable Diffusion."""
 
 

@@ -57,7 +57,7 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 def poisoned() -> Iterator[None]:
     """Elements that nobody writes of tensors made within are NaN: fresh memory is often zero, which is right
     for keys that no query sees."""
-    like, empty = torch.empty_like, Tensor.new_empty
+    like, empty, strided = torch.empty_like, Tensor.new_empty, Tensor.new_empty_strided
 
     def filled(x: Tensor) -> Tensor:
         return x.fill_(math.nan) if x.is_floating_point() else x
@@ -65,6 +65,7 @@ def poisoned() -> Iterator[None]:
     with (
         patch.object(torch, "empty_like", lambda *x, **how: filled(like(*x, **how))),
         patch.object(Tensor, "new_empty", lambda *x, **how: filled(empty(*x, **how))),
+        patch.object(Tensor, "new_empty_strided", lambda *x, **how: filled(strided(*x, **how))),
     ):
         yield
 

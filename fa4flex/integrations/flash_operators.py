@@ -171,9 +171,10 @@ def _ordered_like(like: Tensor, x: Tensor) -> Tensor:
 
 def _random_state(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
     """State and offset of dropout, whose seed is the state's first number; and no mask of it."""
-    state, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
-    if dropout_p:
+    state, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+    if dropout_p:  # nothing else reads them, and clearing them would be two more kernels
         state.view(torch.int64).random_(-(1 << 63), (1 << 63) - 1)
+        offset.zero_()
     return state, offset, q.new_empty(0)
 
 

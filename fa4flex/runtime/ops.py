@@ -25,7 +25,7 @@ from fa4flex.runtime.cuda.calls.launch_cache import MISSING
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
-from fa4flex.runtime.layouts import empty_output
+from fa4flex.runtime.layouts import empty_contiguous, empty_output
 from fa4flex.runtime.programs import Forward, Published, read
 from fa4flex.torch_internals import below_autograd, forward_ad
 from ptxsim.active import simulating
@@ -80,7 +80,8 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
     value = _BACKWARD.named(arguments)
     call, gradients = packing.call_of(value), (value["upstream"], value["saved"])
     with autocast.off(call.q):
-        result = backward(read(value["program"]), call, gradients, value["needs"])
+        # What torch.compile hands q, k and v as may lie otherwise than where it asked what this returns.
+        result = backward(read(value["program"]), call, gradients, value["needs"], empty_contiguous)
     return [x.contiguous() for x in result]
 
 

@@ -174,6 +174,22 @@ def test_gradients_by_products(name: str, width: Width, pair: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_gradients_lie_in_memory_as_their_inputs(arch: str) -> None:
+    """Heads that are made by a transposition, of separate tensors and of parts of one: no copy follows."""
+    composition = COMPOSED["alibi, causal"]
+    q = torch.randn(2, 70, 4, 64).bfloat16().transpose(1, 2)
+    both = torch.randn(2, 70, 2, 2, 64).bfloat16()
+    k, v = (both[:, :, n].transpose(1, 2) for n in range(2))
+    dout, dlse = torch.randn(2, 4, 70, 64).bfloat16(), torch.randn(2, 4, 70)
+    with poisoned(), ptxsim.device(arch, sms=SMS) as gpu:
+        got = gradients(fa4flex.compile(**composition), (q, k, v), dout, dlse)
+    assert not gpu.findings, gpu.report()
+    assert all(x.transpose(1, 2).is_contiguous() for x in got)
+    judge("transposed", composition, got, ((q, k, v), dout, dlse))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
 def test_heads_within_rows(arch: str) -> None:
     """Layout bshd: both passes read and write it as it is."""
     composition = COMPOSED["alibi, causal"]

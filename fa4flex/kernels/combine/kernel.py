@@ -86,8 +86,8 @@ class Sums(NamedTuple):
 
 class Combine:
     """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times, of
-    `batch` parts at once, or of `few` where a warp has a row. `hooks`: those of the variant. Outputs of elementwise weights are added: splits
-    with keys have sums of 1, whose logarithm is 0."""
+    `batch` parts at once, or of `few` where a warp has a row. `hooks`: those of the variant. Outputs of
+    elementwise weights are added: splits with keys have sums of 1, whose logarithm is 0."""
 
     def __init__(self, width: int, hooks: Hooks = Hooks()) -> None:
         self.width = width
@@ -310,7 +310,8 @@ class Combine:
         for i in cutlass.range_constexpr(count):
             values[0, i] = sums[i] * scale
         if const_expr(row.at is not None):
-            apply_output(self.hooks, row_channels(row.at, row.q, first, count), values, self.width)
+            at: Any = row.at
+            apply_output(self.hooks, row_channels(at, row.q, first, count), values, self.width)
         found = cute.make_rmem_tensor((count,), row.out.element_type)
         for i in cutlass.range_constexpr(count):
             found[i] = values[0, i].to(row.out.element_type)

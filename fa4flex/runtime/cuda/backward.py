@@ -51,22 +51,30 @@ from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, 
 from fa4flex.runtime.cuda.meanwhile import Described, meanwhile
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
+from fa4flex.runtime.layouts import Memory, empty_gradient
 from ptxsim import active as simulated
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.pipeline import BackwardPlan
 
 
-def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
-    """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
-    it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
+def run_backward(
+    engine: Engine,
+    call: Call,
+    saved: Saved,
+    needs: Sequence[int] = (),
+    empty: Memory = empty_gradient,
+) -> Gradients | None:
+    """`needs` are the slots of captured tensors whose gradients are wanted; `empty` gives memory for those of
+    q, k and v. None where there is no kernel for it: callers then compute it another way. Raises InputError
+    for what an earlier call was wrong in."""
     if faults.pending.value or later.awaited:
         faults.check()
     deterministic, slots = _deterministic(engine), tuple(needs)
     compared = _compared(call, saved, (slots, deterministic, engine.stand))
     known = _known(engine.known_backward, call, saved, compared)
     if known is not None:
-        return known(call, saved)
+        return known(call, saved, empty)
     if VALIDATE:
         check_lengths(call)
     result = engine.key(call)
@@ -86,7 +94,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if ready is None:
         check_lengths(call)  # the host reads them
         return None
-    gradients: Gradients = ready(call, saved)
+    gradients: Gradients = ready(call, saved, empty)
     return gradients
 
 

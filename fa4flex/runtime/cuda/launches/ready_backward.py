@@ -22,6 +22,7 @@ from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.layouts import Memory, empty_contiguous, empty_gradient
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.captured_sums import CapturedSum
@@ -93,7 +94,7 @@ class ReadyBackward:
     answers: Answers = NO_ANSWERS
     until: Awaited | None = None
 
-    def __call__(self, call: Call, saved: Saved) -> Gradients:
+    def __call__(self, call: Call, saved: Saved, empty: Memory = empty_gradient) -> Gradients:
         call, saved = _in_whole_tokens(call, saved)
         q, k, v = call.q, call.kv.k, call.kv.v
         *of_heads, rows = saved.lse.shape
@@ -103,7 +104,7 @@ class ReadyBackward:
         dq_sum = None
         if not self.stores_dq:
             dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
-        dq, dk, dv = _like(q), _like(k), _like(v)
+        dq, dk, dv = map(empty, (q, k, v))
         parts = self.parts(call, dk, dv)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
             for x in parts or (dk, dv):
@@ -155,14 +156,9 @@ def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
     return call._replace(q=q, kv=Contiguous(k, v)), saved._replace(dout=dout)
 
 
-def _like(x: Tensor) -> Tensor:
-    """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _rows_like(lse: Tensor, rows: int) -> Tensor:
     """Contiguous memory for so many rows of each head."""
-    return _like(lse) if rows == lse.shape[-1] else lse.new_empty((*lse.shape[:-1], rows))
+    return empty_contiguous(lse) if rows == lse.shape[-1] else lse.new_empty((*lse.shape[:-1], rows))
 
 
 def _shared(call: Call, of_heads: Tensor, parts: int) -> Tensor:

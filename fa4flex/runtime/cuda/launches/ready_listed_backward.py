@@ -13,6 +13,7 @@ from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.launches.ready_backward import Gradients, Saved, of_sinks
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
+from fa4flex.runtime.layouts import empty_gradient
 
 PARAMETERS = (
     "call", "saved", "lse2", "delta", "dq", "dk", "dv", "dk_sum", "dv_sum", *SequenceLengths._fields,
@@ -45,10 +46,9 @@ class ReadyListedBackward:
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
         lse2, delta = (saved.lse.new_empty((*of_heads, padded)) for _ in range(2))
-        # Rows of q that no sequence has are not written.
-        make = torch.empty_like if call.lengths is NO_LENGTHS else torch.zeros_like
-        dq = make(q, memory_format=torch.contiguous_format)
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        dq, dk, dv = map(empty_gradient, (q, k, v))
+        if call.lengths is not NO_LENGTHS:  # rows of q that no sequence has are not written
+            dq.zero_()
         tokens, batch = k.shape[0 if call.packed else 2 if call.heads_first else 1], k.shape[0]
         keys = -(-tokens // self.together) * self.together
         shape = (call.kv_heads,) if call.packed else (batch, call.kv_heads)
