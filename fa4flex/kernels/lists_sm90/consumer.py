@@ -3,6 +3,8 @@ counted over all of them, and a tile's rows go from one to the next."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,13 +31,14 @@ from fa4flex.kernels.lists_sm90.tiles import ListTile, Slice, Walk, near
 
 @dataclass(frozen=True)
 class Begun:
-    """Scores of a tile, as accumulators and by row; its keys; and by row, what the variant computes without
-    scores."""
+    """Scores of a tile, as accumulators and by row; its keys; by row, what the variant computes without
+    scores; and whether the warp's rows see all keys, None where that is not asked."""
 
     scores: cute.Tensor
     grids: list[cute.Tensor]
     found: Found
     early: list[Any]
+    whole: Boolean | None
 
 
 class Consumer(base.Consumer):
@@ -167,23 +170,45 @@ class Consumer(base.Consumer):
         """Numbers that the variant computes without scores, and their product, which is issued."""
         shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
         scores = cute.make_rmem_tensor(shape, Float32)
-        grids, early = [row_of(scores, r) for r in range(len(rows))], []
+        grids, early, seen = [row_of(scores, r) for r in range(len(rows))], [], []
         at: Any = found
         for mine, grid in zip(rows, grids):
             mine.fragment.start(self.hooks, grid, at, True)
             allowed = mine.fragment.allowed(self.hooks, at)
             early.append((mine.fragment.prepare(self.hooks, at, True), allowed))
+            fragment: Any = mine.fragment
+            seen.append(fragment.sees_all(found, allowed))
         pipes.k.consumer_wait(state)
         k = products.k[None, None, None, state.index]
         multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
-        return Begun(scores, grids, found, early)
+        whole = None
+        if seen[0] is not None:
+            whole = cute.arch.vote_all_sync(functools.reduce(operator.and_, seen))
+        return Begun(scores, grids, found, early, whole)
 
     def modify_all(self, rows: tuple[Mine, ...], begun: Begun) -> None:
         """q.k becomes what the softmax is taken of."""
-        at: Any = begun.found
-        for mine, grid, (known, allowed) in zip(rows, begun.grids, begun.early):
+        for mine, grid, (known, _) in zip(rows, begun.grids, begun.early):
             mine.fragment.modify(self.hooks, grid, known)
-            mine.fragment.mask(grid, at, allowed)
+        if begun.whole is None:
+            mask_rows(rows, begun)
+        else:
+            mask_some(rows, begun, begun.whole)
+
+
+@cute.jit
+def mask_some(
+    rows: cutlass.Constexpr[tuple[Mine, ...]], begun: cutlass.Constexpr[Begun], whole: Boolean
+) -> None:
+    """Most tiles of a list have nothing to mask."""
+    if not whole:
+        mask_rows(rows, begun)
+
+
+def mask_rows(rows: tuple[Mine, ...], begun: Begun) -> None:
+    at: Any = begun.found
+    for mine, grid, (_, allowed) in zip(rows, begun.grids, begun.early):
+        mine.fragment.mask(grid, at, allowed)
 
 
 def listed_row(mine: Mine, arguments: Arguments, tile: ListTile, config: Any, hooks: Any) -> Mine:

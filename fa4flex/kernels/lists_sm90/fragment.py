@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute, select_
+from cutlass import Boolean, Float32, Int32, Uint32, cute, select_
 
 from fa4flex.kernels.common.bits import WORD, bit, with_bit
 from fa4flex.kernels.common.folds import with_folds
@@ -107,21 +107,55 @@ class ListFragment(Fragment):
     def mask(self, scores: Any, found: Any, allowed: Words | None, tangents: Any = None) -> None:
         """scores (1, column): what the row does not see, or counts in a tile of the other kind, becomes
         `hidden`."""
+        spans = self._spans() if allowed is None and self.limited else None
         for c, key in enumerate(found.keys):
-            seen = key >= 0
+            # NOTHING is in no span.
+            seen = key >= 0 if spans is None else functools.reduce(operator.or_, [x.has(key) for x in spans])
             if found.rows is not None:
                 seen = seen & ((found.rows[c] & self.mine) != 0)
             if self.near is not None:
                 seen = seen & (self.near.has(key) == found.beside)
             if allowed is not None:
                 seen = seen & ((allowed[0][c // WORD] & bit(c % WORD)) != 0)
-            elif self.limited:
-                seen = seen & self._inside(key)
             scores[0, c] = select_(seen, scores[0, c], Float32(self.rows.hidden))
 
-    def _inside(self, key: Int32) -> Boolean:
-        ends = [(key < hi) if lo is None else ((key >= lo) & (key < hi)) for lo, hi in self.rows.spans[0]]
-        return functools.reduce(operator.or_, ends)
+    def sees_all(self, found: Any, allowed: Words | None) -> Boolean | None:
+        """True where the row sees all of a thread's keys of a tile, so that nothing is left to `mask`; None
+        where that takes more than to find the largest key's place in a span."""
+        if found.rows is not None or self.near is not None or allowed is not None:
+            return None
+        spans = self._spans() if self.limited else [Span.of(None, Int32(MOST))]
+        if len(spans) > 1:
+            return None
+        places = [spans[0].place(key) for key in found.keys]
+        return functools.reduce(cutlass.max, places) < spans[0].count
+
+    def _spans(self) -> list[Span]:
+        return [Span.of(lo, hi) for lo, hi in self.rows.spans[0]]
+
+
+MOST = 0x7FFFFFFF
+"""Number above all keys."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys `first` and up to `count` - 1 after it: one comparison tells whether it has a key, which NOTHING
+    is not, as below 0 a number without a sign is large."""
+
+    first: Int32
+    count: Uint32
+
+    @classmethod
+    def of(cls, lo: Int32 | None, hi: Int32) -> Self:
+        first = Int32(0) if lo is None else Int32(cutlass.max(lo, Int32(0)))
+        return cls(first, Uint32(cutlass.max(hi - first, Int32(0))))
+
+    def place(self, key: Int32) -> Uint32:
+        return Uint32(key - self.first)
+
+    def has(self, key: Int32) -> Boolean:
+        return self.place(key) < self.count
 
 
 def keys_of(ids: cute.Tensor, first: Int32, columns: tuple[int, ...]) -> tuple[Int32, ...]:
