@@ -13,12 +13,12 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
-from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.cuda.launches.ready_backward import Memory, Saved, empty_gradient
 from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.key_sources import Contiguous
 from fa4flex.runtime.latent_rows import LatentRows
-from fa4flex.runtime.layouts import Memory, empty_gradient, empty_output
+from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Published
 from fa4flex.torch_internals import outside_operators
 from ptxsim.active import simulating

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,23 +28,6 @@ def output_layout(q: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, ..
         result[i] = step
         step *= max(shape[i], 1)
     return shape, tuple(result)
-
-
-Memory = Callable[[Tensor], Tensor]
-"""A function that gives memory for the gradient of a tensor."""
-
-
-def empty_contiguous(x: Tensor) -> Tensor:
-    """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def empty_gradient(x: Tensor) -> Tensor:
-    """Memory for the gradient of q, k or v, whose dimensions lie in the order of x's: where heads are made by
-    a transposition, what is made of the gradient needs no copy of it."""
-    if x.is_contiguous():
-        return empty_contiguous(x)
-    return x.new_empty_strided(*output_layout(x, x.shape[-1]))
 
 
 def outermost_first(strides: Sequence[int]) -> list[int]:

@@ -22,10 +22,11 @@ from fa4flex.runtime.call import Call, lengths_of, results_of
 from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
+from fa4flex.runtime.cuda.launches.ready_backward import empty_contiguous
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
-from fa4flex.runtime.layouts import empty_contiguous, empty_output
+from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Forward, Published, read
 from fa4flex.torch_internals import below_autograd, forward_ad
 from ptxsim.active import simulating

@@ -276,7 +276,7 @@ class Combine:
 
     @cute.jit
     def finish(self, row: Row, thread: Int32, largest: Float32, total: Float32) -> Float32:
-        """What sums of outputs are multiplied by; thread 0 writes the log-sum-exp."""
+        """Number that sums of outputs are multiplied by; thread 0 writes the log-sum-exp."""
         if const_expr(self.hooks.elementwise):
             scale, lse = Float32(1.0), Float32(0.0)
         else:

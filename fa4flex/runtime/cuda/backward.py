@@ -47,11 +47,17 @@ from fa4flex.runtime.cuda.known import (
     nothing_alike,
     rows_of,
 )
-from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
+from fa4flex.runtime.cuda.launches.ready_backward import (
+    PARAMETERS,
+    Gradients,
+    Memory,
+    ReadyBackward,
+    Saved,
+    empty_gradient,
+)
 from fa4flex.runtime.cuda.meanwhile import Described, meanwhile
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
-from fa4flex.runtime.layouts import Memory, empty_gradient
 from ptxsim import active as simulated
 
 if TYPE_CHECKING:

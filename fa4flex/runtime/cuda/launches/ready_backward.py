@@ -22,7 +22,7 @@ from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 from fa4flex.runtime.key_sources import Contiguous
-from fa4flex.runtime.layouts import Memory, empty_contiguous, empty_gradient
+from fa4flex.runtime.layouts import output_layout
 
 if TYPE_CHECKING:
     from fa4flex.kernels.plan.captured_sums import CapturedSum
@@ -48,6 +48,23 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None
     captured: tuple[Tensor, ...]
     """Gradients of the captured tensors asked for, in their dtypes."""
+
+
+Memory = Callable[[Tensor], Tensor]
+"""A function that gives memory for the gradient of a tensor."""
+
+
+def empty_contiguous(x: Tensor) -> Tensor:
+    """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """Memory for the gradient of q, k or v, whose dimensions lie in the order of x's: where heads are made by
+    a transposition, what is made of the gradient needs no copy of it."""
+    if x.is_contiguous():
+        return empty_contiguous(x)
+    return x.new_empty_strided(*output_layout(x, x.shape[-1]))
 
 
 PARAMETERS = (

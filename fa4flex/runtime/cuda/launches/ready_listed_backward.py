@@ -11,9 +11,8 @@ from fa4flex.codegen.analyze.extents import Reach
 from fa4flex.kernels.plan.lengths import ROW_BLOCK
 from fa4flex.kernels.plan.sizes import NO_ANSWERS, Answers
 from fa4flex.runtime.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.launches.ready_backward import Gradients, Saved, of_sinks
+from fa4flex.runtime.cuda.launches.ready_backward import Gradients, Saved, empty_gradient, of_sinks
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
-from fa4flex.runtime.layouts import empty_gradient
 
 PARAMETERS = (
     "call", "saved", "lse2", "delta", "dq", "dk", "dv", "dk_sum", "dv_sum", *SequenceLengths._fields,
