@@ -65,11 +65,12 @@ class _Forced(NamedTuple):
         if not any(self):
             return None
         starts, units = scores._starts()[0].squeeze(1), scores.values.shape[3]
-        low, high = torch.zeros_like(starts), torch.zeros_like(starts)
         if self.own:
-            low = torch.div(starts.clamp(min=0), scores.keys, rounding_mode="floor") - self.own + 1
-            ends = (starts + scores.queries).clamp(max=scores.kv_len) - 1
-            high = torch.div(ends, scores.keys, rounding_mode="floor") + 1
+            low = torch.div(starts.clamp(min=0), scores.keys, rounding_mode="floor") - (self.own - 1)
+            ends = (starts + (scores.queries + scores.keys - 1)).clamp(max=scores.kv_len + scores.keys - 1)
+            high = torch.div(ends, scores.keys, rounding_mode="floor")
+        else:
+            low = high = torch.zeros_like(starts)
         first, last = torch.full_like(low, self.first), torch.full_like(low, max(units - self.last, 0))
         return torch.stack((first, low, high, last), 1).to(torch.int32)
 

@@ -85,10 +85,12 @@ def _pooled(x: Tensor, block: int, how: Any) -> Tensor:
             "mean, sum, max, min, last, phases, reversed, or a tensor of weights",
             'leave it at "mean", or pass weights of the tokens of a block',
         )
-    total = _blocks(x.to(_wide(x)), block, 0.0).sum(3)
+    total = _blocks(x, block, 0.0).sum(3, dtype=_wide(x))  # a wider copy of x would be written and read
     if how == "mean":
-        sizes = (length - torch.arange(rows, device=x.device) * block).clamp(max=block)
-        total = total / sizes[:, None]
+        sizes: Any = block
+        if length % block:
+            sizes = (length - torch.arange(rows, device=x.device) * block).clamp(max=block)[:, None]
+        total = total / sizes
     return total.to(x.dtype)
 
 

@@ -91,8 +91,9 @@ class Scores:
     def _starts(self) -> tuple[Tensor, Tensor]:
         """Position among the keys of each row's first query [R, 1], and first key of each unit [C]."""
         device, (rows, columns) = self.values.device, self.values.shape[2:]
-        first = torch.arange(rows, device=device) * self.queries + (self.kv_len - self.q_len)
-        return first.unsqueeze(1), torch.arange(columns, device=device) * self.keys
+        at, queries, keys = self.kv_len - self.q_len, self.queries, self.keys
+        first = torch.arange(at, at + rows * queries, queries, device=device)
+        return first.unsqueeze(1), torch.arange(0, columns * keys, keys, device=device)
 
     def __repr__(self) -> str:
         return f"Scores({show(self.values)}, {self.queries}, {self.keys}, {self.q_len}, {self.kv_len})"
