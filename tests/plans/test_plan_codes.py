@@ -71,7 +71,7 @@ def test_every_width_has_a_plan(codes: Codes, d: int, dv: int) -> None:
         assert plan.need.total <= plan.registers.consumer
         assert config.promote == (codes.transposed and codes.promote)
         assert config.parts * config.apart == config.head_dim_v
-    assert config.parts == 1 or dv > 128 or config.head_dim_v == 64
+        assert config.parts == 1 or dv > 128 or config.head_dim_v == 64
         size = plan.memory["v"].size
         assert size == plan.tiles.tile_n * plan.tiles.head_dim_v * plan.kv_stages * (
             1 if codes.transposed else 2
