@@ -82,6 +82,7 @@ _OF_QUERIES = _LENGTHS[0], _LENGTHS[2]
 _PROGRAM = _rows("str program, SymInt[] ints, Tensor[] floats, float? scale")
 _ARRIVING = _rows("Tensor[] upstream, Tensor[] saved")
 _ALL_LENGTHS, _NEEDS = _rows("Tensor?[] lengths"), _rows("int[] needs")
+_BACKWARD = (*_ARRIVING, *_QKV, *_CAPTURED, *_ALL_LENGTHS, *_PROGRAM, *_NEEDS)
 _OUTPUT = _rows(
     "Tensor[] operands, Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor? positions,"
     " str program, SymInt[] ints, Tensor[] floats, SymInt[] whole, bool heads_first"
@@ -95,8 +96,14 @@ OPERATORS = {
         (*_QKV, *_CAPTURED, *_LENGTHS, *_PROGRAM, *_MAX_SCORES), "(Tensor, Tensor, Tensor, Tensor)",
         "fa4flex.runtime.ops", "attention", "attention_fake", "attention_with_gradients",
     ),
+    # Gradients of q, k and v lie in memory as these do.
+    "attention_gradients": Operator(
+        _BACKWARD, "Tensor[]",
+        "fa4flex.runtime.ops", "attention_gradients", "attention_gradients_fake", "gradients_below",
+    ),
+    # All are contiguous: graphs that were saved or compiled before count on that.
     "attention_backward": Operator(
-        (*_ARRIVING, *_QKV, *_CAPTURED, *_ALL_LENGTHS, *_PROGRAM, *_NEEDS), "Tensor[]",
+        _BACKWARD, "Tensor[]",
         "fa4flex.runtime.ops", "attention_backward", "attention_backward_fake", "backward_below",
     ),
     "attention_in_pages": Operator(

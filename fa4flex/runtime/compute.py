@@ -13,7 +13,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.call import Call, Results
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
-from fa4flex.runtime.cuda.launches.ready_backward import Memory, Saved, empty_gradient
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.cuda.mass import key_mass as sums_by_kernel
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.key_sources import Contiguous
@@ -102,32 +102,20 @@ def _present(statistics: Sequence[Tensor | None]) -> list[Tensor]:
     return [lse.new_empty(0) if x is None else x for x in statistics]
 
 
-def backward(
-    program: Published,
-    call: Call,
-    gradients: Gradients,
-    needs: Sequence[int],
-    empty: Memory = empty_gradient,
-) -> list[Tensor]:
-    """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`]. empty: memory for
-    the first three where kernels write them."""
+def backward(program: Published, call: Call, gradients: Gradients, needs: Sequence[int]) -> list[Tensor]:
+    """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`]."""
     if by_flex(program.backend, call.q) and not call.empty:
         return _backward_by_flex(program, call, gradients[0], needs)
     if on_gpu(call.q):
-        if call.empty:
-            return _backward_blockwise(program, call, gradients, needs)
-        return backward_by_kernels(program, call, gradients, needs, empty)
+        by = _backward_blockwise if call.empty else backward_by_kernels
+        return by(program, call, gradients, needs)
     from fa4flex.runtime import blockwise
 
     return blockwise.backward(program, call, gradients, needs)
 
 
 def backward_by_kernels(
-    program: Published,
-    call: Call,
-    gradients: Gradients,
-    needs: Sequence[int],
-    empty: Memory = empty_gradient,
+    program: Published, call: Call, gradients: Gradients, needs: Sequence[int]
 ) -> list[Tensor]:
     """Gradients of a call on a GPU by kernels where there are some, else blockwise.
 
@@ -138,7 +126,7 @@ def backward_by_kernels(
     dlse, dentropy = (*of_rows, None, None)[:2]
     if dout.dtype == out.dtype == call.q.dtype:
         saved = Saved(out, lse, dout, dlse, dentropy, None if dentropy is None else more[-1])
-        result = run_backward(program.engine, call, saved, needs, empty)
+        result = run_backward(program.engine, call, saved, needs)
         if result is not None:
             return [x for x in (*result[:4], *result.captured) if x is not None]
     return _backward_blockwise(program, call, gradients, needs)

@@ -33,6 +33,7 @@ def follow() -> None:
     formulas = {
         torch.ops.fa4flex.attention: forward_flops,
         torch.ops.fa4flex.attention_with_statistics: forward_flops,
+        torch.ops.fa4flex.attention_gradients: backward_flops,
         torch.ops.fa4flex.attention_backward: backward_flops,
     }
     for operator, formula in formulas.items():
@@ -50,7 +51,7 @@ def forward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def backward_flops(*arguments: Any, **_: Any) -> int:
-    value = OPERATORS["attention_backward"].named(arguments)
+    value = OPERATORS["attention_gradients"].named(arguments)
     q, k, v = (value[name] for name in "qkv")
     return 2 * _scores(q, k, sequence_lengths(value)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 

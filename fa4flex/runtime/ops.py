@@ -22,7 +22,7 @@ from fa4flex.runtime.call import Call, lengths_of, results_of
 from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
-from fa4flex.runtime.cuda.launches.ready_backward import empty_contiguous
+from fa4flex.runtime.cuda.launches.ready_backward import laid_out
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
@@ -32,7 +32,7 @@ from fa4flex.torch_internals import below_autograd, forward_ad
 from ptxsim.active import simulating
 
 _ATTENTION, _BACKWARD, _IN_PAGES = (
-    OPERATORS[name] for name in ("attention", "attention_backward", "attention_in_pages")
+    OPERATORS[name] for name in ("attention", "attention_gradients", "attention_in_pages")
 )
 _WITH_MORE, _IN_PAGES_WITH_MORE = (OPERATORS[x + packing.WITH_MORE] for x in packing.NAMES.values())
 
@@ -77,13 +77,17 @@ def _attention(value: dict[str, Any]) -> Forward:
 
 
 @on_the_host
-def attention_backward(*arguments: Any) -> list[Tensor]:
+def attention_gradients(*arguments: Any) -> list[Tensor]:
     value = _BACKWARD.named(arguments)
     call, gradients = packing.call_of(value), (value["upstream"], value["saved"])
     with autocast.off(call.q):
-        # What torch.compile hands q, k and v as may lie otherwise than where it asked what this returns.
-        result = backward(read(value["program"]), call, gradients, value["needs"], empty_contiguous)
-    return [x.contiguous() for x in result]
+        result = backward(read(value["program"]), call, gradients, value["needs"])
+    qkv = map(value.__getitem__, "qkv")
+    return [*map(laid_out, result, qkv), *(x.contiguous() for x in result[3:])]
+
+
+def attention_backward(*arguments: Any) -> list[Tensor]:
+    return [x.contiguous() for x in attention_gradients(*arguments)]
 
 
 def attention_with_gradients(*arguments: Any) -> Any:
@@ -119,6 +123,12 @@ def _refuse_tangents(call: Call) -> None:
             "forward mode outside of torch.compile, and backward passes in it",
             "call the function that takes the derivative under torch.compiler.disable",
         )
+
+
+def gradients_below(*arguments: Any) -> list[Tensor]:
+    with below_autograd():
+        results: list[Tensor] = torch.ops.fa4flex.attention_gradients(*arguments)
+    return results
 
 
 def backward_below(*arguments: Any) -> list[Tensor]:
@@ -158,12 +168,17 @@ def _results_fake(arguments: dict[str, Any], heads_first: bool) -> tuple[Tensor,
     return out, q.new_empty(rows, dtype=dtype), q.new_empty(rows if wanted else (0,), dtype=dtype)
 
 
-def attention_backward_fake(*arguments: Any) -> list[Tensor]:
+def attention_gradients_fake(*arguments: Any) -> list[Tensor]:
     value = _BACKWARD.named(arguments)
     sinks, operands = value["sinks"], value["operands"]
-    like = [*map(value.get, "qkv"), *([] if sinks is None else [sinks])]
-    like += [operands[slot] for slot in value["needs"]]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+    made = [empty_output(x, x.shape[-1], x.dtype) for x in map(value.__getitem__, "qkv")]
+    like = [*([] if sinks is None else [sinks]), *(operands[slot] for slot in value["needs"])]
+    return made + [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+
+
+def attention_backward_fake(*arguments: Any) -> list[Tensor]:
+    made = attention_gradients_fake(*arguments)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made]
 
 
 # --- keys in pages, without gradients ---------------------------------------------------------------------

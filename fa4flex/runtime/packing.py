@@ -47,8 +47,8 @@ def gradients_by_operator(
         "saved": [call.turn(out), lse, *rest],
         "needs": needs,
     }
-    arguments = OPERATORS["attention_backward"].packed(named(program, call.turned()) | more)
-    results: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
+    arguments = OPERATORS["attention_gradients"].packed(named(program, call.turned()) | more)
+    results: list[Tensor] = torch.ops.fa4flex.attention_gradients(*arguments)
     return [*map(call.turn, results[:3]), *results[3:]]
 
 

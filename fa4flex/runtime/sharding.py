@@ -27,7 +27,7 @@ from fa4flex.runtime.programs import read
 from fa4flex.torch_internals import implicit_replication
 
 DTENSOR = "torch.distributed.tensor"
-_ATTENTION, _BACKWARD = OPERATORS["attention"], OPERATORS["attention_backward"]
+_ATTENTION, _BACKWARD = OPERATORS["attention"], OPERATORS["attention_gradients"]
 _registered = False
 
 Choice = str | None
@@ -48,9 +48,8 @@ def follow(library: torch.library.Library) -> None:
         return
     _registered = True
     torch.library.register_torch_dispatch("fa4flex::attention", loaded.DTensor, _forward, lib=library)
-    torch.library.register_torch_dispatch(
-        "fa4flex::attention_backward", loaded.DTensor, _backward, lib=library
-    )
+    for name in ("attention_gradients", "attention_backward"):
+        torch.library.register_torch_dispatch(f"fa4flex::{name}", loaded.DTensor, _backward, lib=library)
     for name in ("attention_with_statistics", "attention_in_pages_with_statistics"):
         torch.library.register_torch_dispatch(f"fa4flex::{name}", loaded.DTensor, _refused, lib=library)
 

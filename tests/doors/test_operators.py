@@ -44,7 +44,7 @@ def arguments(name: str) -> tuple[Any, ...]:
     text, scale = plain_program()
     if name == "attention":
         return q, k, v, [], None, None, None, None, None, text, [], [], scale, True
-    if name == "attention_backward":
+    if name in ("attention_gradients", "attention_backward"):
         saved = torch.ops.fa4flex.attention(*arguments("attention"))
         lengths = list(SequenceLengths())
         return [torch.ones_like(q)], list(saved), q, k, v, [], None, lengths, text, [], [], scale, []
@@ -126,6 +126,22 @@ def test_a_package_of_aotinductor_runs_in_a_new_process(tmp_path: Path) -> None:
         torch.save((given, model(*given)), name + ".tensors")
     done = subprocess.run([sys.executable, "-c", PACKAGE, name], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["attention_gradients", "attention_backward"])
+def test_gradients_lie_in_memory_as_their_inputs_or_are_contiguous(name: str) -> None:
+    """Heads that are made by a transposition; real tensors and fake ones."""
+    upstream, saved, q, k, v, *rest = arguments(name)
+    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    given = upstream, saved, q, k, v, *rest
+    operator = getattr(torch.ops.fa4flex, name).default
+    like = [x.stride() if name == "attention_gradients" else x.contiguous().stride() for x in (q, k, v)]
+    assert [x.stride() for x in operator(*given)] == like and like[2] == v.stride()
+    assert (like[0] == v.stride()) == (name == "attention_backward")
+    torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 # --- saved files --------------------------------------------------------------------------------------------

@@ -47,14 +47,7 @@ from fa4flex.runtime.cuda.known import (
     nothing_alike,
     rows_of,
 )
-from fa4flex.runtime.cuda.launches.ready_backward import (
-    PARAMETERS,
-    Gradients,
-    Memory,
-    ReadyBackward,
-    Saved,
-    empty_gradient,
-)
+from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
 from fa4flex.runtime.cuda.meanwhile import Described, meanwhile
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
 from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
@@ -64,23 +57,16 @@ if TYPE_CHECKING:
     from fa4flex.kernels.plan.pipeline import BackwardPlan
 
 
-def run_backward(
-    engine: Engine,
-    call: Call,
-    saved: Saved,
-    needs: Sequence[int] = (),
-    empty: Memory = empty_gradient,
-) -> Gradients | None:
-    """`needs` are the slots of captured tensors whose gradients are wanted; `empty` gives memory for those of
-    q, k and v. None where there is no kernel for it: callers then compute it another way. Raises InputError
-    for what an earlier call was wrong in."""
+def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
+    """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
+    it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
     if faults.pending.value or later.awaited:
         faults.check()
     deterministic, slots = _deterministic(engine), tuple(needs)
     compared = _compared(call, saved, (slots, deterministic, engine.stand))
     known = _known(engine.known_backward, call, saved, compared)
     if known is not None:
-        return known(call, saved, empty)
+        return known(call, saved)
     if VALIDATE:
         check_lengths(call)
     result = engine.key(call)
@@ -100,7 +86,7 @@ def run_backward(
     if ready is None:
         check_lengths(call)  # the host reads them
         return None
-    gradients: Gradients = ready(call, saved, empty)
+    gradients: Gradients = ready(call, saved)
     return gradients
 
 

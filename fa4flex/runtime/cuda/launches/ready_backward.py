@@ -50,10 +50,6 @@ class Gradients(NamedTuple):
     """Gradients of the captured tensors asked for, in their dtypes."""
 
 
-Memory = Callable[[Tensor], Tensor]
-"""A function that gives memory for the gradient of a tensor."""
-
-
 def empty_contiguous(x: Tensor) -> Tensor:
     """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -65,6 +61,12 @@ def empty_gradient(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return empty_contiguous(x)
     return x.new_empty_strided(*output_layout(x, x.shape[-1]))
+
+
+def laid_out(gradient: Tensor, x: Tensor) -> Tensor:
+    """A gradient of x, copied where it does not lie in memory as `empty_gradient` does."""
+    wanted = output_layout(x, x.shape[-1])[1]
+    return gradient if gradient.stride() == wanted else empty_gradient(x).copy_(gradient)
 
 
 PARAMETERS = (
@@ -111,7 +113,7 @@ class ReadyBackward:
     answers: Answers = NO_ANSWERS
     until: Awaited | None = None
 
-    def __call__(self, call: Call, saved: Saved, empty: Memory = empty_gradient) -> Gradients:
+    def __call__(self, call: Call, saved: Saved) -> Gradients:
         call, saved = _in_whole_tokens(call, saved)
         q, k, v = call.q, call.kv.k, call.kv.v
         *of_heads, rows = saved.lse.shape
@@ -121,7 +123,7 @@ class ReadyBackward:
         dq_sum = None
         if not self.stores_dq:
             dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
-        dq, dk, dv = map(empty, (q, k, v))
+        dq, dk, dv = map(empty_gradient, (q, k, v))
         parts = self.parts(call, dk, dv)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
             for x in parts or (dk, dv):
