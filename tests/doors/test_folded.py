@@ -97,8 +97,11 @@ def test_other_trees_compile_nothing_anew(dynamic: bool | None) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=dynamic)
-    for n in range(5):
-        folded = fold(torch.randint(0, 2, (4, 7 + n)))
+    trees: dict[int, Folded] = {}  # two with as many tokens would make these a constant once more
+    while len(trees) < 5:
+        folded = fold(torch.randint(0, 2, (4, 7 + len(trees))))
+        trees.setdefault(len(folded.tokens), folded)
+    for folded in trees.values():
         qkv = [torch.randn(1, 2, len(folded.tokens), 8) for _ in range(3)]
         torch.testing.assert_close(compiled(*qkv, folded), attend(*qkv, folded))
     assert counter.frame_count == (1 if dynamic else 2)
