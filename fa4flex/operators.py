@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa4flex.torch_internals import without_functions, without_modes
+from fa4flex.torch_internals import below_autograd, without_functions, without_modes
 
 NAMESPACE = "fa4flex"
 
@@ -193,6 +193,16 @@ def called(name: str, function: str) -> Callable[..., Any]:
         if any(arguments[n] is None for n in lists):
             arguments = tuple([[] if x is None and n in lists else x for n, x in enumerate(arguments)])
         return found(*arguments)
+
+    return call
+
+
+def below(name: str) -> Callable[..., Any]:
+    """The function above autograd of an operator that has no gradient: the same operator below it."""
+
+    def call(*arguments: Any) -> Any:
+        with below_autograd():
+            return getattr(getattr(torch.ops, NAMESPACE), name)(*arguments)
 
     return call
 

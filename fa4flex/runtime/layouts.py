@@ -30,6 +30,12 @@ def output_layout(q: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, ..
     return shape, tuple(result)
 
 
+def laid_out(gradient: Tensor, x: Tensor) -> Tensor:
+    """A gradient of x, copied where its dimensions do not lie in memory in the order of x's."""
+    shape, strides = output_layout(x, x.shape[-1])
+    return gradient if gradient.stride() == strides else x.new_empty_strided(shape, strides).copy_(gradient)
+
+
 def outermost_first(strides: Sequence[int]) -> list[int]:
     """Dimensions by falling stride, as torch's flex_attention orders its output's: equal strides in the order
     of the dimensions, expanded dimensions inside all others. The last dimension is innermost in any case:

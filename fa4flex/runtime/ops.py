@@ -14,7 +14,7 @@ from fa4flex import later
 from fa4flex.contents import validating
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
-from fa4flex.operators import OPERATORS, library
+from fa4flex.operators import OPERATORS, below, library
 from fa4flex.primitives.paging import Paging, conditions_of
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, flops, packing, sharding
@@ -22,11 +22,10 @@ from fa4flex.runtime.call import Call, lengths_of, results_of
 from fa4flex.runtime.compute import backward, forward, on_gpu
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.launch_cache import MISSING
-from fa4flex.runtime.cuda.launches.ready_backward import laid_out
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.gradients import Attend, Outline
 from fa4flex.runtime.key_sources import Paged
-from fa4flex.runtime.layouts import empty_output
+from fa4flex.runtime.layouts import empty_output, laid_out
 from fa4flex.runtime.programs import Forward, Published, read
 from fa4flex.torch_internals import below_autograd, forward_ad
 from ptxsim.active import simulating
@@ -125,16 +124,7 @@ def _refuse_tangents(call: Call) -> None:
         )
 
 
-def gradients_below(*arguments: Any) -> list[Tensor]:
-    with below_autograd():
-        results: list[Tensor] = torch.ops.fa4flex.attention_gradients(*arguments)
-    return results
-
-
-def backward_below(*arguments: Any) -> list[Tensor]:
-    with below_autograd():
-        results: list[Tensor] = torch.ops.fa4flex.attention_backward(*arguments)
-    return results
+gradients_below, backward_below = map(below, ("attention_gradients", "attention_backward"))
 
 
 def attention_fake(*arguments: Any) -> Forward:

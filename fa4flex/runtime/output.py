@@ -16,7 +16,7 @@ from torch import Tensor
 from fa4flex.codegen.build import Bound
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
-from fa4flex.operators import OPERATORS
+from fa4flex.operators import OPERATORS, below
 from fa4flex.primitives.output import OutputMod
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -241,10 +241,7 @@ def output_function_with_gradients(*arguments: Any) -> Tensor:
     return _of_tensors(program, call, registered=True)
 
 
-def backward_below(*arguments: Any) -> list[Tensor]:
-    with below_autograd():
-        results: list[Tensor] = torch.ops.fa4flex.output_function_backward(*arguments)
-    return results
+backward_below = below("output_function_backward")
 
 
 def output_function_fake(*arguments: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError, InputError, UnsupportedError
-from fa4flex.operators import OPERATORS
+from fa4flex.operators import OPERATORS, below
 from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.primitives.weights import SOFTMAX
@@ -377,10 +377,7 @@ def second_pass_with_gradients(*arguments: Any) -> Tensor:
     return made
 
 
-def backward_below(*arguments: Any) -> list[Tensor]:
-    with below_autograd():
-        results: list[Tensor] = torch.ops.fa4flex.second_pass_backward(*arguments)
-    return results
+backward_below = below("second_pass_backward")
 
 
 def second_pass_fake(*arguments: Any) -> Tensor:

@@ -50,23 +50,10 @@ class Gradients(NamedTuple):
     """Gradients of the captured tensors asked for, in their dtypes."""
 
 
-def empty_contiguous(x: Tensor) -> Tensor:
-    """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def empty_gradient(x: Tensor) -> Tensor:
     """Memory for the gradient of q, k or v, whose dimensions lie in the order of x's: where heads are made by
     a transposition, what is made of the gradient needs no copy of it."""
-    if x.is_contiguous():
-        return empty_contiguous(x)
-    return x.new_empty_strided(*output_layout(x, x.shape[-1]))
-
-
-def laid_out(gradient: Tensor, x: Tensor) -> Tensor:
-    """A gradient of x, copied where it does not lie in memory as `empty_gradient` does."""
-    wanted = output_layout(x, x.shape[-1])[1]
-    return gradient if gradient.stride() == wanted else empty_gradient(x).copy_(gradient)
+    return _like(x) if x.is_contiguous() else x.new_empty_strided(*output_layout(x, x.shape[-1]))
 
 
 PARAMETERS = (
@@ -175,9 +162,14 @@ def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
     return call._replace(q=q, kv=Contiguous(k, v)), saved._replace(dout=dout)
 
 
+def _like(x: Tensor) -> Tensor:
+    """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _rows_like(lse: Tensor, rows: int) -> Tensor:
     """Contiguous memory for so many rows of each head."""
-    return empty_contiguous(lse) if rows == lse.shape[-1] else lse.new_empty((*lse.shape[:-1], rows))
+    return _like(lse) if rows == lse.shape[-1] else lse.new_empty((*lse.shape[:-1], rows))
 
 
 def _shared(call: Call, of_heads: Tensor, parts: int) -> Tensor:
