@@ -109,7 +109,7 @@ class OfBackends:
 
 def attend(x: Sequence[Tensor], row: Row) -> Tensor:
     return scaled_dot_product_attention(
-        *x[:3], is_causal=row.causal, enable_gqa=row.heads != row.kv_heads
+        *x, is_causal=row.causal, enable_gqa=row.heads != row.kv_heads
     )  # causal is aligned top-left, and lengths are equal where it is asked for
 
 
