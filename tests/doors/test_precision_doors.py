@@ -46,7 +46,12 @@ def qkv(batch: int = 2, heads: int = 4, rows: int = 30, keys: int = 70) -> list[
 def exact(x: Any, precision: Precision, mod: Any = None, mask: Any = causal, **more: Any) -> Any:
     """out and lse of the oracle over what codes of [B, H, S, D] stand for."""
     codes: Any = {"qk": precision.qk, "pv": precision.pv}
-    q, k, v, bias = quantize(*(t.detach() for t in x), **codes).dequantize()
+    return over(quantize(*(t.detach() for t in x), **codes).dequantize(), mod, mask, **more)
+
+
+def over(stand: Any, mod: Any = None, mask: Any = causal, **more: Any) -> Any:
+    """out and lse of the oracle over what codes stand for: q, k, v and the bias of q."""
+    q, k, v, bias = stand
     assert bias is not None
     rows = bias.double() / 32**0.5
 
@@ -187,10 +192,11 @@ def test_layouts_and_lengths(seed: int) -> None:
     same(fa4flex.attention(*turned, mask=causal, precision=INT8, layout="bshd").transpose(1, 2), out)
     used = torch.tensor([70, 33], dtype=torch.int32)
     padded = fa4flex.attention(*x, mask=None, precision=INT8, varlen=Varlen(seqused_k=used))
+    # Its own codes: means of a sequence alone have other last bits, by which a code may be the next one.
+    q, k, v, bias = quantize(*x, qk=INT8.qk, pv=INT8.pv, varlen=Varlen(seqused_k=used)).dequantize()
     for b, n in enumerate(used.tolist()):
-        same(
-            padded[b], exact([x[0][b : b + 1], *(t[b : b + 1, :, :n] for t in x[1:])], INT8, mask=None)[0][0]
-        )
+        one = slice(b, b + 1)
+        same(padded[b], over((q[one], k[one, :, :n], v[one, :, :n], bias[one]), mask=None)[0][0])
     lengths = [9, 40, 0, 21]
     packed = [torch.randn(sum(lengths), h, w) for h, w in ((4, 32), (2, 32), (2, 16))]
     attn = fa4flex.compile(mask=causal, precision=INT8)
