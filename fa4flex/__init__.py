@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
+    from fa4flex.planes_calls import Reads
     from fa4flex.quantization.choice import Choice
     from fa4flex.quantization.descales import Descales
+    from fa4flex.quantization.planes import Planes, planes
     from fa4flex.quantization.quantize import quantize
     from fa4flex.quantization.quantized import Quantized
     from fa4flex.runtime.auxiliary import Aux
@@ -78,9 +80,11 @@ _HOME = {
     "Normalizer": "fa4flex.primitives.normalizer",
     **dict.fromkeys(("OutputMod", "as_output"), "fa4flex.primitives.output"),
     "Paging": "fa4flex.primitives.paging",
+    **dict.fromkeys(("Planes", "planes"), "fa4flex.quantization.planes"),
     "Precision": "fa4flex.primitives.precision",
     "QKNorm": "fa4flex.primitives.qk_norm",
     "Quantized": "fa4flex.quantization.quantized",
+    "Reads": "fa4flex.planes_calls",
     "Rotary": "fa4flex.primitives.rotary",
     "Schedule": "fa4flex.primitives.schedule",
     **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),
@@ -98,12 +102,12 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "Aux", "BlockMap", "Choice", "Descales", "Dropout", "Fa4flexError", "InputError", "KVScales",
-    "Latent", "LatentFormat", "Lists", "Mask", "Normalizer", "OutputMod", "Paging", "Precision", "QKNorm",
-    "Quantized", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen",
-    "append", "as_mask", "as_output", "as_score", "attention", "compile", "flex_attention", "key_mass",
-    "merge", "nn", "parallel", "patch_sdpa", "probabilities", "quantize", "reference", "register_op",
-    "select", "synchronize", "trees", "variants",
+    "Attention", "Aux", "BlockMap", "Choice", "Descales", "Dropout", "Fa4flexError", "InputError",
+    "KVScales", "Latent", "LatentFormat", "Lists", "Mask", "Normalizer", "OutputMod", "Paging", "Planes",
+    "Precision", "QKNorm", "Quantized", "Reads", "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError",
+    "UnsupportedError", "Varlen", "append", "as_mask", "as_output", "as_score", "attention", "compile",
+    "flex_attention", "key_mass", "merge", "nn", "parallel", "patch_sdpa", "planes", "probabilities",
+    "quantize", "reference", "register_op", "select", "synchronize", "trees", "variants",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from fa4flex import calls, quantized_calls
+from fa4flex import calls, planes_calls, quantized_calls
 from fa4flex.codegen.build import Bound, Program, Trace
 from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
@@ -28,7 +28,9 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.planes_calls import Reads
 from fa4flex.quantization.choice import Choice
+from fa4flex.quantization.planes import Planes
 from fa4flex.quantization.quantized import Quantized
 from fa4flex.runtime import launch
 from fa4flex.runtime.auxiliary import aux_of, statistics_of
@@ -86,7 +88,7 @@ class Attention:
     def __call__(
         self,
         q: Tensor | Quantized | Choice,
-        k: Tensor | Latent | None = None,
+        k: Tensor | Latent | Planes | None = None,
         v: Tensor | None = None,
         *,
         varlen: Varlen | None = None,
@@ -109,7 +111,8 @@ class Attention:
         torch.jagged, q [B, Hq, ragged, D] or as `layout` has it, give a nested out and lse [B, Hq, ragged].
         In place of q, k and v, one fa4flex.Quantized: attention over what its codes stand for; or a
         fa4flex.Choice, as `choose` makes it. In place of k
-        and v, a fa4flex.Latent: rows of multi-head latent attention.
+        and v, a fa4flex.Latent: rows of multi-head latent attention; or fa4flex.Planes, of which
+        `Precision(tolerance=x)` leaves out tiles of keys: outputs are off by at most x times the range of v.
 
         blocks, scale, sinks [Hq] and dropout override those of `compile` for this call: dropout=0.0 drops
         nothing.
@@ -145,6 +148,9 @@ class Attention:
         if isinstance(q, (Quantized, Choice)):
             quantized_calls.alone(q, k=k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
             results = calls.run_codes(variant, self._caller, q, statistics)
+        elif isinstance(k, Planes):
+            planes_calls.alone(k, v=v, varlen=varlen, paging=paging, kv_scales=kv_scales)
+            results = planes_calls.attend(variant, self._caller, q, k, statistics)
         else:
             qkv: Any = (q, k, v)
             results = calls.run(variant, self._caller, qkv, varlen, paging, statistics, kv_scales)
@@ -167,6 +173,15 @@ class Attention:
         except Fa4flexError as error:
             launch.dress(error, self.variant, None)
             raise
+
+    @on_the_host
+    def reads(self, q: Tensor, planes: Planes) -> Reads:
+        """What the next call of planes reads: tiles of keys, heads that look at their plane, bytes.
+
+        q as in a call. `reads.share` is the share of the keys that is left out [B, Hkv], `reads.explain()` says
+        all in words. Leaves the planes as they are. Raises InputError and UnsupportedError as the call does.
+        """
+        return planes_calls.reads(self.variant, q, planes)
 
     def key_mass(
         self, q: Tensor, k: Tensor, lse: Tensor, *, varlen: Varlen | None = None, **options: Any
@@ -365,7 +380,7 @@ def compile(
 
 def attention(
     q: Tensor | Quantized | Choice,
-    k: Tensor | Latent | None = None,
+    k: Tensor | Latent | Planes | None = None,
     v: Tensor | None = None,
     *,
     varlen: Varlen | None = None,

@@ -1,0 +1,159 @@
+"""Tiles of keys that scores of 8 bits prove to matter less than a tolerance.
+
+Scores of 16 bits are s_j = f(scale q.k_j), f the score mod, of Lipschitz constant L; those of 8 bits are
+s'_j = f(scale q.k'_j). By Cauchy and Schwarz |s_j - s'_j| <= d for each key j of a tile, with
+
+    d = L scale |q| (max_j |k_j - k'_j| + what float32 rounds)
+
+and so a tile's sum of exp(s_j) is at most exp(d), and at least exp(-d), times that of exp(s'_j). What is left
+out holds at most the sum of the upper bounds over the sum of all lower ones, a sink's exp among these: its share
+w of the softmax. Each element of an output is off by at most w (max v - min v), as docs/primitives.md proves
+for what `Precision(skip=...)` leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.lipschitz import lipschitz
+from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.quantization.planes import Planes
+from fa4flex.runtime.cpu.sequences import Sequences, check_within, extents_of, inputs_of
+from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, fitted_call
+
+ULPS = 2.0**-22
+"""Error of a float32 sum of products, for each of its terms, relative to the product of the norms."""
+
+SLACK = 1 + 2.0**-12
+"""What float32 exponentials and sums of a tile may lack."""
+
+ROWS = 64
+"""Queries of a block."""
+
+
+class Masses(NamedTuple):
+    """What a row's softmax may have in a tile, as logarithms of sums of exponentials [B, Hq, Sq, T]: bounds of
+    those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
+
+    upper: Tensor
+    lower: Tensor
+    visited: Tensor
+
+
+def slope_of(facts: Facts, inputs: Inputs) -> float | None:
+    """Lipschitz constant of the score mod; None where none is known."""
+    return lipschitz(facts.score, Tables(inputs.captured))
+
+
+@torch.no_grad()
+def masses(
+    facts: Facts, inputs: Inputs, planes: Planes, sequences: Sequences | None, slope: float
+) -> Masses:
+    """Masses of all tiles by the plane. inputs.k is that of the planes, with heads first."""
+    (batch, heads, q_len, _), tiles = inputs.q.shape, planes.tiles
+    low = torch.full((batch, heads, q_len, tiles), -torch.inf)
+    made = Masses(low, low.clone(), torch.zeros(batch, inputs.k.shape[1], tiles, dtype=torch.bool))
+    inputs = replace(inputs, tile=(ROWS, planes.block), skip=0.0)
+    for n, facts_of_one, one in _sequences(facts, inputs, sequences):
+        if 0 in (one.q.numel(), one.k.numel()):
+            continue
+        for block in Walk(facts_of_one, one):
+            at = slice(None) if n is None else slice(n, n + 1)
+            own = Masses(*(x[at] for x in made))
+            plane = _Plane.of(block, planes, block.heads.batch if n is None else n, slope)
+            for span in block.spans:
+                plane.enter(span, own)
+    return made
+
+
+def _sequences(
+    facts: Facts, inputs: Inputs, sequences: Sequences | None
+) -> Iterator[tuple[int | None, Facts, Inputs]]:
+    """Calls of one length: (sequence, facts, inputs); None for all of a batch at once."""
+    if sequences is None:
+        yield None, *fitted_call(facts, inputs)
+        return
+    check_within(inputs, sequences)
+    facts, inputs = fitted_call(facts, inputs, extents_of(inputs, sequences))
+    for n, one in inputs_of(inputs, sequences):
+        yield n, facts, one
+
+
+@dataclass
+class _Plane:
+    """Rows of a block of queries beside the plane of their keys."""
+
+    block: Block
+    planes: Planes
+    sequence: int
+    queries: Tensor
+    """scale * q, rotated, in float32: [groups, ratio * rows, D]."""
+    shift: Tensor
+    """Products of these and the offset of the keys: [groups, ratio * rows, 1]."""
+    steep: Tensor
+    """Lipschitz constant times norms of scale * q: [groups, ratio, rows, 1]."""
+
+    @staticmethod
+    def of(block: Block, planes: Planes, sequence: int, slope: float) -> _Plane:
+        heads, inputs = block.heads, block.walk.inputs
+        q = heads.queries(inputs.q, block.rows).float() * inputs.scale
+        turned = planes.rotation.of(q).flatten(1, 2)
+        offset = planes.offset[sequence, heads.kv_start : heads.kv_start + heads.groups]
+        steep = q.norm(dim=-1, keepdim=True) * slope
+        return _Plane(block, planes, sequence, turned, turned @ offset.unsqueeze(-1), steep)
+
+    def enter(self, span: Span, into: Masses) -> None:
+        """Write the masses of a span's tiles."""
+        block, planes, heads = self.block, self.planes, self.block.heads
+        tiles = slice(span.start // planes.block, -(-span.stop // planes.block))
+        groups = slice(heads.kv_start, heads.kv_start + heads.groups)
+        scale, error, size = (x[self.sequence, groups, tiles] for x in (planes.scale, planes.error, planes.size))
+        scores = self._scores(span, planes.codes[self.sequence, groups, span.keys], scale)
+        short = (tiles.stop - tiles.start) * planes.block - (span.stop - span.start)
+        sums = pad(scores, (0, short), value=-math.inf).unflatten(-1, (-1, planes.block)).logsumexp(-1).float()
+        whole = 2 * (size + planes.offset[self.sequence, groups].norm(dim=-1, keepdim=True))
+        width = planes.offset.shape[-1]
+        off = self.steep * (error * SLACK + ULPS * width * whole)[:, None, None]
+        for x, found in ((into.upper, sums + off), (into.lower, sums - off)):
+            heads.queries(x, block.rows)[..., tiles] = found
+        into.visited[heads.batch, groups, tiles] = True
+
+    def _scores(self, span: Span, codes: Tensor, scale: Tensor) -> Tensor:
+        """Scores of 8 bits of a span, -inf where they are masked: [groups, ratio, rows, keys]."""
+        block, walk = self.block, self.block.walk
+        by = scale.repeat_interleave(self.planes.block, -1)[:, None, : span.stop - span.start]
+        products = (self.queries @ codes.float().mT) * by + self.shift
+        scores = products.unflatten(1, (block.heads.ratio, -1)).to(walk.inputs.precision)
+        if not walk.plain:
+            (modified,) = block.evaluate([walk.facts.score], span, {"score": scores})
+            scores = modified.expand(scores.shape) if isinstance(modified, Tensor) else scores * 0 + modified
+            scores = scores.clone()
+        block.hide(scores, span, -math.inf)
+        return scores
+
+
+def needed(found: Masses, sinks: Tensor | None, tolerance: float) -> Tensor:
+    """Tiles that are read, bool [B, Hkv, T]: all but those that hold together at most the tolerance of every
+    row of the heads that share them. A tile of the largest mass of a row stays, so that no row has lost all of
+    its keys."""
+    upper, lower, visited = found
+    total = lower.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float().view(-1, 1, 1))
+    masked = upper == -math.inf
+    # NaN is more than any tolerance, and last in order.
+    share = (upper - total).double().exp().masked_fill(masked, 0.0) * SLACK
+    share, order = share.sort(-1)
+    out = share.cumsum(-1) <= tolerance
+    out[..., -1:] &= masked.gather(-1, order[..., -1:])
+    left = torch.zeros_like(out).scatter(-1, order, out)
+    heads = visited.shape[1]
+    return visited & ~left.unflatten(1, (heads, -1)).all(3).all(2)
