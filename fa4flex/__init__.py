@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
     from fa4flex.integrations.sdpa import patch_sdpa
     from fa4flex.merging import merge
+    from fa4flex.planes_calls import Reads
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.kv_scales import KVScales
     from fa4flex.primitives.latent import Latent, LatentFormat
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
     from fa4flex.primitives.varlen import Varlen
-    from fa4flex.planes_calls import Reads
     from fa4flex.quantization.choice import Choice
     from fa4flex.quantization.descales import Descales
     from fa4flex.quantization.planes import Planes, planes

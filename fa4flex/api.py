@@ -17,6 +17,7 @@ from fa4flex.compiler import background
 from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
 from fa4flex.errors import Fa4flexError
+from fa4flex.planes_calls import Reads
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.dropout import Dropout
 from fa4flex.primitives.kv_scales import KVScales
@@ -28,7 +29,6 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.planes_calls import Reads
 from fa4flex.quantization.choice import Choice
 from fa4flex.quantization.planes import Planes
 from fa4flex.quantization.quantized import Quantized
@@ -178,8 +178,9 @@ class Attention:
     def reads(self, q: Tensor, planes: Planes) -> Reads:
         """What the next call of planes reads: tiles of keys, heads that look at their plane, bytes.
 
-        q as in a call. `reads.share` is the share of the keys that is left out [B, Hkv], `reads.explain()` says
-        all in words. Leaves the planes as they are. Raises InputError and UnsupportedError as the call does.
+        q as in a call. `reads.share` is the share of the keys that is left out [B, Hkv], `reads.explain()`
+        says all in words. Leaves the planes as they are. Raises InputError and UnsupportedError as the call
+        does.
         """
         return planes_calls.reads(self.variant, q, planes)
 

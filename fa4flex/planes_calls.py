@@ -128,12 +128,21 @@ def _exact(variant: Variant) -> Variant:
 
 
 def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
-    """Why nothing may be left out, whatever scores are; "" where they decide. Raises what `_check` does."""
+    """Why nothing may be left out, whatever scores are; "" where they decide. Raises what `_check` does, and
+    UnsupportedError for gradients, also of what functions captured."""
+    if torch.compiler.is_dynamo_compiling():  # which knows no repr of a variant
+        _check(variant, q, planes)
+        return IN_GRAPHS
     try:
         _check(variant, q, planes)
+        if variant.precision.tolerance and torch.is_grad_enabled():
+            now = launch.calling(_exact(variant), None)
+            if any(x is not None and x.requires_grad for x in (q, now.sinks, *now.operands())):
+                raise _no_gradients(variant.precision.tolerance)
+    except EarlierError:  # it is none of this variant's
+        raise
     except Fa4flexError as error:
-        if not torch.compiler.is_dynamo_compiling():  # which knows no repr of a variant
-            launch.dress(error, variant, None)
+        launch.dress(error, variant, None)
         raise
     return _may(variant, q, planes)
 
@@ -161,8 +170,6 @@ def _found(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> 
     launch.check_call(now, q, kv, varlen, call.operands)
     call, program = call.turned(), now.prepared.program
     inputs, sequences = blockwise.inputs_of_call(program, call), blockwise.sequences_of_call(call)
-    if tolerance and torch.is_grad_enabled() and call.wants_gradients:
-        raise _no_gradients(tolerance)
     slope = by_plane.slope_of(program.facts, inputs)
     masses = by_plane.masses(program.facts, inputs, planes, sequences, slope or 0.0)
     none = torch.zeros_like(planes.share, dtype=torch.bool)
@@ -210,7 +217,7 @@ def _may(variant: Variant, q: Tensor, planes: Planes) -> str:
 
 
 def _check(variant: Variant, q: Tensor, planes: Planes) -> None:
-    """Raise InputError or UnsupportedError for calls that planes do not fit, or whose errors have no bound."""
+    """Raise InputError or UnsupportedError for calls that do not fit planes, or whose errors no bound has."""
     if not isinstance(q, Tensor) or q.is_nested or q.ndim != 4 or variant.layout != planes.layout:
         shape = list(q.shape) if isinstance(q, Tensor) and not q.is_nested else type(q).__name__
         raise InputError(
@@ -228,8 +235,8 @@ def _check(variant: Variant, q: Tensor, planes: Planes) -> None:
     if not precision.tolerance:
         return
     others = {
-        "a normaliser": variant.normalizer, "dropout": variant.dropout,
-        "an output function": variant.output_mod, "skip": precision.skip or None, "a block map": variant.blocks,
+        "a normaliser": variant.normalizer, "dropout": variant.dropout, "a block map": variant.blocks,
+        "an output function": variant.output_mod, "skip": precision.skip or None,
     }  # fmt: skip
     for name, one in others.items():
         if one is not None:
@@ -238,8 +245,6 @@ def _check(variant: Variant, q: Tensor, planes: Planes) -> None:
                 "the softmax with any mask, score mod and sinks: no bound is known of anything else",
                 _INSTEAD.get(name, f"leave out {name}, or the tolerance: then all keys are read"),
             )
-    if torch.is_grad_enabled() and q.requires_grad:
-        raise _no_gradients(precision.tolerance)
 
 
 def _no_gradients(tolerance: float) -> UnsupportedError:

@@ -1,8 +1,8 @@
 """Planes: keys and values of a cache, and beside them keys of 8 bits that tell which of them matter.
 
-Keys are rounded as `quantize` rounds them: minus an offset, rotated, one scale for each tile. Of each tile the
-largest error of a key is kept, so that scores of 8 bits bound those of 16 (runtime/cpu/planes.py). The offset
-may be any vector, as it is added back to all scores: it is the mean of the keys that there were at first.
+Keys are rounded as `quantize` rounds them: minus an offset, rotated, one scale for each tile. Of each tile
+the largest error of a key is kept, so that scores of 8 bits bound those of 16 (runtime/cpu/planes.py). The
+offset may be any vector, as it is added back to all scores: it is the mean of the keys that there were at first.
 
 All is written in place, and nothing waits for the device.
 """
@@ -84,7 +84,9 @@ class Planes:
     @property
     def worth(self) -> float:
         """Share of the keys that has to be left out to pay for the plane: its bytes over those of k and v."""
-        return self.codes.shape[-1] / (self.k.itemsize * self.k.shape[-1] + self.v.itemsize * self.v.shape[-1])
+        return self.codes.shape[-1] / (
+            self.k.itemsize * self.k.shape[-1] + self.v.itemsize * self.v.shape[-1]
+        )
 
     def looks(self) -> Tensor:
         """Heads whose plane is read at this step, bool [B, Hkv]: those that it was worth its bytes for at the
@@ -159,16 +161,16 @@ def planes(
     block: int = 128,
     layout: Literal["bhsd", "bshd"] = "bhsd",
 ) -> Planes:
-    """Keys and values with a plane of 8 bits of the keys, for `attn(q, planes)`: tiles of keys that are proved
-    to matter less than `Precision(tolerance=x)` are left out.
+    """Keys and values with a plane of 8 bits of the keys, for `attn(q, planes)`: tiles of keys that are
+    proved to matter less than `Precision(tolerance=x)` are left out.
 
-    k [B, Hkv, S, D], v [B, Hkv, S, Dv] of bfloat16, float16 or float32 ("bshd" swaps dimensions 1 and 2); they
-    are kept, not copied. seqused_k: how many of the S tokens of each sequence there are, integers [B], which
-    are copied; None for all of them, without room for more. block: keys of a tile, 64 or 128.
+    k [B, Hkv, S, D], v [B, Hkv, S, Dv] of bfloat16, float16 or float32 ("bshd" swaps dimensions 1 and 2);
+    they are kept, not copied. seqused_k: how many of the S tokens of each sequence there are, integers [B],
+    which are copied; None for all of them, without room for more. block: keys of a tile, 64 or 128.
 
     The plane takes a quarter of the bytes that k and v of 16 bits do where these are equally wide. Nothing
-    waits for the device. Raises InputError for shapes, dtypes and lengths that do not fit, UnsupportedError for
-    tensors that require gradients.
+    waits for the device. Raises InputError for shapes, dtypes and lengths that do not fit, UnsupportedError
+    for tensors that require gradients.
     """
     heads_first = _check(k, v, seqused_k, block, layout)
     batch, heads, room, width = heads_first.shape
@@ -185,14 +187,21 @@ def planes(
         return torch.zeros(shape, dtype=torch.float32, device=device)
 
     made = Planes(
-        k, v, used,
-        torch.zeros(batch, heads, tiles * block, width, dtype=torch.int8, device=device),
-        *(floats(batch, heads, tiles) for _ in range(3)),
-        # An offset that is no number, or a large one, would spoil all tiles for the keys of one.
-        Rotation(width).of(torch.where(mean.isfinite(), mean, 0)),
-        floats(batch, heads) + 1, torch.zeros(1, dtype=torch.int64, device=device),
-        block, layout, seqused_k is None,
-    )  # fmt: skip
+        k=k,
+        v=v,
+        seqused_k=used,
+        codes=torch.zeros(batch, heads, tiles * block, width, dtype=torch.int8, device=device),
+        scale=floats(batch, heads, tiles),
+        error=floats(batch, heads, tiles),
+        size=floats(batch, heads, tiles),
+        # An offset that is no number would spoil all tiles for the keys of one.
+        offset=Rotation(width).of(torch.where(mean.isfinite(), mean, 0)),
+        share=floats(batch, heads) + 1,
+        step=torch.zeros(1, dtype=torch.int64, device=device),
+        block=block,
+        layout=layout,
+        full=seqused_k is None,
+    )
     for first in range(0, tiles, TILES):
         some = torch.arange(first, min(first + TILES, tiles), device=device)
         made._round(some.expand(batch, -1))

@@ -6,9 +6,9 @@ s'_j = f(scale q.k'_j). By Cauchy and Schwarz |s_j - s'_j| <= d for each key j o
     d = L scale |q| (max_j |k_j - k'_j| + what float32 rounds)
 
 and so a tile's sum of exp(s_j) is at most exp(d), and at least exp(-d), times that of exp(s'_j). What is left
-out holds at most the sum of the upper bounds over the sum of all lower ones, a sink's exp among these: its share
-w of the softmax. Each element of an output is off by at most w (max v - min v), as docs/primitives.md proves
-for what `Precision(skip=...)` leaves out.
+out has a share w of the softmax: at most the sum of its upper bounds over that of all lower ones, a sink's exp
+among these. Each element of an output is off by at most w (max v - min v), as docs/primitives.md proves for
+what `Precision(skip=...)` leaves out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ROWS = 64
 
 
 class Masses(NamedTuple):
-    """What a row's softmax may have in a tile, as logarithms of sums of exponentials [B, Hq, Sq, T]: bounds of
-    those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
+    """What a row's softmax may have in a tile, as logarithms of sums of exponentials [B, Hq, Sq, T]: bounds
+    of those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
 
     upper: Tensor
     lower: Tensor
@@ -54,9 +54,7 @@ def slope_of(facts: Facts, inputs: Inputs) -> float | None:
 
 
 @torch.no_grad()
-def masses(
-    facts: Facts, inputs: Inputs, planes: Planes, sequences: Sequences | None, slope: float
-) -> Masses:
+def masses(facts: Facts, inputs: Inputs, planes: Planes, sequences: Sequences | None, slope: float) -> Masses:
     """Masses of all tiles by the plane. inputs.k is that of the planes, with heads first."""
     (batch, heads, q_len, _), tiles = inputs.q.shape, planes.tiles
     low = torch.full((batch, heads, q_len, tiles), -torch.inf)
@@ -115,10 +113,14 @@ class _Plane:
         block, planes, heads = self.block, self.planes, self.block.heads
         tiles = slice(span.start // planes.block, -(-span.stop // planes.block))
         groups = slice(heads.kv_start, heads.kv_start + heads.groups)
-        scale, error, size = (x[self.sequence, groups, tiles] for x in (planes.scale, planes.error, planes.size))
+        scale, error, size = (
+            x[self.sequence, groups, tiles] for x in (planes.scale, planes.error, planes.size)
+        )
         scores = self._scores(span, planes.codes[self.sequence, groups, span.keys], scale)
         short = (tiles.stop - tiles.start) * planes.block - (span.stop - span.start)
-        sums = pad(scores, (0, short), value=-math.inf).unflatten(-1, (-1, planes.block)).logsumexp(-1).float()
+        sums = (
+            pad(scores, (0, short), value=-math.inf).unflatten(-1, (-1, planes.block)).logsumexp(-1).float()
+        )
         whole = 2 * (size + planes.offset[self.sequence, groups].norm(dim=-1, keepdim=True))
         width = planes.offset.shape[-1]
         off = self.steep * (error * SLACK + ULPS * width * whole)[:, None, None]
@@ -142,8 +144,8 @@ class _Plane:
 
 def needed(found: Masses, sinks: Tensor | None, tolerance: float) -> Tensor:
     """Tiles that are read, bool [B, Hkv, T]: all but those that hold together at most the tolerance of every
-    row of the heads that share them. A tile of the largest mass of a row stays, so that no row has lost all of
-    its keys."""
+    row of the heads that share them. A tile of the largest mass of a row stays, so that no row has lost all
+    of its keys."""
     upper, lower, visited = found
     total = lower.logsumexp(-1, keepdim=True)
     if sinks is not None:
