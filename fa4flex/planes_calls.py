@@ -1,13 +1,14 @@
 """Calls of planes: which tiles of keys a call reads, and the call over these.
 
-A tile is left out by a block map of the call, so that whatever computes attention with maps computes it. On a
-GPU no kernel reads the plane yet: there all keys are read, which keeps every tolerance.
+A tile is left out by a block map of the call, so that whatever computes attention with maps computes it.
+Where nothing reads the plane all keys are read, which keeps every tolerance. On a GPU nothing waits for the
+device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,18 @@ from fa4flex.primitives.block_lists import PARTIAL
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.quantization.planes import Planes
 from fa4flex.runtime import autocast, launch
-from fa4flex.runtime.call import Results, Statistics
+from fa4flex.runtime.call import Call, Results, Statistics
 from fa4flex.runtime.key_sources import Contiguous
+from fa4flex.runtime.planes import Masses, needed
 from fa4flex.variant import Variant, changed
 
+if TYPE_CHECKING:
+    from fa4flex.codegen.analyze.facts import Facts
+    from fa4flex.runtime.cpu.tiles import Inputs
+
 NO_SLOPE = "the score mod has jumps, or may be of any slope: its scores have no bound"
-NO_KERNEL = "no kernel for GPUs reads planes yet"
+OTHER_GPUS = "planes are read on CPUs, and by kernels for Hopper"
+CAPTURING = "a CUDA graph is captured before a first call, which compiles the kernel that reads planes"
 IN_GRAPHS = "something traces, transforms or intercepts operators, which see attention to k and v"
 EXACT = "no tolerance: Precision(tolerance=0)"
 
@@ -148,8 +155,9 @@ def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
 
 
 def _chosen(variant: Variant, q: Tensor, planes: Planes) -> BlockMap | None:
-    """Tiles that this step reads, as a map; None for all of them. Counts the step. On a CPU."""
-    found = reads(variant, q, planes) if bool(planes.looks().any()) else None
+    """Tiles that this step reads, as a map; None for all of them. Counts the step."""
+    waits = not launch.by_kernels(variant, q)
+    found = None if waits and not bool(planes.looks().any()) else reads(variant, q, planes)
     planes.step.add_(1)
     if found is None:
         return None
@@ -162,22 +170,39 @@ def _chosen(variant: Variant, q: Tensor, planes: Planes) -> BlockMap | None:
 
 def _found(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> Reads:
     from fa4flex.runtime import blockwise  # calls without planes do not wait for the executor
-    from fa4flex.runtime.cpu import planes as by_plane
 
     kv, varlen = Contiguous(planes.k, planes.v), planes.varlen
     kv.fits(q, varlen)
     call = launch.call_of(now, q, kv, varlen, ())
     launch.check_call(now, q, kv, varlen, call.operands)
     call, program = call.turned(), now.prepared.program
-    inputs, sequences = blockwise.inputs_of_call(program, call), blockwise.sequences_of_call(call)
-    slope = by_plane.slope_of(program.facts, inputs)
-    masses = by_plane.masses(program.facts, inputs, planes, sequences, slope or 0.0)
-    none = torch.zeros_like(planes.share, dtype=torch.bool)
-    if slope is None or not tolerance:
-        return Reads(planes, masses.visited, masses.visited, none, NO_SLOPE if tolerance else EXACT)
-    looked = planes.looks()
-    tiles = by_plane.needed(masses, call.sinks, tolerance) | (masses.visited & ~looked[:, :, None])
+    inputs, looked = blockwise.inputs_of_call(program, call), planes.looks()
+    if launch.by_kernels(now.variant, q):
+        masses: Masses | str = _by_kernel(program.facts, inputs, planes, call) if tolerance else EXACT
+        if isinstance(masses, str):
+            return _all(planes, masses)
+    else:
+        from fa4flex.runtime.cpu import planes as by_plane
+
+        slope = by_plane.slope_of(program.facts, inputs)
+        sequences = blockwise.sequences_of_call(call)
+        masses = by_plane.masses(program.facts, inputs, planes, sequences, slope or 0.0)
+        if slope is None or not tolerance:
+            reason = NO_SLOPE if tolerance else EXACT
+            return Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason)
+    tiles = needed(masses, call.sinks, tolerance) | (masses.visited & ~looked[:, :, None])
     return Reads(planes, masses.visited, tiles, looked)
+
+
+def _by_kernel(facts: Facts, inputs: Inputs, planes: Planes, call: Call) -> Masses | str:
+    """Masses by a kernel, or why there are none."""
+    from fa4flex.runtime.cpu.tiles import fitted_call
+    from fa4flex.runtime.cuda import planes as kernels
+
+    facts, inputs = fitted_call(facts, inputs, call.extents())
+    reason = kernels.refusal(facts, inputs.q, planes)
+    rows = kernels.Rows(inputs.q, inputs.scale, inputs.captured, facts)
+    return reason or kernels.masses(rows, planes, planes.looks()) or CAPTURING
 
 
 def _all(planes: Planes, reason: str) -> Reads:
@@ -211,8 +236,8 @@ def _may(variant: Variant, q: Tensor, planes: Planes) -> str:
     """Why nothing may be left out, whatever scores are; "" where they decide."""
     if launch.observed(q, planes.k, planes.v):
         return IN_GRAPHS
-    if q.device.type != "cpu" or launch.by_kernels(variant, q):
-        return NO_KERNEL
+    if q.device.type != "cpu" and not launch.by_kernels(variant, q):
+        return OTHER_GPUS
     return "" if variant.precision.tolerance else EXACT
 
 

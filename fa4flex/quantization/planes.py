@@ -2,7 +2,7 @@
 
 Keys are rounded as `quantize` rounds them: minus an offset, rotated, one scale for each tile. Of each tile
 the largest error of a key is kept, so that scores of 8 bits bound those of 16 (runtime/cpu/planes.py). The
-offset may be any vector, as it is added back to all scores: it is the mean of the keys that there were at first.
+offset may be any vector, as it is added back to all scores: it is the mean of the keys that there were first.
 
 All is written in place, and nothing waits for the device.
 """
@@ -76,6 +76,10 @@ class Planes:
         """Rotation of the keys and of queries that meet codes."""
         return Rotation(self.offset.shape[-1])
 
+    def turned(self, x: Tensor) -> Tensor:
+        """x rotated as the keys are, in float32, by sums alone: matrix products may be told to round."""
+        return rotated(x, self.rotation)
+
     @property
     def tiles(self) -> int:
         """Tiles of a sequence."""
@@ -137,7 +141,7 @@ class Planes:
         used = tokens < self.seqused_k.long()[:, None]
         index = torch.arange(batch, device=tiles.device)[:, None]
         found = k.transpose(1, 2)[index, tokens.clamp(max=k.shape[2] - 1)]  # [B, W block, H, D]
-        centred = self.rotation.of(found) - self.offset[:, None]
+        centred = self.turned(found) - self.offset[:, None]
         centred = centred.masked_fill(~used[:, :, None, None], 0.0).unflatten(1, (wide, self.block))
         scale = centred.abs().amax((2, 4)) / LARGEST
         scale = scale.masked_fill(scale == 0, 1.0)
@@ -195,7 +199,7 @@ def planes(
         error=floats(batch, heads, tiles),
         size=floats(batch, heads, tiles),
         # An offset that is no number would spoil all tiles for the keys of one.
-        offset=Rotation(width).of(torch.where(mean.isfinite(), mean, 0)),
+        offset=rotated(torch.where(mean.isfinite(), mean, 0), Rotation(width)),
         share=floats(batch, heads) + 1,
         step=torch.zeros(1, dtype=torch.int64, device=device),
         block=block,
@@ -206,6 +210,16 @@ def planes(
         some = torch.arange(first, min(first + TILES, tiles), device=device)
         made._round(some.expand(batch, -1))
     return made
+
+
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """`rotation.of(x)` by sums and differences of pairs: the Hadamard transform, step by step."""
+    block = rotation.block
+    x, pairs = (x.float() * rotation.signs(x.device)).unflatten(-1, (-1, block)), 1
+    while pairs < block:
+        a, b = x.unflatten(-1, (-1, 2, pairs)).unbind(-2)
+        x, pairs = torch.stack([a + b, a - b], -2).flatten(-3), 2 * pairs
+    return x.flatten(-2) * block**-0.5
 
 
 TILES = 64

@@ -15,11 +15,12 @@ from torch import Tensor
 import fa4flex
 from fa4flex import InputError, Planes, Precision, UnsupportedError
 from fa4flex.accuracy.tensors import DISTRIBUTIONS, Drawn
+from fa4flex.kernels.planes.config import SLACK
 from fa4flex.planes_calls import NO_SLOPE, _found
 from fa4flex.quantization.planes import EVERY
 from fa4flex.runtime import launch
 from fa4flex.runtime.cpu import planes as by_plane
-from fa4flex.runtime.cpu.planes import Masses, needed
+from fa4flex.runtime.planes import Masses, needed
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 CASES = int(os.environ.get("FA4FLEX_RANDOM_PLANES", "120"))
@@ -96,7 +97,7 @@ def exactly(
 
 
 def test_no_output_is_off_by_more_than_the_tolerance(seed: int) -> None:
-    """Whatever tensors, masks and score mods are; and the log-sum-exp is lower by what was left out, at most."""
+    """Whatever tensors, masks and mods are; and the log-sum-exp is lower by what was left out, at most."""
     left = []
     for n in range(CASES):
         x, variant, used, block = case(n)
@@ -187,7 +188,7 @@ def test_rows_lose_as_many_tiles_as_the_tolerance_has_room_for(seed: int) -> Non
         assert ((share * ~read.unsqueeze(2)).sum(-1) <= tolerance).all()
         lost = torch.zeros(1, 2, 3, tiles, dtype=torch.bool)
         for h, r in [(h, r) for h in range(2) for r in range(3)]:
-            room, row = tolerance / by_plane.SLACK, share[0, h, r]
+            room, row = tolerance / SLACK, share[0, h, r]
             order = row.argsort().tolist()
             for place, t in enumerate(order):
                 room -= float(row[t])

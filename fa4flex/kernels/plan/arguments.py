@@ -543,6 +543,27 @@ TOPK = Schema(
 )
 """Arguments of the kernels that select the k largest scores of rows."""
 
+_OF_HEADS = "batch", "kv_heads"
+_OF_TILES = Array("float32", (*_OF_HEADS, "key tiles"))
+_OF_MASSES = Array("float32", (*_OF_HEADS, "key tiles", "row slots"), together=8)
+
+PLANES = Schema(
+    (
+        Argument("codes", Array("int32", (*_OF_HEADS, "slots", "words"), together=4), "launch"),
+        Argument("queries", Array("int32", (*_OF_HEADS, "operand rows", "words"), together=4), "launch"),
+        Argument("numbers", Array("float32", (*_OF_HEADS, "row slots", 4), together=4), "launch"),
+        Argument("spans", Array("int32", (*_OF_HEADS, "row slots", 2), together=2), "launch"),
+        Argument("scale", _OF_TILES, "launch"),
+        Argument("error", _OF_TILES, "launch"),
+        Argument("size", _OF_TILES, "launch"),
+        Argument("norms", Array("float32", _OF_HEADS), "launch"),
+        Argument("looks", Array("int32", _OF_HEADS), "launch"),
+        Argument("upper", _OF_MASSES, "launch"),
+        Argument("lower", _OF_MASSES, "launch"),
+    )
+)
+"""Arguments of the kernel that bounds masses of tiles of keys by a plane of 8 bits."""
+
 _OUTPUT_ROWS = Heads("q_len", "q_heads", "head_dim_v")
 _OF_OUTPUT = (
     _GIVEN[0],
@@ -579,6 +600,7 @@ SCHEMAS: dict[str, Schema] = {
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
     "topk": TOPK,
+    "planes": PLANES,
 }
 
 

@@ -5,10 +5,10 @@ s'_j = f(scale q.k'_j). By Cauchy and Schwarz |s_j - s'_j| <= d for each key j o
 
     d = L scale |q| (max_j |k_j - k'_j| + what float32 rounds)
 
-and so a tile's sum of exp(s_j) is at most exp(d), and at least exp(-d), times that of exp(s'_j). What is left
-out has a share w of the softmax: at most the sum of its upper bounds over that of all lower ones, a sink's exp
-among these. Each element of an output is off by at most w (max v - min v), as docs/primitives.md proves for
-what `Precision(skip=...)` leaves out.
+and so a tile's sum of exp(s_j) is at most exp(d), and at least exp(-d), times that of exp(s'_j). What is
+left out has a share w of the softmax: at most the sum of its upper bounds over that of all lower ones, a
+sink's exp among these. Each element of an output is off by at most w (max v - min v), as docs/primitives.md
+proves for what `Precision(skip=...)` leaves out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,27 +24,14 @@ from torch.nn.functional import pad
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.lipschitz import lipschitz
 from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.kernels.planes.config import SLACK, ULPS
 from fa4flex.quantization.planes import Planes
 from fa4flex.runtime.cpu.sequences import Sequences, check_within, extents_of, inputs_of
 from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, fitted_call
-
-ULPS = 2.0**-22
-"""Error of a float32 sum of products, for each of its terms, relative to the product of the norms."""
-
-SLACK = 1 + 2.0**-12
-"""What float32 exponentials and sums of a tile may lack."""
+from fa4flex.runtime.planes import Masses
 
 ROWS = 64
 """Queries of a block."""
-
-
-class Masses(NamedTuple):
-    """What a row's softmax may have in a tile, as logarithms of sums of exponentials [B, Hq, Sq, T]: bounds
-    of those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
-
-    upper: Tensor
-    lower: Tensor
-    visited: Tensor
 
 
 def slope_of(facts: Facts, inputs: Inputs) -> float | None:
@@ -103,10 +89,11 @@ class _Plane:
     def of(block: Block, planes: Planes, sequence: int, slope: float) -> _Plane:
         heads, inputs = block.heads, block.walk.inputs
         q = heads.queries(inputs.q, block.rows).float() * inputs.scale
-        turned = planes.rotation.of(q).flatten(1, 2)
+        turned = planes.turned(q).flatten(1, 2)
         offset = planes.offset[sequence, heads.kv_start : heads.kv_start + heads.groups]
         steep = q.norm(dim=-1, keepdim=True) * slope
-        return _Plane(block, planes, sequence, turned, turned @ offset.unsqueeze(-1), steep)
+        shift = (turned * offset[:, None]).sum(-1, keepdim=True)
+        return _Plane(block, planes, sequence, turned, shift, steep)
 
     def enter(self, span: Span, into: Masses) -> None:
         """Write the masses of a span's tiles."""
@@ -132,7 +119,7 @@ class _Plane:
         """Scores of 8 bits of a span, -inf where they are masked: [groups, ratio, rows, keys]."""
         block, walk = self.block, self.block.walk
         by = scale.repeat_interleave(self.planes.block, -1)[:, None, : span.stop - span.start]
-        products = (self.queries @ codes.float().mT) * by + self.shift
+        products = _products(self.queries, codes) * by + self.shift
         scores = products.unflatten(1, (block.heads.ratio, -1)).to(walk.inputs.precision)
         if not walk.plain:
             (modified,) = block.evaluate([walk.facts.score], span, {"score": scores})
@@ -142,20 +129,9 @@ class _Plane:
         return scores
 
 
-def needed(found: Masses, sinks: Tensor | None, tolerance: float) -> Tensor:
-    """Tiles that are read, bool [B, Hkv, T]: all but those that hold together at most the tolerance of every
-    row of the heads that share them. A tile of the largest mass of a row stays, so that no row has lost all
-    of its keys."""
-    upper, lower, visited = found
-    total = lower.logsumexp(-1, keepdim=True)
-    if sinks is not None:
-        total = torch.logaddexp(total, sinks.float().view(-1, 1, 1))
-    masked = upper == -math.inf
-    # NaN is more than any tolerance, and last in order.
-    share = (upper - total).double().exp().masked_fill(masked, 0.0) * SLACK
-    share, order = share.sort(-1)
-    out = share.cumsum(-1) <= tolerance
-    out[..., -1:] &= masked.gather(-1, order[..., -1:])
-    left = torch.zeros_like(out).scatter(-1, order, out)
-    heads = visited.shape[1]
-    return visited & ~left.unflatten(1, (heads, -1)).all(3).all(2)
+def _products(queries: Tensor, codes: Tensor) -> Tensor:
+    """Products of rows of queries and codes, as exact as sums of float32 whatever torch is told of matrix
+    products of float32."""
+    if torch.get_float32_matmul_precision() == "highest":
+        return queries @ codes.float().mT
+    return (queries.double() @ codes.double().mT).float()

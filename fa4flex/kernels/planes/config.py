@@ -1,0 +1,45 @@
+"""Configuration of the kernel that bounds masses of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+GROUP = 8
+"""Rows of a tensor core's product: each takes two of its 16, one for each half of a query's digits."""
+
+MOST_GROUPS = 2
+"""Groups of rows whose scores of a tile a warp has in registers."""
+
+RUN = 64
+"""Channels that four lanes read at once: 16 bytes each. Widths are multiples of it."""
+
+WIDEST = 256
+
+LOW = 254.0
+"""Steps of the low half of a query's digits in one of the high half."""
+
+
+ULPS = 2.0**-22
+"""Error of a float32 sum of products, for each of its terms, relative to the product of the norms."""
+
+SLACK = 1 + 2.0**-12
+"""What float32 norms, exponentials and sums of a tile may lack."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """width   of queries and keys
+    block   keys of a tile
+    groups  groups of rows: queries times the heads that share a head of keys, filled up
+    """
+
+    width: int
+    block: int
+    groups: int
+
+    warps: ClassVar[int] = 4
+
+    @property
+    def runs(self) -> int:
+        return self.width // RUN
