@@ -8,15 +8,18 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fa4flex import calls
 from fa4flex.errors import EarlierError, Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.block_lists import PARTIAL
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.mask import as_mask
+from fa4flex.primitives.paging import Paging
 from fa4flex.quantization.planes import Planes
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Call, Results, Statistics
@@ -54,14 +57,14 @@ class Reads:
     @property
     def share(self) -> Tensor:
         """Share of the visited keys that are left out, float32 [B, Hkv]; 0 where none is visited."""
-        keys = self._keys
+        keys = self.keys
         visited, read = ((x * keys).sum(-1) for x in (self.visited, self.tiles))
         return (visited - read) / visited.clamp(min=1)
 
     @property
     def bytes(self) -> int:
         """Bytes of keys, values and planes that the call reads. Waits for the device."""
-        keys, planes = self._keys, self.planes
+        keys, planes = self.keys, self.planes
         looked = (self.visited & self.looked[:, :, None]) * keys
         plane, exact = int(looked.sum()), int((self.tiles * keys).sum())
         numbers = 3 * 4 * int((looked > 0).sum()) if plane else 0  # scale, error and size of a tile
@@ -70,10 +73,10 @@ class Reads:
     @property
     def whole_bytes(self) -> int:
         """Bytes of the keys and values that a call without planes would read. Waits for the device."""
-        return int((self.visited * self._keys).sum()) * self._key_bytes
+        return int((self.visited * self.keys).sum()) * self._key_bytes
 
     @property
-    def _keys(self) -> Tensor:
+    def keys(self) -> Tensor:
         """Keys of each tile, int64 [B, 1, T]."""
         starts = torch.arange(self.planes.tiles, device=self.visited.device) * self.planes.block
         used = self.planes.seqused_k.long()[:, None]
@@ -107,27 +110,19 @@ def attend(
     plain = _exact(variant)
     with autocast.off(q):
         q = q.to(planes.k.dtype) if autocast.active(q) else q
-        blocks = None if _checked(variant, q, planes) else _chosen(variant, q, planes)
-        if blocks is not None:
-            plain = changed(plain, blocks=blocks)
+        chosen = None if _checked(variant, q, planes) else _chosen(variant, q, planes, statistics)
         inner = None if caller is None or torch.compiler.is_dynamo_compiling() else caller.of_codes()
+        if chosen is not None and chosen.spans is not None:
+            return _of_pages(plain, inner, q, chosen, statistics)
+        if chosen is not None:
+            plain = changed(plain, blocks=_map(chosen.reads, q, variant))
         return calls.run(plain, inner, (q, planes.k, planes.v), planes.varlen, None, statistics)
 
 
 def reads(variant: Variant, q: Tensor, planes: Planes) -> Reads:
     """What the next call reads. Leaves the planes as they are."""
     reason = _checked(variant, q, planes)
-    if reason and reason != EXACT:
-        return _all(planes, reason)
-    now: launch.Calling | None = None
-    try:
-        now = launch.calling(_exact(variant), None)
-        return _found(now, q, planes, variant.precision.tolerance)
-    except EarlierError:  # it is none of this variant's
-        raise
-    except Fa4flexError as error:
-        launch.dress(error, variant, now)
-        raise
+    return _all(planes, reason) if reason and reason != EXACT else _found(variant, q, planes).reads
 
 
 def _exact(variant: Variant) -> Variant:
@@ -154,21 +149,42 @@ def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
     return _may(variant, q, planes)
 
 
-def _chosen(variant: Variant, q: Tensor, planes: Planes) -> BlockMap | None:
-    """Tiles that this step reads, as a map; None for all of them. Counts the step."""
-    waits = not launch.by_kernels(variant, q)
-    found = None if waits and not bool(planes.looks().any()) else reads(variant, q, planes)
+class _Chosen(NamedTuple):
+    """What a call reads, and the keys that rows may see where kernels compute: see Masses."""
+
+    reads: Reads
+    spans: Tensor | None = None
+
+
+def _chosen(variant: Variant, q: Tensor, planes: Planes, statistics: Statistics) -> _Chosen | None:
+    """What this step reads; None for all tiles. Counts the step."""
+    kernels = launch.by_kernels(variant, q)
+    if kernels and (variant.has_sinks or "max_logit" in statistics):
+        return None
+    found = _found(variant, q, planes) if kernels or bool(planes.looks().any()) else None
     planes.step.add_(1)
     if found is None:
         return None
-    if found.reason:
+    if found.reads.reason:
         planes.share.zero_()
         return None
-    planes.share.copy_(torch.where(found.looked, found.share, planes.share))
-    return _map(found, q, variant)
+    planes.share.copy_(torch.where(found.reads.looked, found.reads.share, planes.share))
+    return found
 
 
-def _found(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> Reads:
+def _found(variant: Variant, q: Tensor, planes: Planes) -> _Chosen:
+    now: launch.Calling | None = None
+    try:
+        now = launch.calling(_exact(variant), None)
+        return _found_by(now, q, planes, variant.precision.tolerance)
+    except EarlierError:  # it is none of this variant's
+        raise
+    except Fa4flexError as error:
+        launch.dress(error, variant, now)
+        raise
+
+
+def _found_by(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> _Chosen:
     from fa4flex.runtime import blockwise  # calls without planes do not wait for the executor
 
     kv, varlen = Contiguous(planes.k, planes.v), planes.varlen
@@ -180,7 +196,7 @@ def _found(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> 
     if launch.by_kernels(now.variant, q):
         masses: Masses | str = _by_kernel(program.facts, inputs, planes, call) if tolerance else EXACT
         if isinstance(masses, str):
-            return _all(planes, masses)
+            return _Chosen(_all(planes, masses))
     else:
         from fa4flex.runtime.cpu import planes as by_plane
 
@@ -189,9 +205,9 @@ def _found(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> 
         masses = by_plane.masses(program.facts, inputs, planes, sequences, slope or 0.0)
         if slope is None or not tolerance:
             reason = NO_SLOPE if tolerance else EXACT
-            return Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason)
+            return _Chosen(Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason))
     tiles = needed(masses, call.sinks, tolerance) | (masses.visited & ~looked[:, :, None])
-    return Reads(planes, masses.visited, tiles, looked)
+    return _Chosen(Reads(planes, masses.visited, tiles, looked), masses.spans)
 
 
 def _by_kernel(facts: Facts, inputs: Inputs, planes: Planes, call: Call) -> Masses | str:
@@ -219,6 +235,47 @@ def _map(found: Reads, q: Tensor, variant: Variant) -> BlockMap:
     each = heads // found.tiles.shape[1]
     classes = found.tiles.repeat_interleave(each, 1).unsqueeze(2).to(torch.uint8) * PARTIAL
     return BlockMap(classes, (q_len, found.planes.block), q_len, kv_len)
+
+
+def _of_pages(
+    plain: Variant, caller: launch.Caller | None, q: Tensor, chosen: _Chosen, statistics: Statistics
+) -> Results:
+    """Results over the tiles that are read, as pages of sequences: those of each head of keys are one. A
+    key's place among them takes that of its index, so the mask is what rows may see of these."""
+    planes, tiles, spans = chosen.reads.planes, chosen.reads.tiles, chosen.spans
+    assert planes.pages is not None and spans is not None
+    (batch, heads, q_len, _), kv_heads = q.shape, tiles.shape[1]
+    table, used, places = _pages_of(chosen.reads, spans)
+    first, end = (x.view(batch * kv_heads, heads // kv_heads, q_len) for x in places.unbind(-1))
+
+    def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx >= first[b, h, q_idx]) & (kv_idx < end[b, h, q_idx])
+
+    mask = None if plain.mask is None else as_mask(seen)
+    rows = q.reshape(batch * kv_heads, heads // kv_heads, q_len, q.shape[3])
+    paging = Paging(table, used)
+    out, *more = calls.run(changed(plain, mask=mask), caller, (rows, *planes.pages), None, paging, statistics)
+    return (
+        out.reshape(batch, heads, q_len, out.shape[3]),
+        *(x if x is None or not x.numel() else x.reshape(batch, heads, q_len) for x in more),
+    )
+
+
+def _pages_of(reads: Reads, spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of tiles that are read [B Hkv, T], those first, in order; how many keys they hold [B Hkv]; and
+    spans of rows, with places among these keys in place of indices."""
+    tiles, block = reads.tiles.flatten(0, 1), reads.planes.block
+    count, device = tiles.shape[1], tiles.device
+    order = (~tiles).to(torch.int32).argsort(dim=-1, stable=True)
+    table = order + torch.arange(len(tiles), device=device)[:, None] * count
+    used = (reads.tiles * reads.keys).sum(-1).flatten()
+    before = pad(tiles.cumsum(-1), (1, 0))  # tiles that are read before each one, and in all
+    whole = spans.flatten(0, 1).long()
+    at = (whole // block).clamp(max=count)
+    listed = pad(tiles, (0, 1)).unsqueeze(1).expand(-1, whole.shape[1], -1)
+    earlier = before.unsqueeze(1).expand(-1, whole.shape[1], -1)
+    places = earlier.gather(-1, at) * block + listed.gather(-1, at) * (whole % block)
+    return table.to(torch.int32), used.to(torch.int32), places.to(torch.int32)
 
 
 def alone(planes: Planes, **others: Any) -> None:

@@ -86,6 +86,16 @@ class Planes:
         return self.scale.shape[2]
 
     @property
+    def pages(self) -> tuple[Tensor, Tensor] | None:
+        """k and v as [B Hkv T, block, 1, D], the tiles of all heads one after another; None where they lie
+        otherwise in memory."""
+        whole = self.layout == "bhsd" and self.k.shape[2] == self.tiles * self.block
+        if not whole or not (self.k.is_contiguous() and self.v.is_contiguous()):
+            return None
+        k, v = (x.view(-1, self.block, 1, x.shape[3]) for x in (self.k, self.v))
+        return k, v
+
+    @property
     def worth(self) -> float:
         """Share of the keys that has to be left out to pay for the plane: its bytes over those of k and v."""
         return self.codes.shape[-1] / (

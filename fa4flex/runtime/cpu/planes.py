@@ -51,7 +51,7 @@ def masses(facts: Facts, inputs: Inputs, planes: Planes, sequences: Sequences | 
             continue
         for block in Walk(facts_of_one, one):
             at = slice(None) if n is None else slice(n, n + 1)
-            own = Masses(*(x[at] for x in made))
+            own = Masses(made.upper[at], made.lower[at], made.visited[at])
             plane = _Plane.of(block, planes, block.heads.batch if n is None else n, slope)
             for span in block.spans:
                 plane.enter(span, own)

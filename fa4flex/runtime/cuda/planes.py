@@ -57,6 +57,10 @@ def refusal(facts: Facts, q: Tensor, planes: Planes) -> str:
         return f"more than {MOST_GROUPS * GROUP} rows share a head of keys"
     if width % RUN or width > WIDEST:
         return f"heads of {width}: the kernel for planes reads those of {RUN}, 128, 192 and {WIDEST} channels"
+    if planes.layout != "bhsd" or not planes.pages:
+        return (
+            "keys have to lie as [B, Hkv, S, D] in memory, S a multiple of the block"
+        )
     if not planes.codes.numel() or not q.numel() or max(batch, kv_heads) > MOST:
         return "there is nothing to launch"
     return ""
@@ -86,7 +90,7 @@ def masses(rows: Rows, planes: Planes, looks: Tensor) -> Masses | None:
     own = [
         x[..., :each].unflatten(-1, (-1, q_len)).permute(0, 1, 3, 4, 2).flatten(1, 2) for x in (upper, lower)
     ]
-    return Masses(own[0], own[1], _visited(spans, planes))
+    return Masses(own[0], own[1], _visited(spans, planes), spans)
 
 
 def _operands(rows: Rows, planes: Planes, config: Config) -> tuple[Tensor, Tensor]:
