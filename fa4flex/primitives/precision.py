@@ -48,7 +48,8 @@ class Precision:
              Hopper; True: they go to float32 after each tile of keys
     backward   products of the backward pass: "bfloat16", those of what was rounded, as it is
     tolerance  in place of qk and pv: each head rounds as far as errors of its outputs are proved to be at
-             most this share of the range of its values, see fa4flex.Choice; None and 0: no head does
+             most this share of the range of its values, see fa4flex.Choice; None and 0: no head
+             does. Over fa4flex.Planes: the same of tiles of keys that are left out
 
     Each element of an output is off by at most skip * (max v - min v), over the values of its channel at the
     allowed keys, and 0 where there are sinks; the LSE is lower by at most -log(1 - skip). docs/primitives.md

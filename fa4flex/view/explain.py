@@ -165,6 +165,7 @@ def _codes(variant: Variant) -> list[str]:
             "  attn.choose(q, k, v).explain() says which head gets which. Nothing waits for the device",
             "  what codes stand for is computed: on a CPU in float32, on a GPU by kernels of 16 bits;",
             "  attn(choice.settled()) multiplies codes, where all heads take the same ones",
+            "  of fa4flex.Planes tiles of keys are left out: attn.reads(q, planes).explain() says which",
         ]
     without = variant.normalizer, variant.dropout, variant.output_mod, precision.skip or None
     kernel = precision.qk in MULTIPLIED and all(x is None for x in without)

@@ -31,8 +31,8 @@ MODULES = (
 
 SINGLE = {"fa4flex.primitives.mask": ["mask_family"], "fa4flex.primitives.score": ["score_family"]}
 MADE_HERE = {
-    "fa4flex.Attention", "fa4flex.Choice", "fa4flex.Mask", "fa4flex.Quantized", "fa4flex.ScoreMod",
-    "fa4flex.trees.Folded",
+    "fa4flex.Attention", "fa4flex.Choice", "fa4flex.Mask", "fa4flex.Planes", "fa4flex.Quantized",
+    "fa4flex.Reads", "fa4flex.ScoreMod", "fa4flex.trees.Folded",
     *(f"fa4flex.parallel.{name}" for name in ("ContextParallel", "Exchange", "Placement", "Plan")),
     *(f"ptxsim.{name}" for name in ("Fault", "Finding", "Gpu", "Result")),
     *(f"ptxsim.model.{name}" for name in ("Chip", "Prediction", "Trace")),
@@ -42,8 +42,8 @@ MADE_HERE = {
 OWN_USE = {
     "bind", "bounds", "brought", "check", "check_contents", "check_padded", "check_tokens", "check_used",
     "checked", "combined_with", "compute_dtype", "context", "cu_k", "differentiable", "digest", "fits",
-    "incoming", "now", "outgoing", "output_dtype", "parts", "prepared", "role", "spread", "src_data_rank",
-    "together", "trace", "turned", "variant",
+    "incoming", "looks", "now", "outgoing", "output_dtype", "pages", "parts", "prepared", "role", "rotation",
+    "spread", "src_data_rank", "together", "trace", "turned", "variant",
 }  # fmt: skip
 """Attributes without an underscore that the package's other parts use, and users do not."""
 

@@ -58,9 +58,7 @@ def refusal(facts: Facts, q: Tensor, planes: Planes) -> str:
     if width % RUN or width > WIDEST:
         return f"heads of {width}: the kernel for planes reads those of {RUN}, 128, 192 and {WIDEST} channels"
     if planes.layout != "bhsd" or not planes.pages:
-        return (
-            "keys have to lie as [B, Hkv, S, D] in memory, S a multiple of the block"
-        )
+        return "keys have to lie as [B, Hkv, S, D] in memory, S a multiple of the block"
     if not planes.codes.numel() or not q.numel() or max(batch, kv_heads) > MOST:
         return "there is nothing to launch"
     return ""
