@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fa4flex import calls
 from fa4flex.errors import EarlierError, Fa4flexError, InputError, UnsupportedError
+from fa4flex.kernels.planes.config import READ
 from fa4flex.primitives.block_lists import PARTIAL
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.paging import Paging
 from fa4flex.quantization.planes import Planes
 from fa4flex.runtime import autocast, launch
-from fa4flex.runtime.call import Call, Results, Statistics
+from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.key_sources import Contiguous
-from fa4flex.runtime.planes import Masses, needed
+from fa4flex.runtime.planes import needed
 from fa4flex.variant import Variant, changed
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.analyze.facts import Facts
-    from fa4flex.runtime.cpu.tiles import Inputs
+    from fa4flex.runtime.cuda.planes import Pages, Rows
 
 NO_SLOPE = "the score mod has jumps, or may be of any slope: its scores have no bound"
 OTHER_GPUS = "planes are read on CPUs, and by kernels for Hopper"
@@ -110,19 +109,21 @@ def attend(
     plain = _exact(variant)
     with autocast.off(q):
         q = q.to(planes.k.dtype) if autocast.active(q) else q
-        chosen = None if _checked(variant, q, planes) else _chosen(variant, q, planes, statistics)
+        found = None if _checked(variant, q, planes) else _chosen(variant, q, planes, statistics)
         inner = None if caller is None or torch.compiler.is_dynamo_compiling() else caller.of_codes()
-        if chosen is not None and chosen.spans is not None:
-            return _of_pages(plain, inner, q, chosen, statistics)
-        if chosen is not None:
-            plain = changed(plain, blocks=_map(chosen.reads, q, variant))
+        if found is not None and found.pages is not None:
+            return _of_pages(plain, inner, q, found, statistics)
+        if found is not None:
+            plain = changed(plain, blocks=_map(found.reads, q, variant))
         return calls.run(plain, inner, (q, planes.k, planes.v), planes.varlen, None, statistics)
 
 
 def reads(variant: Variant, q: Tensor, planes: Planes) -> Reads:
     """What the next call reads. Leaves the planes as they are."""
     reason = _checked(variant, q, planes)
-    return _all(planes, reason) if reason and reason != EXACT else _found(variant, q, planes).reads
+    if reason and reason != EXACT:
+        return _all(planes, reason)
+    return _found(variant, q, planes, planes.share.clone()).reads
 
 
 def _exact(variant: Variant) -> Variant:
@@ -150,33 +151,30 @@ def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
 
 
 class _Chosen(NamedTuple):
-    """What a call reads, and the keys that rows may see where kernels compute: see Masses."""
+    """What a call reads; and as pages, where kernels compute."""
 
     reads: Reads
-    spans: Tensor | None = None
+    pages: Pages | None = None
 
 
 def _chosen(variant: Variant, q: Tensor, planes: Planes, statistics: Statistics) -> _Chosen | None:
-    """What this step reads; None for all tiles. Counts the step."""
+    """What this step reads; None for all tiles. Counts the step, and keeps what is left out."""
     kernels = launch.by_kernels(variant, q)
     if kernels and (variant.has_sinks or "max_logit" in statistics):
         return None
-    found = _found(variant, q, planes) if kernels or bool(planes.looks().any()) else None
+    found = _found(variant, q, planes, planes.share) if kernels or bool(planes.looks().any()) else None
     planes.step.add_(1)
-    if found is None:
-        return None
-    if found.reads.reason:
+    if found is not None and found.reads.reason:
         planes.share.zero_()
-        return None
-    planes.share.copy_(torch.where(found.reads.looked, found.reads.share, planes.share))
-    return found
+    return None if found is None or found.reads.reason else found
 
 
-def _found(variant: Variant, q: Tensor, planes: Planes) -> _Chosen:
+def _found(variant: Variant, q: Tensor, planes: Planes, shares: Tensor) -> _Chosen:
+    """What a call reads. shares [B, Hkv]: where what heads that look leave out is written."""
     now: launch.Calling | None = None
     try:
         now = launch.calling(_exact(variant), None)
-        return _found_by(now, q, planes, variant.precision.tolerance)
+        return _found_by(now, q, planes, variant.precision.tolerance, shares)
     except EarlierError:  # it is none of this variant's
         raise
     except Fa4flexError as error:
@@ -184,41 +182,47 @@ def _found(variant: Variant, q: Tensor, planes: Planes) -> _Chosen:
         raise
 
 
-def _found_by(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float) -> _Chosen:
-    from fa4flex.runtime import blockwise  # calls without planes do not wait for the executor
+def _found_by(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float, shares: Tensor) -> _Chosen:
+    # Calls without planes wait for neither.
+    from fa4flex.runtime import blockwise
+    from fa4flex.runtime.cpu import planes as by_plane
+    from fa4flex.runtime.cpu.tiles import fitted_call
+    from fa4flex.runtime.cuda.planes import Rows
 
     kv, varlen = Contiguous(planes.k, planes.v), planes.varlen
     kv.fits(q, varlen)
     call = launch.call_of(now, q, kv, varlen, ())
     launch.check_call(now, q, kv, varlen, call.operands)
     call, program = call.turned(), now.prepared.program
-    inputs, looked = blockwise.inputs_of_call(program, call), planes.looks()
+    inputs = blockwise.inputs_of_call(program, call)
     if launch.by_kernels(now.variant, q):
-        masses: Masses | str = _by_kernel(program.facts, inputs, planes, call) if tolerance else EXACT
-        if isinstance(masses, str):
-            return _Chosen(_all(planes, masses))
-    else:
-        from fa4flex.runtime.cpu import planes as by_plane
-
-        slope = by_plane.slope_of(program.facts, inputs)
-        sequences = blockwise.sequences_of_call(call)
-        masses = by_plane.masses(program.facts, inputs, planes, sequences, slope or 0.0)
-        if slope is None or not tolerance:
-            reason = NO_SLOPE if tolerance else EXACT
-            return _Chosen(Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason))
+        facts, inputs = fitted_call(program.facts, inputs, call.extents())
+        rows = Rows(inputs.q, inputs.scale, inputs.captured, facts)
+        return _by_kernels(rows, planes, tolerance, shares)
+    slope = by_plane.slope_of(program.facts, inputs)
+    sequences = blockwise.sequences_of_call(call)
+    masses = by_plane.masses(program.facts, inputs, planes, sequences, slope or 0.0)
+    looked = planes.looks()
+    if slope is None or not tolerance:
+        reason = NO_SLOPE if tolerance else EXACT
+        return _Chosen(Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason))
     tiles = needed(masses, call.sinks, tolerance) | (masses.visited & ~looked[:, :, None])
-    return _Chosen(Reads(planes, masses.visited, tiles, looked), masses.spans)
+    reads = Reads(planes, masses.visited, tiles, looked)
+    shares.copy_(torch.where(looked, reads.share, shares))
+    return _Chosen(reads)
 
 
-def _by_kernel(facts: Facts, inputs: Inputs, planes: Planes, call: Call) -> Masses | str:
-    """Masses by a kernel, or why there are none."""
-    from fa4flex.runtime.cpu.tiles import fitted_call
-    from fa4flex.runtime.cuda import planes as kernels
+def _by_kernels(rows: Rows, planes: Planes, tolerance: float, shares: Tensor) -> _Chosen:
+    from fa4flex.runtime.cuda.planes import bounded, chosen, refusal
 
-    facts, inputs = fitted_call(facts, inputs, call.extents())
-    reason = kernels.refusal(facts, inputs.q, planes)
-    rows = kernels.Rows(inputs.q, inputs.scale, inputs.captured, facts)
-    return reason or kernels.masses(rows, planes, planes.looks()) or CAPTURING
+    reason = refusal(rows.facts, rows.q, planes) if tolerance else EXACT
+    if reason:
+        return _Chosen(_all(planes, reason))
+    looked, masses = planes.looks(), bounded(rows, planes)
+    pages = None if masses is None else chosen(masses, planes, tolerance, shares)
+    if pages is None:
+        return _Chosen(_all(planes, CAPTURING))
+    return _Chosen(Reads(planes, pages.classes > 0, pages.classes == READ, looked), pages)
 
 
 def _all(planes: Planes, reason: str) -> Reads:
@@ -242,40 +246,25 @@ def _of_pages(
 ) -> Results:
     """Results over the tiles that are read, as pages of sequences: those of each head of keys are one. A
     key's place among them takes that of its index, so the mask is what rows may see of these."""
-    planes, tiles, spans = chosen.reads.planes, chosen.reads.tiles, chosen.spans
-    assert planes.pages is not None and spans is not None
-    (batch, heads, q_len, _), kv_heads = q.shape, tiles.shape[1]
-    table, used, places = _pages_of(chosen.reads, spans)
-    first, end = (x.view(batch * kv_heads, heads // kv_heads, q_len) for x in places.unbind(-1))
+    planes, pages = chosen.reads.planes, chosen.pages
+    assert planes.pages is not None and pages is not None
+    (batch, heads, q_len, width), kv_heads = q.shape, pages.table.shape[1]
+    each = heads // kv_heads
+    first, end = (
+        x[:, :, : each * q_len].unflatten(2, (each, q_len)).flatten(0, 1) for x in pages.places.unbind(-1)
+    )
 
     def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx >= first[b, h, q_idx]) & (kv_idx < end[b, h, q_idx])
 
-    mask = None if plain.mask is None else as_mask(seen)
-    rows = q.reshape(batch * kv_heads, heads // kv_heads, q_len, q.shape[3])
-    paging = Paging(table, used)
-    out, *more = calls.run(changed(plain, mask=mask), caller, (rows, *planes.pages), None, paging, statistics)
+    variant = plain if plain.mask is None else changed(plain, mask=as_mask(seen))
+    rows = q.reshape(batch * kv_heads, each, q_len, width)
+    paging = Paging(pages.table.flatten(0, 1), pages.counts.flatten())
+    out, *more = calls.run(variant, caller, (rows, *planes.pages), None, paging, statistics)
     return (
         out.reshape(batch, heads, q_len, out.shape[3]),
         *(x if x is None or not x.numel() else x.reshape(batch, heads, q_len) for x in more),
     )
-
-
-def _pages_of(reads: Reads, spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages of tiles that are read [B Hkv, T], those first, in order; how many keys they hold [B Hkv]; and
-    spans of rows, with places among these keys in place of indices."""
-    tiles, block = reads.tiles.flatten(0, 1), reads.planes.block
-    count, device = tiles.shape[1], tiles.device
-    order = (~tiles).to(torch.int32).argsort(dim=-1, stable=True)
-    table = order + torch.arange(len(tiles), device=device)[:, None] * count
-    used = (reads.tiles * reads.keys).sum(-1).flatten()
-    before = pad(tiles.cumsum(-1), (1, 0))  # tiles that are read before each one, and in all
-    whole = spans.flatten(0, 1).long()
-    at = (whole // block).clamp(max=count)
-    listed = pad(tiles, (0, 1)).unsqueeze(1).expand(-1, whole.shape[1], -1)
-    earlier = before.unsqueeze(1).expand(-1, whole.shape[1], -1)
-    places = earlier.gather(-1, at) * block + listed.gather(-1, at) * (whole % block)
-    return table.to(torch.int32), used.to(torch.int32), places.to(torch.int32)
 
 
 def alone(planes: Planes, **others: Any) -> None:

@@ -25,7 +25,8 @@ from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.output_function.kernel import OutputArguments, OutputBackwardArguments
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
-from fa4flex.kernels.planes.kernel import PlanesArguments
+from fa4flex.kernels.planes.choose import ChosenArguments
+from fa4flex.kernels.planes.masses import PlanesArguments
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 from fa4flex.kernels.topk.rows import TopkArguments
 
@@ -77,6 +78,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
     "topk": lambda kernel, problem: [(kernel, TopkArguments)],
+    "chosen": lambda kernel, problem: [(kernel, ChosenArguments)],
     "planes": lambda kernel, problem: [(kernel, PlanesArguments)],
     "quantize": lambda kernel, problem: kernel.launches,
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.planes.config import EVERY
 from fa4flex.primitives.base import check_device, check_integers, kind_of
 from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.varlen import Varlen
@@ -28,9 +29,6 @@ BLOCKS = (64, 128)
 
 LARGEST = 127.0
 """Greatest code."""
-
-EVERY = 32
-"""Steps after which a head whose plane has not been worth its bytes looks at it again."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -13,20 +13,18 @@ from fa4flex.kernels.planes.config import SLACK
 
 class Masses(NamedTuple):
     """What a row's softmax may have in a tile, as logarithms of sums of exponentials [B, Hq, Sq, T]: bounds
-    of those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]. spans: first key that
-    each row sees and the one past the last, int32 [B, Hkv, rows, 2], where a kernel asked for them."""
+    of those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
 
     upper: Tensor
     lower: Tensor
     visited: Tensor
-    spans: Tensor | None = None
 
 
 def needed(found: Masses, sinks: Tensor | None, tolerance: float) -> Tensor:
     """Tiles that are read, bool [B, Hkv, T]: all but those that hold together at most the tolerance of every
     row of the heads that share them. A tile of the largest mass of a row stays, so that no row has lost all
     of its keys."""
-    upper, lower, visited, _ = found
+    upper, lower, visited = found
     total = lower.logsumexp(-1, keepdim=True)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float().view(-1, 1, 1))

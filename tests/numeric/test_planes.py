@@ -15,9 +15,8 @@ from torch import Tensor
 import fa4flex
 from fa4flex import InputError, Planes, Precision, UnsupportedError
 from fa4flex.accuracy.tensors import DISTRIBUTIONS, Drawn
-from fa4flex.kernels.planes.config import SLACK
+from fa4flex.kernels.planes.config import EVERY, SLACK
 from fa4flex.planes_calls import NO_SLOPE, _found_by
-from fa4flex.quantization.planes import EVERY
 from fa4flex.runtime import launch
 from fa4flex.runtime.cpu import planes as by_plane
 from fa4flex.runtime.planes import Masses, needed
@@ -134,7 +133,7 @@ def masses_of(variant: dict[str, Any], q: Tensor, planes: Planes) -> Masses:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_plane, "masses", keep)
-        _found_by(now, q, planes, 0.5)
+        _found_by(now, q, planes, 0.5, planes.share.clone())
     return found[0]
 
 

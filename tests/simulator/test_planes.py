@@ -15,8 +15,8 @@ from torch import Tensor
 import fa4flex
 import ptxsim
 from fa4flex import Planes, Precision
+from fa4flex.kernels.planes.config import EVERY
 from fa4flex.planes_calls import _found
-from fa4flex.quantization.planes import EVERY
 from fa4flex.runtime.cpu import planes as on_cpu
 from fa4flex.runtime.cuda import planes as on_gpu
 from fa4flex.runtime.planes import Masses
@@ -39,13 +39,21 @@ def tensors(
     return q.bfloat16(), k.bfloat16(), v.bfloat16(), used
 
 
-def masses_of(attn: Any, q: Tensor, planes: Planes, where: Any) -> Masses:
-    found: list[Masses] = []
-    kept = where.masses
+def kept(attn: Any, q: Tensor, planes: Planes, where: Any, name: str) -> Any:
+    """What a function gave while tiles were chosen."""
+    found: list[Any] = []
+    of = getattr(where, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, "masses", lambda *a: found.append(kept(*a)) or found[0])
-        _found(attn.variant, q, planes)
+        patch.setattr(where, name, lambda *a: found.append(of(*a)) or found[0])
+        _found(attn.variant, q, planes, planes.share.clone())
     return found[0]
+
+
+def masses_of(found: on_gpu.Bounded, q: Tensor) -> list[Tensor]:
+    """Bounds as a CPU has them, [B, Hq, Sq, T]."""
+    each = q.shape[1] // found.upper.shape[1] * q.shape[2]
+    own = [x[..., :each].unflatten(-1, (-1, q.shape[2])) for x in (found.upper, found.lower)]
+    return [x.permute(0, 1, 3, 4, 2).flatten(1, 2) for x in own]
 
 
 CASES = [
@@ -69,22 +77,22 @@ def test_masses_are_those_of_a_cpu(
     planes.step.fill_(1)
     planes.share[1, 0] = 0.0
     attn, timing = fa4flex.compile(mask=mask, precision=Precision(tolerance=0.1)), random.choice(TIMINGS)
-    wanted = masses_of(attn, q, planes, on_cpu)
+    wanted: Masses = kept(attn, q, planes, on_cpu, "masses")
     with ptxsim.device("sm_90a", random.randrange(1 << 20), timing, sms=2) as gpu, poisoned():
-        found = masses_of(attn, q, planes, on_gpu)
+        found = kept(attn, q, planes, on_gpu, "bounded")
     assert not gpu.findings, f"{timing}: {gpu.report()}"
-    assert torch.equal(found.visited, wanted.visited)
+    upper, lower = masses_of(found, q)
     looks = planes.looks().repeat_interleave(heads[0] // heads[1], 1)
-    assert (found.upper[~looks] == -math.inf).all() and (found.lower[~looks] == -math.inf).all()
+    assert (upper[~looks] == -math.inf).all() and (lower[~looks] == -math.inf).all()
     seen = looks[:, :, None, None] & (wanted.upper > -math.inf)
     bad = looks[:, :, None, None] & wanted.upper.isnan()
     assert (
-        torch.equal(found.upper[looks].isnan(), wanted.upper[looks].isnan())
+        torch.equal(upper[looks].isnan(), wanted.upper[looks].isnan())
         and bad.any() == (wanted.visited[0, 0, 0])
     )
-    assert ((found.upper == -math.inf) == (wanted.upper == -math.inf))[looks].all()
+    assert ((upper == -math.inf) == (wanted.upper == -math.inf))[looks].all()
     reach, middle = (wanted.upper - wanted.lower) / 2, (wanted.upper + wanted.lower) / 2
-    more, other = (found.upper - found.lower) / 2 - reach, (found.upper + found.lower) / 2
+    more, other = (upper - lower) / 2 - reach, (upper + lower) / 2
     assert float(more[seen].min()) > -1e-5
     assert ((other - middle).abs() <= more + 1e-4 * (1 + middle.abs()))[seen].all()
     assert (more <= 0.02 * reach + 1e-4)[seen].all()

@@ -546,23 +546,46 @@ TOPK = Schema(
 _OF_HEADS = "batch", "kv_heads"
 _OF_TILES = Array("float32", (*_OF_HEADS, "key tiles"))
 _OF_MASSES = Array("float32", (*_OF_HEADS, "key tiles", "row slots"), together=8)
+_OF_SPANS = Array("int32", (*_OF_HEADS, "row slots", 2), together=2)
+_LOOKS = (
+    Argument("share", Array("float32", _OF_HEADS), "launch"),
+    Argument("step", Array("int64", (1,)), "launch"),
+    Argument("worth", Number(), "launch"),
+)
 
 PLANES = Schema(
     (
         Argument("codes", Array("int32", (*_OF_HEADS, "slots", "words"), together=4), "launch"),
         Argument("queries", Array("int32", (*_OF_HEADS, "operand rows", "words"), together=4), "launch"),
         Argument("numbers", Array("float32", (*_OF_HEADS, "row slots", 4), together=4), "launch"),
-        Argument("spans", Array("int32", (*_OF_HEADS, "row slots", 2), together=2), "launch"),
+        Argument("spans", _OF_SPANS, "launch"),
         Argument("scale", _OF_TILES, "launch"),
         Argument("error", _OF_TILES, "launch"),
         Argument("size", _OF_TILES, "launch"),
         Argument("norms", Array("float32", _OF_HEADS), "launch"),
-        Argument("looks", Array("int32", _OF_HEADS), "launch"),
+        *_LOOKS,
         Argument("upper", _OF_MASSES, "launch"),
         Argument("lower", _OF_MASSES, "launch"),
     )
 )
 """Arguments of the kernel that bounds masses of tiles of keys by a plane of 8 bits."""
+
+CHOSEN = Schema(
+    (
+        Argument("upper", _OF_MASSES, "launch"),
+        Argument("lower", _OF_MASSES, "launch"),
+        Argument("spans", _OF_SPANS, "launch"),
+        Argument("used", Array("int32", ("batch",)), "launch"),
+        *_LOOKS,
+        Argument("tolerance", Number(), "launch"),
+        Argument("pages", Array("int32", (*_OF_HEADS, "key tiles")), "launch"),
+        Argument("counts", Array("int32", _OF_HEADS), "launch"),
+        Argument("places", _OF_SPANS, "launch"),
+        Argument("classes", Array("int32", (*_OF_HEADS, "key tiles")), "launch"),
+        Argument("shares", Array("float32", _OF_HEADS), "launch"),
+    )
+)
+"""Arguments of the kernel that chooses which tiles are read."""
 
 _OUTPUT_ROWS = Heads("q_len", "q_heads", "head_dim_v")
 _OF_OUTPUT = (
@@ -601,6 +624,7 @@ SCHEMAS: dict[str, Schema] = {
     "sequences": SEQUENCES,
     "topk": TOPK,
     "planes": PLANES,
+    "chosen": CHOSEN,
 }
 
 

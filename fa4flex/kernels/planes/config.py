@@ -27,6 +27,31 @@ SLACK = 1 + 2.0**-12
 """What float32 norms, exponentials and sums of a tile may lack."""
 
 
+EVERY = 32
+"""Steps after which a head whose plane has not been worth its bytes looks at it again."""
+
+BITS = 29, 12
+"""Bits of a float32 that a threshold is found of, from the highest: numbers below 2, to 11 bits."""
+
+LEFT, READ = 1, 2
+"""Classes of visited tiles: by their plane alone, and with 16 bits."""
+
+TILES = 256, 1024, 4096, 16384
+"""Tiles of a sequence that kernels have memory for."""
+
+
+@dataclass(frozen=True)
+class ChooseConfig:
+    """tiles   of a sequence, at most
+    block   keys of a tile
+    groups  of rows, as of Config
+    """
+
+    tiles: int
+    block: int
+    groups: int
+
+
 @dataclass(frozen=True)
 class Config:
     """width   of queries and keys

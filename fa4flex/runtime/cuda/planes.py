@@ -22,11 +22,10 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.planes.config import GROUP, LOW, MOST_GROUPS, RUN, WIDEST, Config
+from fa4flex.kernels.planes.config import GROUP, LOW, MOST_GROUPS, RUN, TILES, WIDEST, ChooseConfig, Config
 from fa4flex.quantization.planes import LARGEST, Planes
 from fa4flex.runtime.cuda.device.device import target_of
 from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
-from fa4flex.runtime.planes import Masses
 
 MOST = 65535
 """Largest extents of a grid, but for the first."""
@@ -59,36 +58,72 @@ def refusal(facts: Facts, q: Tensor, planes: Planes) -> str:
         return f"heads of {width}: the kernel for planes reads those of {RUN}, 128, 192 and {WIDEST} channels"
     if planes.layout != "bhsd" or not planes.pages:
         return "keys have to lie as [B, Hkv, S, D] in memory, S a multiple of the block"
+    if planes.tiles > TILES[-1]:
+        return f"more than {TILES[-1]} tiles"
     if not planes.codes.numel() or not q.numel() or max(batch, kv_heads) > MOST:
         return "there is nothing to launch"
     return ""
 
 
-def masses(rows: Rows, planes: Planes, looks: Tensor) -> Masses | None:
+class Bounded(NamedTuple):
+    """Bounds of masses as the kernel writes them, float32 [B, Hkv, T, rows], of rows in whole groups; and the
+    keys that these see, int32 [B, Hkv, rows, 2]."""
+
+    upper: Tensor
+    lower: Tensor
+    spans: Tensor
+
+
+class Pages(NamedTuple):
+    """Tiles that are read, as pages of the keys of each head: [B, Hkv, T], in order; their keys [B, Hkv];
+    what rows see of these, [B, Hkv, rows, 2]; and classes of all tiles [B, Hkv, T]. All int32."""
+
+    table: Tensor
+    counts: Tensor
+    places: Tensor
+    classes: Tensor
+
+
+def bounded(rows: Rows, planes: Planes) -> Bounded | None:
     """Masses of all tiles of a call that `refusal` has nothing against; None while a CUDA graph is captured,
-    before the first call of its kind. looks: heads whose plane is read, bool [B, Hkv]; those of others are
-    -inf."""
-    q, tiles = rows.q, planes.tiles
-    (batch, heads, q_len, width), kv_heads = q.shape, planes.share.shape[1]
-    each = heads // kv_heads * q_len
-    config = Config(width, planes.block, -(-each // GROUP))
+    before the first call of its kind."""
+    q = rows.q
+    config = Config(q.shape[3], planes.block, _groups(q, planes))
     if _kernels.must_wait(config, q):
         return None
     kernel = _kernels.of(config, q, partial(_compiled, config))
     codes, numbers = _operands(rows, planes, config)
-    spans = _spans(rows, planes)
-    padded = config.groups * GROUP
-    upper, lower = (
-        torch.empty(batch, kv_heads, tiles, padded, dtype=torch.float32, device=q.device) for _ in range(2)
-    )
+    spans = _filled(_spans(rows, planes), config.groups)
+    shape = *planes.scale.shape, config.groups * GROUP
+    upper, lower = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     kernel.launch(
-        planes.codes.view(torch.int32), codes, numbers, _filled(spans, config), planes.scale, planes.error,
-        planes.size, planes.offset.norm(dim=-1), looks.to(torch.int32), upper, lower,
+        planes.codes.view(torch.int32), codes, numbers, spans, planes.scale, planes.error, planes.size,
+        planes.offset.norm(dim=-1), planes.share, planes.step, planes.worth, upper, lower,
     )  # fmt: skip
-    own = [
-        x[..., :each].unflatten(-1, (-1, q_len)).permute(0, 1, 3, 4, 2).flatten(1, 2) for x in (upper, lower)
-    ]
-    return Masses(own[0], own[1], _visited(spans, planes), spans)
+    return Bounded(upper, lower, spans)
+
+
+def chosen(found: Bounded, planes: Planes, tolerance: float, shares: Tensor) -> Pages | None:
+    """Tiles that are read; None as of `bounded`. shares [B, Hkv]: where shares of keys that are left out are
+    written, by heads that look; perhaps those of the planes."""
+    upper, lower, spans = found
+    batch, heads, tiles, padded = upper.shape
+    config = ChooseConfig(next(n for n in TILES if n >= tiles), planes.block, padded // GROUP)
+    if _kernels.must_wait(config, upper):
+        return None
+    pages, classes = (torch.empty(batch, heads, tiles, dtype=torch.int32, device=upper.device) for _ in "pc")
+    counts, places = torch.empty_like(pages[..., 0]), torch.empty_like(spans)
+    kernel = _kernels.of(config, upper, partial(_compiled, config))
+    kernel.launch(
+        upper, lower, spans, planes.seqused_k, planes.share, planes.step, planes.worth, tolerance, pages,
+        counts, places, classes, shares,
+    )  # fmt: skip
+    return Pages(pages, counts, places, classes)
+
+
+def _groups(q: Tensor, planes: Planes) -> int:
+    """Groups of rows that share a head of keys."""
+    return -(-(q.shape[1] // planes.share.shape[1] * q.shape[2]) // GROUP)
 
 
 def _operands(rows: Rows, planes: Planes, config: Config) -> tuple[Tensor, Tensor]:
@@ -103,14 +138,14 @@ def _operands(rows: Rows, planes: Planes, config: Config) -> tuple[Tensor, Tenso
     own = (turned - (high + low / LOW) * unit).norm(dim=-1)  # of a NaN: NaN
     shift = (turned * planes.offset[:, :, None]).sum(-1)
     numbers = torch.stack([unit.squeeze(-1), shift, q.norm(dim=-1), own], -1)
-    codes = torch.stack([_filled(x.nan_to_num(0.0).to(torch.int8), config) for x in (high, low)], 3)
+    codes = torch.stack([_filled(x.nan_to_num(0.0).to(torch.int8), config.groups) for x in (high, low)], 3)
     by_group = codes.unflatten(2, (config.groups, GROUP)).transpose(3, 4).flatten(2, 4)
-    return by_group.contiguous().view(torch.int32), _filled(numbers, config)
+    return by_group.contiguous().view(torch.int32), _filled(numbers, config.groups)
 
 
-def _filled(x: Tensor, config: Config) -> Tensor:
+def _filled(x: Tensor, groups: int) -> Tensor:
     """x [B, Hkv, rows, ...] with zeros for rows that fill up the last group; contiguous."""
-    return pad(x, (0, 0, 0, config.groups * GROUP - x.shape[2])).contiguous()
+    return pad(x, (0, 0, 0, groups * GROUP - x.shape[2])).contiguous()
 
 
 def _spans(rows: Rows, planes: Planes) -> Tensor:
@@ -134,22 +169,15 @@ def _spans(rows: Rows, planes: Planes) -> Tensor:
     return clipped.to(torch.int32).unflatten(1, (planes.offset.shape[1], -1)).flatten(2, 3)
 
 
-def _visited(spans: Tensor, planes: Planes) -> Tensor:
-    """Tiles that a row sees keys of, bool [B, Hkv, T]."""
-    starts = torch.arange(planes.tiles, device=spans.device) * planes.block
-    first, end = (x[..., None] for x in spans.unbind(-1))
-    inside = (first < starts + planes.block) & (end > starts) & (first < end)
-    return inside.any(2)
-
-
 _kernels = KeptKernels()
 
 
-def _compiled(config: Config, arch: str) -> Kernel:
+def _compiled(config: Config | ChooseConfig, arch: str) -> Kernel:
+    module, name = ("masses", "Masses") if isinstance(config, Config) else ("choose", "Choose")
     text = (
-        '"""Bounds masses of tiles of keys by a plane of 8 bits."""\n\n'
-        "from fa4flex.kernels.planes.config import Config\n"
-        "from fa4flex.kernels.planes.kernel import Masses\n\n"
-        f"kernel = Masses({config!r})\n"
+        '"""Tiles of keys that a plane of 8 bits tells of."""\n\n'
+        f"from fa4flex.kernels.planes.config import {type(config).__name__}\n"
+        f"from fa4flex.kernels.planes.{module} import {name}\n\n"
+        f"kernel = {name}({config!r})\n"
     )
     return compile_kernel(Source("planes", text), Problem(64, 64), Signature(), arch)

@@ -9,7 +9,6 @@ channel is which of a product's inner dimension does not matter. fa4flex/runtime
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -20,11 +19,10 @@ from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.math import exp2, log2, where
 from fa4flex.kernels.plan.arguments import PLANES
 from fa4flex.kernels.planes.config import GROUP, LOW, SLACK, ULPS, Config
+from fa4flex.kernels.planes.looks import INFINITY, LN2, LOG2E, looks
 
 _Arguments: Any = named("PlanesArguments", PLANES.read_by("kernel"))
 
-LOG2E, LN2 = math.log2(math.e), math.log(2)
-INFINITY = math.inf
 QUAD = 4
 """Lanes that have a key of an operand, and a row of a product."""
 
@@ -33,8 +31,9 @@ class PlanesArguments(_Arguments):
     """codes int32 [B, Hkv, slots, D / 4]: four channels of a key each. queries int32 [B, Hkv, 16 groups,
     D / 4]: of each group, high halves of 8 rows, then low ones. numbers float32 [B, Hkv, rows, 4] of each
     row: see Row; spans int32 [B, Hkv, rows, 2]: first allowed key, and the one past the last. scale, error,
-    size float32 [B, Hkv, T] of tiles; norms float32 [B, Hkv] of offsets; looks int32 [B, Hkv]: 0 for heads
-    whose plane is not read. upper, lower float32 [B, Hkv, T, rows] are written."""
+    size float32 [B, Hkv, T] of tiles; norms float32 [B, Hkv] of offsets; share float32 [B, Hkv], step int64
+    [1], worth: see looks. upper, lower float32 [B, Hkv, T, rows] are written, -inf for heads that do not
+    look."""
 
 
 class Row(NamedTuple):
@@ -94,7 +93,7 @@ class Masses:
         seen = Boolean(False)
         for row in rows:
             seen = seen | ((row.first < (at.tile + 1) * block) & (row.end > at.tile * block))
-        if cute.arch.vote_any_sync(seen & (a.looks[at.b, at.h] != 0)):
+        if cute.arch.vote_any_sync(seen & looks(a, at.b, at.h)):
             self.write(a, at, rows)
         else:
             for g in cutlass.range_constexpr(self.config.groups):
