@@ -27,6 +27,7 @@ from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
 from fa4flex.kernels.planes.choose import ChosenArguments
 from fa4flex.kernels.planes.masses import PlanesArguments
+from fa4flex.kernels.planes.queries import CodedQueriesArguments
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 from fa4flex.kernels.topk.rows import TopkArguments
 
@@ -79,6 +80,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
     "topk": lambda kernel, problem: [(kernel, TopkArguments)],
     "chosen": lambda kernel, problem: [(kernel, ChosenArguments)],
+    "coded_queries": lambda kernel, problem: [(kernel, CodedQueriesArguments)],
     "planes": lambda kernel, problem: [(kernel, PlanesArguments)],
     "quantize": lambda kernel, problem: kernel.launches,
 }

@@ -10,6 +10,7 @@ All is written in place, and nothing waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from fa4flex import later
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.kernels.planes.config import EVERY
+from fa4flex.kernels.planes.config import EVERY, LARGEST
 from fa4flex.primitives.base import check_device, check_integers, kind_of
 from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.varlen import Varlen
@@ -26,9 +27,6 @@ from fa4flex.quantization.rotation import Rotation
 
 BLOCKS = (64, 128)
 """Keys of a tile: those of the tiles of kernels."""
-
-LARGEST = 127.0
-"""Greatest code."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -92,6 +90,11 @@ class Planes:
             return None
         k, v = (x.view(-1, self.block, 1, x.shape[3]) for x in (self.k, self.v))
         return k, v
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """2-norms of the offsets [B, Hkv]."""
+        return self.offset.norm(dim=-1)
 
     @property
     def worth(self) -> float:

@@ -553,6 +553,18 @@ _LOOKS = (
     Argument("worth", Number(), "launch"),
 )
 
+CODED_QUERIES = Schema(
+    (
+        Argument("q", Rows(("batch", "q_heads", "q_len", "width")), "launch"),
+        Argument("signs", _floats("width"), "launch"),
+        Argument("offset", _floats(*_OF_HEADS, "width"), "launch"),
+        Argument("scale", Number(), "launch"),
+        Argument("queries", Array("int32", (*_OF_HEADS, "operand rows", "words"), together=4), "launch"),
+        Argument("numbers", Array("float32", (*_OF_HEADS, "row slots", 4), together=4), "launch"),
+    )
+)
+"""Arguments of the kernel that rounds queries for those of planes."""
+
 PLANES = Schema(
     (
         Argument("codes", Array("int32", (*_OF_HEADS, "slots", "words"), together=4), "launch"),
@@ -623,6 +635,7 @@ SCHEMAS: dict[str, Schema] = {
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
     "topk": TOPK,
+    "coded_queries": CODED_QUERIES,
     "planes": PLANES,
     "chosen": CHOSEN,
 }

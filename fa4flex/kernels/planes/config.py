@@ -40,6 +40,24 @@ TILES = 256, 1024, 4096, 16384
 """Tiles of a sequence that kernels have memory for."""
 
 
+LARGEST = 127.0
+"""Greatest code."""
+
+
+@dataclass(frozen=True)
+class QueriesConfig:
+    """dtype   of queries, of 16 bits
+    width   of queries and keys
+    groups  of rows, as of Config
+    """
+
+    dtype: str
+    width: int
+    groups: int
+
+    together: ClassVar[int] = 8
+
+
 @dataclass(frozen=True)
 class ChooseConfig:
     """tiles   of a sequence, at most

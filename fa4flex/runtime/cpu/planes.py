@@ -108,7 +108,7 @@ class _Plane:
         sums = (
             pad(scores, (0, short), value=-math.inf).unflatten(-1, (-1, planes.block)).logsumexp(-1).float()
         )
-        whole = 2 * (size + planes.offset[self.sequence, groups].norm(dim=-1, keepdim=True))
+        whole = 2 * (size + planes.norms[self.sequence, groups].unsqueeze(-1))
         width = planes.offset.shape[-1]
         off = self.steep * (error * SLACK + ULPS * width * whole)[:, None, None]
         for x, found in ((into.upper, sums + off), (into.lower, sums - off)):

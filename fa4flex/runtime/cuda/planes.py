@@ -22,8 +22,19 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.planes.config import GROUP, LOW, MOST_GROUPS, RUN, TILES, WIDEST, ChooseConfig, Config
-from fa4flex.quantization.planes import LARGEST, Planes
+from fa4flex.kernels.planes.config import (
+    GROUP,
+    MOST_GROUPS,
+    RUN,
+    TILES,
+    WIDEST,
+    ChooseConfig,
+    Config,
+    QueriesConfig,
+)
+from fa4flex.quantization.planes import Planes
+from fa4flex.runtime.call import name_of
+from fa4flex.runtime.cuda.calls.conversions import compact, tma_able
 from fa4flex.runtime.cuda.device.device import target_of
 from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
 
@@ -56,6 +67,8 @@ def refusal(facts: Facts, q: Tensor, planes: Planes) -> str:
         return f"more than {MOST_GROUPS * GROUP} rows share a head of keys"
     if width % RUN or width > WIDEST:
         return f"heads of {width}: the kernel for planes reads those of {RUN}, 128, 192 and {WIDEST} channels"
+    if q.dtype.itemsize != 2:
+        return f"queries of {q.dtype}, which are no 16 bits"
     if planes.layout != "bhsd" or not planes.pages:
         return "keys have to lie as [B, Hkv, S, D] in memory, S a multiple of the block"
     if planes.tiles > TILES[-1]:
@@ -89,16 +102,23 @@ def bounded(rows: Rows, planes: Planes) -> Bounded | None:
     before the first call of its kind."""
     q = rows.q
     config = Config(q.shape[3], planes.block, _groups(q, planes))
-    if _kernels.must_wait(config, q):
+    before = QueriesConfig(name_of(q.dtype), config.width, config.groups)
+    if _kernels.must_wait(config, q) or _kernels.must_wait(before, q):
         return None
-    kernel = _kernels.of(config, q, partial(_compiled, config))
-    codes, numbers = _operands(rows, planes, config)
+    first, kernel = (_kernels.of(one, q, partial(_compiled, one)) for one in (before, config))
+    (batch, heads, tiles), padded = planes.scale.shape, config.groups * GROUP
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(batch, heads, *shape, dtype=dtype, device=q.device)
+
+    codes, numbers = empty(2 * padded, config.width // 4, dtype=torch.int32), empty(padded, 4)
+    q = q.detach() if tma_able(q) else compact(q.detach())
+    first.launch(q, planes.rotation.signs(q.device), planes.offset, rows.scale, codes, numbers)
     spans = _filled(_spans(rows, planes), config.groups)
-    shape = *planes.scale.shape, config.groups * GROUP
-    upper, lower = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    upper, lower = empty(tiles, padded), empty(tiles, padded)
     kernel.launch(
         planes.codes.view(torch.int32), codes, numbers, spans, planes.scale, planes.error, planes.size,
-        planes.offset.norm(dim=-1), planes.share, planes.step, planes.worth, upper, lower,
+        planes.norms, planes.share, planes.step, planes.worth, upper, lower,
     )  # fmt: skip
     return Bounded(upper, lower, spans)
 
@@ -124,23 +144,6 @@ def chosen(found: Bounded, planes: Planes, tolerance: float, shares: Tensor) -> 
 def _groups(q: Tensor, planes: Planes) -> int:
     """Groups of rows that share a head of keys."""
     return -(-(q.shape[1] // planes.share.shape[1] * q.shape[2]) // GROUP)
-
-
-def _operands(rows: Rows, planes: Planes, config: Config) -> tuple[Tensor, Tensor]:
-    """Codes of queries and numbers of rows, as the kernel reads them."""
-    q = rows.q.float() * rows.scale
-    of_heads = planes.offset.shape[1]
-    q = q.unflatten(1, (of_heads, -1)).flatten(2, 3)  # [B, Hkv, rows, D]
-    turned = planes.turned(q)
-    unit = (turned.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    high = (turned / unit).round()
-    low = ((turned / unit - high) * LOW).round()
-    own = (turned - (high + low / LOW) * unit).norm(dim=-1)  # of a NaN: NaN
-    shift = (turned * planes.offset[:, :, None]).sum(-1)
-    numbers = torch.stack([unit.squeeze(-1), shift, q.norm(dim=-1), own], -1)
-    codes = torch.stack([_filled(x.nan_to_num(0.0).to(torch.int8), config.groups) for x in (high, low)], 3)
-    by_group = codes.unflatten(2, (config.groups, GROUP)).transpose(3, 4).flatten(2, 4)
-    return by_group.contiguous().view(torch.int32), _filled(numbers, config.groups)
 
 
 def _filled(x: Tensor, groups: int) -> Tensor:
@@ -172,8 +175,16 @@ def _spans(rows: Rows, planes: Planes) -> Tensor:
 _kernels = KeptKernels()
 
 
-def _compiled(config: Config | ChooseConfig, arch: str) -> Kernel:
-    module, name = ("masses", "Masses") if isinstance(config, Config) else ("choose", "Choose")
+_HOMES = {
+    QueriesConfig: ("queries", "Queries"),
+    Config: ("masses", "Masses"),
+    ChooseConfig: ("choose", "Choose"),
+}
+"""Kernels of configurations, by module and name."""
+
+
+def _compiled(config: Config | ChooseConfig | QueriesConfig, arch: str) -> Kernel:
+    module, name = _HOMES[type(config)]
     text = (
         '"""Tiles of keys that a plane of 8 bits tells of."""\n\n'
         f"from fa4flex.kernels.planes.config import {type(config).__name__}\n"
