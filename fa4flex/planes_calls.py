@@ -8,7 +8,7 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -111,10 +111,10 @@ def attend(
         q = q.to(planes.k.dtype) if autocast.active(q) else q
         found = None if _checked(variant, q, planes) else _chosen(variant, q, planes, statistics)
         inner = None if caller is None or torch.compiler.is_dynamo_compiling() else caller.of_codes()
-        if found is not None and found.pages is not None:
-            return _of_pages(plain, inner, q, found, statistics)
-        if found is not None:
-            plain = changed(plain, blocks=_map(found.reads, q, variant))
+        if isinstance(found, Reads):
+            plain = changed(plain, blocks=_map(found, q, variant))
+        elif found is not None:
+            return _of_pages(plain, inner, (q, planes, found), statistics)
         return calls.run(plain, inner, (q, planes.k, planes.v), planes.varlen, None, statistics)
 
 
@@ -123,7 +123,10 @@ def reads(variant: Variant, q: Tensor, planes: Planes) -> Reads:
     reason = _checked(variant, q, planes)
     if reason and reason != EXACT:
         return _all(planes, reason)
-    return _found(variant, q, planes, planes.share.clone()).reads
+    found = _found(variant, q, planes, planes.share.clone())
+    if isinstance(found, (str, Reads)):
+        return _all(planes, found) if isinstance(found, str) else found
+    return Reads(planes, found.classes > 0, found.classes == READ, planes.looks())
 
 
 def _exact(variant: Variant) -> Variant:
@@ -150,27 +153,23 @@ def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
     return _may(variant, q, planes)
 
 
-class _Chosen(NamedTuple):
-    """What a call reads; and as pages, where kernels compute."""
-
-    reads: Reads
-    pages: Pages | None = None
-
-
-def _chosen(variant: Variant, q: Tensor, planes: Planes, statistics: Statistics) -> _Chosen | None:
-    """What this step reads; None for all tiles. Counts the step, and keeps what is left out."""
+def _chosen(variant: Variant, q: Tensor, planes: Planes, statistics: Statistics) -> Reads | Pages | None:
+    """What this step reads, as pages where kernels compute; None for all tiles. Counts the step, and keeps
+    what is left out."""
     kernels = launch.by_kernels(variant, q)
-    if kernels and (variant.has_sinks or "max_logit" in statistics):
+    if kernels and "max_logit" in statistics:  # of heads of all sequences, which are sequences of their own
         return None
     found = _found(variant, q, planes, planes.share) if kernels or bool(planes.looks().any()) else None
     planes.step.add_(1)
-    if found is not None and found.reads.reason:
-        planes.share.zero_()
-    return None if found is None or found.reads.reason else found
+    if not isinstance(found, Reads) or not found.reason:
+        return None if isinstance(found, str) else found
+    planes.share.zero_()
+    return None
 
 
-def _found(variant: Variant, q: Tensor, planes: Planes, shares: Tensor) -> _Chosen:
-    """What a call reads. shares [B, Hkv]: where what heads that look leave out is written."""
+def _found(variant: Variant, q: Tensor, planes: Planes, shares: Tensor) -> Reads | Pages | str:
+    """What a call reads; or why all, where kernels compute. shares [B, Hkv]: where what heads that look leave
+    out is written."""
     now: launch.Calling | None = None
     try:
         now = launch.calling(_exact(variant), None)
@@ -182,7 +181,9 @@ def _found(variant: Variant, q: Tensor, planes: Planes, shares: Tensor) -> _Chos
         raise
 
 
-def _found_by(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float, shares: Tensor) -> _Chosen:
+def _found_by(
+    now: launch.Calling, q: Tensor, planes: Planes, tolerance: float, shares: Tensor
+) -> Reads | Pages | str:
     # Calls without planes wait for neither.
     from fa4flex.runtime import blockwise
     from fa4flex.runtime.cpu import planes as by_plane
@@ -197,7 +198,7 @@ def _found_by(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float, 
     inputs = blockwise.inputs_of_call(program, call)
     if launch.by_kernels(now.variant, q):
         facts, inputs = fitted_call(program.facts, inputs, call.extents())
-        rows = Rows(inputs.q, inputs.scale, inputs.captured, facts)
+        rows = Rows(inputs.q, inputs.scale, inputs.captured, facts, call.sinks is not None)
         return _by_kernels(rows, planes, tolerance, shares)
     slope = by_plane.slope_of(program.facts, inputs)
     sequences = blockwise.sequences_of_call(call)
@@ -205,24 +206,21 @@ def _found_by(now: launch.Calling, q: Tensor, planes: Planes, tolerance: float, 
     looked = planes.looks()
     if slope is None or not tolerance:
         reason = NO_SLOPE if tolerance else EXACT
-        return _Chosen(Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason))
+        return Reads(planes, masses.visited, masses.visited, torch.zeros_like(looked), reason)
     tiles = needed(masses, call.sinks, tolerance) | (masses.visited & ~looked[:, :, None])
     reads = Reads(planes, masses.visited, tiles, looked)
     shares.copy_(torch.where(looked, reads.share, shares))
-    return _Chosen(reads)
+    return reads
 
 
-def _by_kernels(rows: Rows, planes: Planes, tolerance: float, shares: Tensor) -> _Chosen:
+def _by_kernels(rows: Rows, planes: Planes, tolerance: float, shares: Tensor) -> Pages | str:
     from fa4flex.runtime.cuda.planes import bounded, chosen, refusal
 
-    reason = refusal(rows.facts, rows.q, planes) if tolerance else EXACT
+    reason = refusal(rows, planes) if tolerance else EXACT
     if reason:
-        return _Chosen(_all(planes, reason))
-    looked, masses = planes.looks(), bounded(rows, planes)
-    pages = None if masses is None else chosen(masses, planes, tolerance, shares)
-    if pages is None:
-        return _Chosen(_all(planes, CAPTURING))
-    return _Chosen(Reads(planes, pages.classes > 0, pages.classes == READ, looked), pages)
+        return reason
+    masses = bounded(rows, planes)
+    return (None if masses is None else chosen(masses, planes, tolerance, shares)) or CAPTURING
 
 
 def _all(planes: Planes, reason: str) -> Reads:
@@ -242,12 +240,15 @@ def _map(found: Reads, q: Tensor, variant: Variant) -> BlockMap:
 
 
 def _of_pages(
-    plain: Variant, caller: launch.Caller | None, q: Tensor, chosen: _Chosen, statistics: Statistics
+    plain: Variant,
+    caller: launch.Caller | None,
+    given: tuple[Tensor, Planes, Pages],
+    statistics: Statistics,
 ) -> Results:
     """Results over the tiles that are read, as pages of sequences: those of each head of keys are one. A
     key's place among them takes that of its index, so the mask is what rows may see of these."""
-    planes, pages = chosen.reads.planes, chosen.pages
-    assert planes.pages is not None and pages is not None
+    q, planes, pages = given
+    assert planes.pages is not None
     (batch, heads, q_len, width), kv_heads = q.shape, pages.table.shape[1]
     each = heads // kv_heads
     first, end = (

@@ -22,7 +22,7 @@ from fa4flex.runtime.cpu import planes as by_plane
 from fa4flex.runtime.planes import Masses, needed
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
-CASES = int(os.environ.get("FA4FLEX_RANDOM_PLANES", "120"))
+CASES = int(os.environ.get("FA4FLEX_RANDOM_PLANES", "40"))
 
 
 def masked(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -119,7 +119,7 @@ def test_no_output_is_off_by_more_than_the_tolerance(seed: int) -> None:
             lower = (exact_lse - lse[b].double()).nan_to_num(0.0)  # -inf where a row has no keys
             rounded = 1e-4 * (1 + float(exact_lse.nan_to_num(neginf=0.0).abs().max()))
             assert -rounded <= float(lower.min()) and float(lower.max()) <= -math.log1p(-tolerance) + rounded
-    assert CASES < 50 or max(left) > 0.5, "nothing was ever left out"
+    assert CASES < 40 or max(left) > 0.5, "nothing was ever left out"
 
 
 def masses_of(variant: dict[str, Any], q: Tensor, planes: Planes) -> Masses:

@@ -15,11 +15,11 @@ from torch import Tensor
 import fa4flex
 import ptxsim
 from fa4flex import Planes, Precision
-from fa4flex.kernels.planes.config import EVERY
-from fa4flex.planes_calls import _found
+from fa4flex.kernels.planes.config import EVERY, READ
+from fa4flex.planes_calls import Reads, _found
 from fa4flex.runtime.cpu import planes as on_cpu
 from fa4flex.runtime.cuda import planes as on_gpu
-from fa4flex.runtime.planes import Masses
+from fa4flex.runtime.planes import Masses, needed
 from fa4flex.variants import alibi, causal, sliding_window
 
 TIMINGS = ("eager", "late", "random")
@@ -98,6 +98,52 @@ def test_masses_are_those_of_a_cpu(
     assert (more <= 0.02 * reach + 1e-4)[seen].all()
 
 
+@pytest.mark.parametrize("tiles", [1, 40, 300, 700])
+def test_as_many_tiles_are_left_out_as_the_tolerance_has_room_for(tiles: int, seed: int) -> None:
+    """To a threshold's digits; with masses of any size, NaN, and rows of which parts are masked."""
+    block, heads, padded, timing = random.choice((64, 128)), 2, random.choice((8, 16)), random.choice(TIMINGS)
+    rows, tolerance = random.randint(1, padded), random.choice((1e-3, 0.05, 0.4))
+    k = torch.zeros(2, heads, tiles * block, 64, dtype=torch.bfloat16)
+    planes = fa4flex.planes(k, k, seqused_k=torch.tensor([tiles * block, tiles * block - 5]), block=block)
+    planes.step.fill_(1)
+    planes.share[0, 0] = 0.0
+    logs = torch.randn(2, heads, tiles, padded) * random.choice((0.1, 3.0, 10.0))
+    spans = torch.randint(0, tiles * block + 1, (2, heads, padded, 2), dtype=torch.int32).sort(-1).values
+    spans[..., rows:, :] = 0
+    spans[1].clamp_(max=tiles * block - 5)
+    starts = torch.arange(tiles)[:, None] * block
+    first, end = (x.unsqueeze(2) for x in spans.unbind(-1))
+    seen = (first < starts + block) & (end > starts) & (first < end)
+    logs = logs.masked_fill(~seen, -math.inf)
+    spoilt = random.random() < 0.3 and bool(seen[1, 1].any())
+    if spoilt:
+        logs[1, 1][seen[1, 1]] = math.nan
+    shares = planes.share.clone()
+    with ptxsim.device("sm_90a", random.randrange(1 << 20), timing, sms=2) as gpu, poisoned():
+        found = on_gpu.chosen(on_gpu.Bounded(logs, logs, spans), planes, tolerance, shares)
+    assert found is not None and not gpu.findings, f"{timing}: {gpu.report()}"
+    visited = seen.any(3)
+    masses = Masses(*(x.permute(0, 1, 3, 2).flatten(1, 2).unsqueeze(2) for x in (logs, logs)), visited)
+    looks = planes.looks()[:, :, None]
+    least, most = (visited & (needed(masses, None, x) | ~looks) for x in (tolerance, tolerance * 0.999))
+    read = found.classes == READ
+    assert torch.equal(found.classes > 0, visited) and (read >= least).all() and (read <= most).all()
+    assert not spoilt or torch.equal(read[1, 1], visited[1, 1])
+    keys = Reads(planes, visited, read, looks).keys
+    assert torch.equal(found.counts, (read * keys).sum(-1).int())
+    share = 1 - (read * keys).sum(-1) / (visited * keys).sum(-1).clamp(min=1)
+    wanted = torch.where(visited.any(-1), share, 0.0)
+    assert torch.allclose(shares, torch.where(looks[..., 0], wanted, planes.share), atol=1e-6)
+    for b, h in [(b, h) for b in range(2) for h in range(heads)]:
+        listed = read[b, h].nonzero().flatten()
+        assert torch.equal(found.table[b, h, : len(listed)], (listed + (b * heads + h) * tiles).int())
+        held = [int(t) * block + i for t in listed for i in range(block)]
+        for place, index in zip(
+            found.places[b, h].flatten().tolist(), spans[b, h].flatten().tolist(), strict=True
+        ):
+            assert place == sum(1 for key in held if key < index)
+
+
 def local(heads: tuple[int, int], rows: int, room: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries that attend to a few keys near the last ones, but for those of the first head of keys."""
     q, k, v, used = tensors(heads, rows, room, width)
@@ -165,6 +211,7 @@ def refused() -> list[tuple[str, Any, dict[str, Any], tuple[int, int]]]:
     strided = {"layout": "bshd"}
     return [
         ("score mod", alibi(torch.tensor([0.5, 0.5])), {}, (1, 256)),
+        ("sinks", None, {"sinks": torch.zeros(2)}, (1, 256)),
         ("single interval", lambda b, h, q, kv: kv % 3 != 0, {}, (1, 256)),
         ("16 rows", None, {}, (9, 256)),
         ("multiple of the block", None, {}, (1, 250)),
@@ -177,9 +224,9 @@ def test_calls_that_no_kernel_looks_at_planes_for_read_all(n: int, seed: int) ->
     message, mod, more, (rows, room) = refused()[n]
     q, k, v = torch.randn(1, 2, rows, 64), torch.randn(1, 1, room, 64), torch.randn(1, 1, room, 64)
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    if more:
+    if "layout" in more:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    planes = fa4flex.planes(k, v, **more)
+    planes = fa4flex.planes(k, v, layout=more.get("layout", "bhsd"))
     given = {"score_mod": mod} if message == "score mod" else {"mask": mod}
     attn = fa4flex.compile(**given, **more, precision=Precision(tolerance=0.1))
     with ptxsim.device("sm_90a", 0, "eager", sms=2):

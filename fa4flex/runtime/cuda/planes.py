@@ -45,20 +45,25 @@ FAMILY = "sm90"
 
 
 class Rows(NamedTuple):
-    """Queries of a call: q [B, Hq, Sq, D], the factor of q.k, captured values, and what the mask says."""
+    """Queries of a call: q [B, Hq, Sq, D], the factor of q.k, captured values, what the mask says, and
+    whether there are sinks."""
 
     q: Tensor
     scale: float
     captured: Captured
     facts: Facts
+    sinks: bool
 
 
-def refusal(facts: Facts, q: Tensor, planes: Planes) -> str:
-    """Why no kernel bounds the masses of a call's tiles; "" where one does. q with heads first."""
+def refusal(rows: Rows, planes: Planes) -> str:
+    """Why no kernel bounds the masses of a call's tiles; "" where one does."""
+    facts, q = rows.facts, rows.q
     if target_of(q.device).family != FAMILY:
         return "kernels that read planes are for Hopper"
     if facts.score is not SCORE:
         return "no kernel reads planes under a score mod yet"
+    if rows.sinks:
+        return "no kernel reads planes beside sinks yet"
     keys = key_intervals(facts.mask)
     if facts.mask is not TRUE and (keys is None or len(keys.spans) != 1 or not keys.certain):
         return "the mask is no single interval of keys for each query, which the kernel for planes asks for"
@@ -167,7 +172,10 @@ def _spans(rows: Rows, planes: Planes) -> Tensor:
             "q_len": q_len, "kv_len": used, "num_heads": heads,
         }  # fmt: skip
         first, end = evaluate(keys.spans[0], symbols, rows.captured)
-    both = [torch.as_tensor(x, device=device).expand(batch, heads, q_len) for x in (first, end)]
+    both = [
+        (x if isinstance(x, Tensor) else torch.full((), int(x), device=device)).expand(batch, heads, q_len)
+        for x in (first, end)
+    ]
     clipped = torch.stack([both[0].clamp(min=0), torch.minimum(both[1], used)], -1)
     return clipped.to(torch.int32).unflatten(1, (planes.offset.shape[1], -1)).flatten(2, 3)
 
