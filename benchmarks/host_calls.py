@@ -241,6 +241,6 @@ def new_contents() -> dict[str, Call]:
 def rows() -> dict[str, Call]:
     """Calls by name, with tensors of the default device; the others are compared with the first."""
     return {
-        **decoding(), **pages(), **eight_bit(), **listed(), **packed(), **captured(), **blocks(), **training(),
-        **new_contents(),
+        **decoding(), **pages(), **eight_bit(), **listed(), **packed(), **captured(), **blocks(),
+        **training(), **new_contents(),
     }  # fmt: skip
