@@ -176,7 +176,7 @@ class Attention:
 
     @on_the_host
     def reads(self, q: Tensor, planes: Planes) -> Reads:
-        """What the next call of planes reads: tiles of keys, heads that look at their plane, bytes.
+        """Tiles of keys that the next call of planes reads, heads that look at their plane, and bytes.
 
         q as in a call. `reads.share` is the share of the keys that is left out [B, Hkv], `reads.explain()`
         says all in words. Leaves the planes as they are. Raises InputError and UnsupportedError as the call

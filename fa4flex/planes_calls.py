@@ -39,7 +39,8 @@ EXACT = "no tolerance: Precision(tolerance=0)"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reads:
-    """What a call of planes reads, as `attn.reads(q, planes)` finds it. T tiles of `planes.block` keys.
+    """Tiles and bytes that a call of planes reads, as `attn.reads(q, planes)` finds them. T tiles of
+    `planes.block` keys.
 
     visited  bool [B, Hkv, T]: tiles that have allowed keys
     tiles    bool [B, Hkv, T]: those of them whose keys and values of 16 bits are read
@@ -119,7 +120,7 @@ def attend(
 
 
 def reads(variant: Variant, q: Tensor, planes: Planes) -> Reads:
-    """What the next call reads. Leaves the planes as they are."""
+    """Tiles that the next call reads. Leaves the planes as they are."""
     reason = _checked(variant, q, planes)
     if reason and reason != EXACT:
         return _all(planes, reason)
@@ -134,8 +135,8 @@ def _exact(variant: Variant) -> Variant:
 
 
 def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
-    """Why nothing may be left out, whatever scores are; "" where they decide. Raises what `_check` does, and
-    UnsupportedError for gradients, also of what functions captured."""
+    """Reason that nothing may be left out, whatever scores are; "" where these decide. Raises what
+    `_check` does, and UnsupportedError for gradients, also of what functions captured."""
     if torch.compiler.is_dynamo_compiling():  # which knows no repr of a variant
         _check(variant, q, planes)
         return IN_GRAPHS
@@ -154,7 +155,7 @@ def _checked(variant: Variant, q: Tensor, planes: Planes) -> str:
 
 
 def _chosen(variant: Variant, q: Tensor, planes: Planes, statistics: Statistics) -> Reads | Pages | None:
-    """What this step reads, as pages where kernels compute; None for all tiles. Counts the step, and keeps
+    """Tiles that this step reads, as pages where kernels compute; None for all. Counts the step, and keeps
     what is left out."""
     kernels = launch.by_kernels(variant, q)
     if kernels and "max_logit" in statistics:  # of heads of all sequences, which are sequences of their own
@@ -168,8 +169,8 @@ def _chosen(variant: Variant, q: Tensor, planes: Planes, statistics: Statistics)
 
 
 def _found(variant: Variant, q: Tensor, planes: Planes, shares: Tensor) -> Reads | Pages | str:
-    """What a call reads; or why all, where kernels compute. shares [B, Hkv]: where what heads that look leave
-    out is written."""
+    """Tiles that a call reads; where kernels compute, as pages, or the reason that all are read. shares
+    [B, Hkv] is written: what heads that look leave out."""
     now: launch.Calling | None = None
     try:
         now = launch.calling(_exact(variant), None)
@@ -280,7 +281,7 @@ def alone(planes: Planes, **others: Any) -> None:
 
 
 def _may(variant: Variant, q: Tensor, planes: Planes) -> str:
-    """Why nothing may be left out, whatever scores are; "" where they decide."""
+    """Reason that nothing may be left out, whatever scores are; "" where these decide."""
     if launch.observed(q, planes.k, planes.v):
         return IN_GRAPHS
     if q.device.type != "cpu" and not launch.by_kernels(variant, q):

@@ -1,4 +1,4 @@
-"""Which tiles of keys are read, by bounds of their masses, whatever has computed these."""
+"""Tiles of keys that are read, by bounds of their masses, whatever has computed these."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fa4flex.kernels.planes.config import SLACK
 
 
 class Masses(NamedTuple):
-    """What a row's softmax may have in a tile, as logarithms of sums of exponentials [B, Hq, Sq, T]: bounds
-    of those of exact scores. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
+    """Bounds of what a row's softmax has in a tile, as logarithms of sums of exponentials of exact scores
+    [B, Hq, Sq, T]. visited: tiles that have allowed keys, bool [B, Hkv, T]."""
 
     upper: Tensor
     lower: Tensor

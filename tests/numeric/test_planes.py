@@ -170,7 +170,7 @@ def test_masses_of_tiles_are_within_their_bounds(seed: int) -> None:
 
 
 def test_rows_lose_as_many_tiles_as_the_tolerance_has_room_for(seed: int) -> None:
-    """Of one row: the lightest ones. Of several: those that all of them lose."""
+    """One row loses the lightest ones, several lose those that all of them lose."""
     for _ in range(50):
         tiles, tolerance = random.randint(1, 12), random.choice((1e-3, 0.05, 0.4))
         logs = torch.randn(1, 2, 3, tiles) * random.choice((0.1, 3.0, 10.0))
@@ -263,7 +263,7 @@ def test_appends_that_do_not_fit_are_refused() -> None:
 
 
 def test_flat_heads_go_back_to_one_plane_and_look_again(seed: int) -> None:
-    """Of one head, whose queries are flat and then those of a needle; the other has one all along."""
+    """One head's queries are flat, and then those of a needle; the other head has one all along."""
     k, v = torch.randn(1, 2, 2048, 64) / 8, torch.randn(1, 2, 2048, 64)
     flat, sharp = torch.randn(1, 2, 1, 64), 40 * torch.nn.functional.normalize(k[:, :, 700:701], dim=-1)
     sharp = sharp / sharp.norm(dim=-1, keepdim=True) * 400

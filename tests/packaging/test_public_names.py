@@ -42,8 +42,8 @@ MADE_HERE = {
 OWN_USE = {
     "bind", "bounds", "brought", "check", "check_contents", "check_padded", "check_tokens", "check_used",
     "checked", "combined_with", "compute_dtype", "context", "cu_k", "differentiable", "digest", "fits",
-    "incoming", "looks", "now", "outgoing", "output_dtype", "pages", "parts", "prepared", "role", "rotation",
-    "spread", "src_data_rank", "together", "trace", "turned", "variant",
+    "incoming", "looks", "norms", "now", "outgoing", "output_dtype", "pages", "parts", "prepared", "role",
+    "rotation", "spread", "src_data_rank", "together", "trace", "turned", "variant",
 }  # fmt: skip
 """Attributes without an underscore that the package's other parts use, and users do not."""
 

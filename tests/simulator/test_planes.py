@@ -40,7 +40,7 @@ def tensors(
 
 
 def kept(attn: Any, q: Tensor, planes: Planes, where: Any, name: str) -> Any:
-    """What a function gave while tiles were chosen."""
+    """Result of a function that was called while tiles were chosen."""
     found: list[Any] = []
     of = getattr(where, name)
     with pytest.MonkeyPatch.context() as patch:

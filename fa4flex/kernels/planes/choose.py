@@ -154,7 +154,7 @@ class Choose:
     def tile(
         self, arguments: cutlass.Constexpr, at: tuple[Int32, Int32, Boolean], limits: Limits, t: Int32
     ) -> tuple[Boolean, Boolean, Int32]:
-        """Whether a tile is visited and read, and its keys. Any number: those past the last are neither."""
+        """(visited, read, number of keys) of a tile. Those past the last are neither."""
         a, (b, h, look), block = arguments, at, self.config.block
         tiles = Int32(a.pages.shape[2])
         held, seen, needed = cutlass.min(t, tiles - 1), Boolean(False), Boolean(False)

@@ -24,7 +24,7 @@ ULPS = 2.0**-22
 """Error of a float32 sum of products, for each of its terms, relative to the product of the norms."""
 
 SLACK = 1 + 2.0**-12
-"""What float32 norms, exponentials and sums of a tile may lack."""
+"""Factor by which float32 norms, exponentials and sums of a tile may be too small."""
 
 
 EVERY = 32

@@ -1,4 +1,4 @@
-"""Which heads look at their plane, and numbers that the kernels of planes share."""
+"""Heads that look at their plane, and numbers that the kernels of planes share."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ INFINITY = math.inf
 
 
 def looks(a: Any, b: Int32, h: Int32) -> Boolean:
-    """Whether a head looks at its plane: it was worth its bytes at the last look, or its turn has come."""
+    """True if a head looks at its plane: it was worth its bytes at the last look, or its turn has come."""
     return (a.share[b, h] >= a.worth) | (Int32(a.step[0] % EVERY) == 0)

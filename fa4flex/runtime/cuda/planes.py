@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 def refusal(rows: Rows, planes: Planes) -> str:
-    """Why no kernel bounds the masses of a call's tiles; "" where one does."""
+    """Reason that no kernel bounds the masses of a call's tiles; "" where one does."""
     facts, q = rows.facts, rows.q
     if target_of(q.device).family != FAMILY:
         return "kernels that read planes are for Hopper"
