@@ -20,7 +20,7 @@ from fa4flex.primitives.block_lists import PARTIAL
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.paging import Paging
-from fa4flex.quantization.planes import Planes
+from fa4flex.quantization.planes import Planes, refuse_stale
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.call import Results, Statistics
 from fa4flex.runtime.key_sources import Contiguous
@@ -307,6 +307,8 @@ def _check(variant: Variant, q: Tensor, planes: Planes) -> None:
         )
     if not precision.tolerance:
         return
+    if not torch.compiler.is_dynamo_compiling():
+        refuse_stale(planes)
     others = {
         "a normaliser": variant.normalizer, "dropout": variant.dropout, "a block map": variant.blocks,
         "an output function": variant.output_mod, "skip": precision.skip or None,

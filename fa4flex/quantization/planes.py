@@ -61,6 +61,8 @@ class Planes:
     layout: Literal["bhsd", "bshd"]
     full: bool = field(default=False)
     """True if there is no room for more keys."""
+    version: list[int] = field(default_factory=list)
+    """Version of k that the plane was made of, as torch counts writes in place; empty where it counts none."""
 
     @property
     def varlen(self) -> Varlen | None:
@@ -80,6 +82,11 @@ class Planes:
     def tiles(self) -> int:
         """Tiles of a sequence."""
         return self.scale.shape[2]
+
+    @property
+    def stale(self) -> bool:
+        """True if torch knows that keys were written to since their plane was made."""
+        return self.version != [] and self.version != _version(self.k)
 
     @property
     def pages(self) -> tuple[Tensor, Tensor] | None:
@@ -115,6 +122,7 @@ class Planes:
         k [B, Hkv, n, D], v [B, Hkv, n, Dv], or as the layout has it. Raises InputError for shapes that do not
         fit, and for tokens past the room of k and v: on a GPU at a later call, and nothing is written there.
         """
+        refuse_stale(self)
         to, new = [self._heads_first(x) for x in (self.k, self.v)], [self._heads_first(x) for x in (k, v)]
         _check_new(to, new)
         count, room = new[0].shape[2], to[0].shape[2]
@@ -130,7 +138,7 @@ class Planes:
                     "make them longer, and say with seqused_k= how many tokens of them there are",
                 )
         else:
-            later.require(fits, "tokens past the room of planes")
+            later.require_at_each_replay(fits, "tokens past the room of planes")
         at = before[:, None] + torch.arange(count, device=before.device)
         batch, written = torch.arange(len(before), device=before.device)[:, None], at < room
         at = at % room  # no two tokens meet: what does not fit rewrites what is there
@@ -141,6 +149,7 @@ class Planes:
         touched = min((count + self.block - 2) // self.block + 1, self.tiles)
         first = before // self.block
         self._round((first[:, None] + torch.arange(touched, device=first.device)) % self.tiles)
+        self.version[:] = _version(self.k)
 
     def _heads_first(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2) if self.layout == "bshd" else x
@@ -216,11 +225,16 @@ def planes(
         block=block,
         layout=layout,
         full=seqused_k is None,
+        version=_version(k),
     )
     for first in range(0, tiles, TILES):
         some = torch.arange(first, min(first + TILES, tiles), device=device)
         made._round(some.expand(batch, -1))
     return made
+
+
+def _version(x: Tensor) -> list[int]:
+    return [] if torch.compiler.is_compiling() or x.is_inference() else [x._version]
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
@@ -275,6 +289,16 @@ def _check(k: Tensor, v: Tensor, seqused_k: Tensor | None, block: int, layout: s
         check_device("seqused_k", seqused_k, "k", k.device, "move it with .to(k.device)")
         Varlen(seqused_k=seqused_k).check_padded(*(heads_first.shape[n] for n in (0, 2, 2)))
     return heads_first
+
+
+def refuse_stale(planes: Planes) -> None:
+    """Raise InputError where keys are no longer what their plane was made of."""
+    if planes.stale:
+        raise InputError(
+            "keys that were written to since their plane was made",
+            "planes of the keys as they are: their bounds hold for no others",
+            "write new tokens with planes.append(k, v), or make planes again: fa4flex.planes(k, v)",
+        )
 
 
 def _check_new(to: list[Tensor], new: list[Tensor]) -> None:

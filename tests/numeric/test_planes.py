@@ -262,6 +262,24 @@ def test_appends_that_do_not_fit_are_refused() -> None:
         planes.append(k[:, :1, :1], v[:, :, :1])
 
 
+def test_keys_that_were_written_to_are_noticed() -> None:
+    q, k, v = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 200, 32), torch.randn(1, 2, 200, 32)
+    planes, attn = fa4flex.planes(k, v, seqused_k=torch.tensor([150])), fa4flex.compile()
+    near = fa4flex.compile(precision=Precision(tolerance=0.01))
+    planes.append(k[:, :, :3].clone(), v[:, :, :3].clone())
+    near(q, planes)
+    v[:, :, 3] = 0.0  # values have no plane
+    near(q, planes)
+    k[:, :, 3] = 0.0
+    for call in (near, near.reads):
+        with pytest.raises(InputError, match="written to since"):
+            call(q, planes)
+    with pytest.raises(InputError, match="written to since"):
+        planes.append(k[:, :, :1], v[:, :, :1])
+    attn(q, planes)
+    near(q, fa4flex.planes(k, v))
+
+
 def test_flat_heads_go_back_to_one_plane_and_look_again(seed: int) -> None:
     """One head's queries are flat, and then those of a needle; the other head has one all along."""
     k, v = torch.randn(1, 2, 2048, 64) / 8, torch.randn(1, 2, 2048, 64)

@@ -43,7 +43,7 @@ OWN_USE = {
     "bind", "bounds", "brought", "check", "check_contents", "check_padded", "check_tokens", "check_used",
     "checked", "combined_with", "compute_dtype", "context", "cu_k", "differentiable", "digest", "fits",
     "incoming", "looks", "norms", "now", "outgoing", "output_dtype", "pages", "parts", "prepared", "role",
-    "rotation", "spread", "src_data_rank", "together", "trace", "turned", "variant",
+    "rotation", "spread", "src_data_rank", "stale", "together", "trace", "turned", "variant",
 }  # fmt: skip
 """Attributes without an underscore that the package's other parts use, and users do not."""
 

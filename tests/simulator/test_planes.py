@@ -178,7 +178,7 @@ def test_outputs_are_within_the_tolerance_and_what_is_left_out_is_not_read(
     reads = attn.reads(q, planes)
     assert reads.looked.all() and float(reads.share[:, -1].min()) > 0.3
     left = (reads.visited & ~reads.tiles).repeat_interleave(block, -1)
-    k[left], v[left] = math.nan, math.nan
+    k.data[left], v[left] = math.nan, math.nan
     with ptxsim.device("sm_90a", random.randrange(1 << 20), timing, sms=2) as gpu, poisoned():
         out, lse = attn(q, planes, return_lse=True)
         assert torch.equal(planes.share, reads.share) and int(planes.step) == 1
