@@ -62,7 +62,7 @@ class Planes:
     full: bool = field(default=False)
     """True if there is no room for more keys."""
     version: list[int] = field(default_factory=list)
-    """Version of k that the plane was made of, as torch counts writes in place; empty where it counts none."""
+    """Version of k that the plane was made of, as torch counts writes in place; empty where it does not."""
 
     @property
     def varlen(self) -> Varlen | None:
