@@ -168,7 +168,7 @@ OPERATORS = {
         devices=("CPU", "CUDA"),
     ),
     "topk": Operator(
-        _rows("Tensor scores, SymInt k, Tensor? forced"),
+        _rows("Tensor scores, SymInt k, SymInt[] rule"),
         "(Tensor, Tensor)", "fa4flex.runtime.topk", "topk", "topk_fake", devices=("CPU", "CUDA"),
     ),
 }  # fmt: skip

@@ -17,7 +17,6 @@ from fa4flex import Lists, reference, select, variants
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.select import Scores, mass, pool, score, threshold, topk
 from fa4flex.select import scoring as scoring_module
-from fa4flex.select.choose import _Forced
 from fa4flex.variants import causal
 
 # --- pooling ------------------------------------------------------------------------------------------------
@@ -247,14 +246,13 @@ def test_as_few_units_as_are_forced_may_be_asked_for(number: int, seed: int) -> 
     queries, keys = rng.choice([1, 2, 3, 4, 6, 8, 16]), rng.choice([1, 2, 4, 5, 8])
     q_len, kv_len = queries * rng.randint(40, 50), rng.randint(400, 900)
     q_len = min(q_len, kv_len // queries * queries)
-    rule = _Forced(rng.randint(0, 1), rng.randint(1, 2), 0)
     values = torch.randn(1, 1, q_len // queries, -(-kv_len // keys))
     scores = Scores(values, queries, keys, q_len, kv_len)
-    forced = rule.of(scores).sum(-1)
-    assert int(forced.max()) == rule.most(scores)
-    k = rule.most(scores)
-    chosen = topk(scores, k, first=rule.first, own=rule.own)
-    assert torch.equal((chosen.classes()[0, 0] != 0) & rule.of(scores), rule.of(scores))
+    rule = scores.rule(rng.randint(0, 1), rng.randint(1, 2), 0)
+    forced = rule.forced(values.device)
+    assert forced is not None and int(forced.sum(-1).max()) == rule.most
+    chosen = topk(scores, rule.most, first=rule.first, own=rule.own)
+    assert torch.equal((chosen.classes()[0, 0] != 0) & forced, forced)
 
 
 def test_a_share_that_is_reached_exactly() -> None:

@@ -533,12 +533,22 @@ BLOCK_LISTS = Schema(
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
 
+RULE = (
+    "rows", "queries", "keys", "offset", "kv_len", "reach", "more", "first", "own", "last",
+)  # fmt: skip
+"""Numbers of the rule of a selection: see Numbers in kernels/topk/rows.py."""
+
+
+def _ruled(one: Pass) -> bool:
+    return bool(one.config.ruled)
+
+
 TOPK = Schema(
     (
         Argument("scores", Rows(("score rows", "units")), "launch"),
         Argument("ids", Array("int32", ("score rows", "entries")), "launch"),
         Argument("counts", Array("int32", ("score rows",)), "launch"),
-        Argument("forced", Array("int32", ("own rows", 4)), "launch", None),
+        *(Argument(name, Number("int"), "launch", _ruled) for name in RULE),
     )
 )
 """Arguments of the kernels that select the k largest scores of rows."""

@@ -20,11 +20,11 @@ MOST_SELECTED = 2048
 @dataclass(frozen=True)
 class ShortConfig:
     """each  units of a lane
-    forced  some units are selected whatever their scores are
+    ruled  some units may not be selected, or are whatever their scores are
     """
 
     each: int
-    forced: bool = False
+    ruled: bool = False
 
     threads: ClassVar[int] = 128
     together: ClassVar[int] = 1
@@ -38,14 +38,14 @@ class LongConfig:
               larger than a sample says
     sample    units of a sample, at most as many, spread evenly over the row
     together  scores that a thread reads at once
-    forced    some units are selected whatever their scores are
+    ruled     some units may not be selected, or are whatever their scores are
     """
 
     units: int
     held: int
     sample: int
     together: int = 4
-    forced: bool = False
+    ruled: bool = False
 
     threads: ClassVar[int] = THREADS
     dtype: ClassVar[str] = "float32"

@@ -13,7 +13,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, const_expr, cute, range_constexpr, select_
 
 from fa4flex.kernels.topk.config import ShortConfig
-from fa4flex.kernels.topk.rows import LOWEST, NONE, Forced, TopkArguments, forced_of, key_of
+from fa4flex.kernels.topk.rows import LOWEST, NONE, Rule, TopkArguments, key_of, rule_of
 
 
 class ShortRows:
@@ -45,27 +45,27 @@ class ShortRows:
     def select(self, arguments: TopkArguments, row: Int32) -> None:
         """A warp's: the units of a row."""
         units = Int32(arguments.scores.shape[1])
-        forced = forced_of(arguments, row, units)
-        keys = self.keys(arguments.scores[row, None], units, forced)
+        rule, seen = rule_of(arguments, row, units), units
         room = Int32(arguments.ids.shape[1])
-        if const_expr(forced is not None):
-            room = room - forced.count
+        if const_expr(rule is not None):
+            room, seen = room - rule.count, rule.open
+        keys = self.keys(arguments.scores[row, None], seen, rule)
         least = self.least(keys, room)
         above = Int32(0)
         for i in range_constexpr(self.config.each):
             above = above + _count(keys[i] > least)
-        self.write(arguments, row, keys, least, room - above, forced)
+        self.write(arguments, row, keys, least, room - above, rule)
 
     @cute.jit
-    def keys(self, scores: cute.Tensor, units: Int32, forced: Forced | None) -> Any:
-        """Keys of units 32 i + lane."""
+    def keys(self, scores: cute.Tensor, units: Int32, rule: Rule | None) -> Any:
+        """Keys of units 32 i + lane, of which the first `units` may be selected."""
         lane = cute.arch.lane_idx()
         keys = cute.make_rmem_tensor((self.config.each,), Int32)
         for i in range_constexpr(self.config.each):
             unit = 32 * i + lane
             keys[i] = Int32(NONE)
             if unit < units:
-                keys[i] = key_of(Float32(scores[unit]), unit, forced)
+                keys[i] = key_of(Float32(scores[unit]), unit, rule)
         return keys
 
     @cute.jit
@@ -94,7 +94,7 @@ class ShortRows:
         keys: cute.Tensor,
         least: Int32,
         equals: Int32,
-        forced: Forced | None,
+        rule: Rule | None,
     ) -> None:
         """Selected units, ascending: those above the key `least`, and so many of those that have it."""
         lane, before = cute.arch.lane_idx(), cute.arch.lanemask_lt()
@@ -104,8 +104,8 @@ class ShortRows:
             equal = cute.arch.vote_ballot_sync((keys[i] == least) & (keys[i] != NONE))
             rank = met + cute.arch.popc(Int32(equal & before))
             selected = (keys[i] > least) | ((keys[i] == least) & (keys[i] != NONE) & (rank < equals))
-            if const_expr(forced is not None):
-                selected = selected | (forced.has(unit) & (unit < arguments.scores.shape[1]))
+            if const_expr(rule is not None):
+                selected = selected | (rule.forces(unit) & (unit < rule.units))
             mask = cute.arch.vote_ballot_sync(Boolean(selected))
             if selected:
                 ids[place + cute.arch.popc(Int32(mask & before))] = unit
