@@ -167,6 +167,11 @@ OPERATORS = {
         "Tensor", "fa4flex.runtime.block_lists", "block_classes", "block_classes_fake",
         devices=("CPU", "CUDA"),
     ),
+    "listed_units": Operator(
+        _rows("Tensor ids, Tensor? counts, SymInt columns"),
+        "Tensor", "fa4flex.runtime.block_lists", "listed_units", "listed_units_fake",
+        devices=("CPU", "CUDA"),
+    ),
     "topk": Operator(
         _rows("Tensor scores, SymInt k, SymInt[] rule"),
         "(Tensor, Tensor)", "fa4flex.runtime.topk", "topk", "topk_fake", devices=("CPU", "CUDA"),

@@ -19,6 +19,7 @@ from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, SectionArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_lists.kernel import BlockListArguments
+from fa4flex.kernels.block_lists.listed import ListedUnitArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import BackwardArguments, TangentArguments, arguments_of
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
@@ -71,6 +72,7 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "tables": lambda kernel, problem: [(kernel, BlockTableArguments)],
     "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],
     "append": lambda kernel, problem: [(kernel, AppendArguments)],
+    "listed_units": lambda kernel, problem: [(kernel, ListedUnitArguments)],
     "lists": lambda kernel, problem: [(kernel, BlockListArguments)],
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
     "output": lambda kernel, problem: [(kernel, OutputArguments)],

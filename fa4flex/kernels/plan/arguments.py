@@ -533,6 +533,15 @@ BLOCK_LISTS = Schema(
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
 
+LISTED_UNITS = Schema(
+    (
+        Argument("ids", Given("ids", (*_OF_MAP, "entries")), "launch"),
+        Argument("counts", Given("counts", _OF_MAP), "launch", None),
+        Argument("classes", Array("uint8", (*_OF_MAP, "map columns")), "launch"),
+    )
+)
+"""Arguments of the kernel that makes classes of the units of lists."""
+
 RULE = (
     "rows", "queries", "keys", "offset", "kv_len", "reach", "more", "first", "own", "last",
 )  # fmt: skip
@@ -581,6 +590,7 @@ SCHEMAS: dict[str, Schema] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "tangents": TANGENTS,
+    "listed_units": LISTED_UNITS,
     "lists": BLOCK_LISTS,
     "mass": MASS,
     "output": OUTPUT,
