@@ -26,6 +26,8 @@ from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.output_function.kernel import OutputArguments, OutputBackwardArguments
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
+from fa4flex.kernels.pool.kernel import PoolArguments
+from fa4flex.kernels.scores.kernel import ScoreArguments
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 from fa4flex.kernels.topk.rows import TopkArguments
 
@@ -77,6 +79,8 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
+    "pool": lambda kernel, problem: [(kernel, PoolArguments)],
+    "scores": lambda kernel, problem: [(kernel, ScoreArguments)],
     "topk": lambda kernel, problem: [(kernel, TopkArguments)],
     "quantize": lambda kernel, problem: kernel.launches,
 }

@@ -13,7 +13,8 @@ from torch import Tensor
 from fa4flex.errors import InputError, StateError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of, show
-from fa4flex.primitives.kept import kept, masked
+from fa4flex.primitives.kept import masked
+from fa4flex.primitives.pooled import group_sizes
 from fa4flex.primitives.units import SEEN, Rule, Seen
 
 REDUCTIONS = "sum", "mean", "max", "logsumexp"
@@ -189,17 +190,6 @@ def neighbours(x: Tensor, reduction: Reduction, dim: int) -> Tensor:
         return total
     sizes = group_sizes(length, size, x.device)
     return total / (sizes if isinstance(sizes, int) else sizes.view(-1, *[1] * (total.ndim - dim - 1)))
-
-
-def group_sizes(length: int, size: int, device: torch.device) -> int | Tensor:
-    """Members of each group of neighbours among so many, of which the last one may have fewer."""
-    if length % size == 0:
-        return size
-
-    def make() -> Tensor:
-        return (length - torch.arange(0, length, size, device=device)).clamp(max=size)
-
-    return kept(("sizes", length, size), device, make)
 
 
 def checked_weights(given: Tensor, sizes: tuple[int, int, int]) -> Tensor:

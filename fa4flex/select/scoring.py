@@ -17,7 +17,11 @@ from fa4flex.codegen.expr import Expr
 from fa4flex.contents import checked_here
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
+from fa4flex.kernels.scores.config import WIDEST
+from fa4flex.primitives.kept import steps
+from fa4flex.primitives.pooled import products
 from fa4flex.primitives.score import as_score
+from fa4flex.select.launched import ProductsByLaunch, by_launch
 from fa4flex.select.pooling import Pooled, check_tokens
 from fa4flex.select.scores import Reduction, Scores, checked_reduction, checked_weights
 from fa4flex.variant import Variant, default_scale
@@ -101,10 +105,11 @@ def _check(q: Tensor, k: Tensor) -> None:
 
 def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """scale * q.k as float32 or float64 [B, Hq, R, C]."""
-    wide = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
-    groups = q.to(wide).unflatten(1, (k.shape[1], -1))
-    made = groups.flatten(2, 3) @ k.to(wide).transpose(-1, -2)
-    return made.unflatten(2, groups.shape[2:4]).flatten(1, 2) * scale
+    if q.shape[3] <= WIDEST and by_launch(q, k):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            return ProductsByLaunch.apply(q, k, scale)  # type: ignore[no-any-return]
+        return torch.ops.fa4flex.scores(q, k, scale)
+    return products(q, k, scale)
 
 
 class _Function(NamedTuple):
@@ -127,14 +132,15 @@ class _Function(NamedTuple):
         if self.bound is None:
             return products
         (batch, heads, rows, columns), device = products.shape, products.device
-        q = torch.arange(first, first + rows, device=device) * self.rows.block
+        last = -(-self.rows.length // self.rows.block)
+        q = steps(0, last, self.rows.block, device)[first : first + rows]
         shape = Shape(batch, heads, self.rows.length, self.columns.length)
         symbols: dict[str, Any] = {
             "score": products,
-            "b": torch.arange(batch, device=device).view(-1, 1, 1, 1),
-            "h": torch.arange(heads, device=device).view(-1, 1, 1),
+            "b": steps(0, batch, 1, device).view(-1, 1, 1, 1),
+            "h": steps(0, heads, 1, device).view(-1, 1, 1),
             "q": q.view(-1, 1),
-            "kv": torch.arange(columns, device=device) * self.columns.block,
+            "kv": steps(0, columns, self.columns.block, device),
             "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": heads,
         }  # fmt: skip
         captured = Captured(self.bound.trace.tensors(self.bound.bases), self.bound.scalars)

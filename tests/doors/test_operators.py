@@ -75,6 +75,10 @@ def arguments(name: str) -> tuple[Any, ...]:
         return rows, cache, table, used, *rest, None, None
     if name == "block_classes":
         return torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]]), None, None, 2
+    if name == "pool":
+        return q, 3, "mean"
+    if name == "scores":
+        return q, k, 0.5
     if name == "listed_units":
         return torch.tensor([[[[0, 3], [-1, 0]]]]), None, 4
     if name == "topk":

@@ -533,6 +533,38 @@ BLOCK_LISTS = Schema(
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
 
+_OF_HEADS = "batch", "heads"
+POOL = Schema(
+    (
+        Argument("x", Rows((*_OF_HEADS, "tokens", "channels")), "launch"),
+        Argument("out", Rows((*_OF_HEADS, "rows", "channels")), "launch"),
+        Argument("block", Number("int"), "launch"),
+    )
+)
+"""Arguments of the kernel that pools blocks of tokens."""
+
+
+def _even(one: Pass) -> bool:
+    return bool(one.config.even)
+
+
+def _odd(one: Pass) -> bool:
+    return not one.config.even
+
+
+_OF_SCORES = "batch", "q_heads", "rows", "units"
+SCORES = Schema(
+    (
+        Argument("q", Rows(("batch", "q_heads", "rows", "channels")), "launch"),
+        Argument("k", Rows(("batch", "kv_heads", "units", "channels")), "launch"),
+        Argument("out", Array("float32", _OF_SCORES, together=4), "launch", _even),
+        Argument("odd", Array("float32", _OF_SCORES), "launch", _odd),
+        Argument("chunk", Number("int"), "launch"),
+        Argument("scale", Number(), "launch"),
+    )
+)
+"""Arguments of the kernel that multiplies queries and keys."""
+
 LISTED_UNITS = Schema(
     (
         Argument("ids", Given("ids", (*_OF_MAP, "entries")), "launch"),
@@ -595,7 +627,9 @@ SCHEMAS: dict[str, Schema] = {
     "mass": MASS,
     "output": OUTPUT,
     "output_backward": OUTPUT_BACKWARD,
+    "pool": POOL,
     "quantize": QUANTIZE,
+    "scores": SCORES,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
     "topk": TOPK,

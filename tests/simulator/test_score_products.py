@@ -1,0 +1,97 @@
+"""Scaled products of queries and keys by the kernel, on simulated GPUs: as float64 makes them, as near as
+float32, under all timings, whatever memory held before; nothing outside the tensors is read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from paged_pools import guarded
+from torch import Tensor
+
+import ptxsim
+from fa4flex import select
+from fa4flex.primitives.pooled import products
+from fa4flex.runtime.cuda import pooled_scores as kernels
+
+TIMINGS = [("eager", 0), ("late", 1), ("random", 2)]
+
+
+def check(q: Tensor, k: Tensor, chip: str = "sm_90a") -> None:
+    timing, seed, scale = *random.choice(TIMINGS), random.choice([0.125, 0.3])
+    wanted = products(q.double(), k.double(), scale)
+    assert kernels.multiplies(q, k)
+    with ptxsim.device(chip, seed, timing) as gpu:
+        found = kernels.scores(q, k, scale)
+    assert len(gpu.results) == 1 and not gpu.findings, f"{timing} {seed}: {gpu.report()}"
+    assert found is not None and found.dtype == torch.float32 and found.shape == wanted.shape
+    # Of D products in float32: no sum is off by more than D roundings of the greatest one.
+    most = products(q.double().abs(), k.double().abs(), scale)
+    assert ((found.double() - wanted).abs() <= q.shape[3] * 2.0**-24 * most).all()
+
+
+@pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("rows", "count", "width"), [(5, 4, 64), (130, 70, 128), (33, 129, 8), (1, 300, 80), (70, 33, 256)]
+)
+def test_products(rows: int, count: int, width: int, chip: str) -> None:
+    dtype, heads = random.choice([torch.bfloat16, torch.float16]), random.choice([1, 2])
+    q = guarded(torch.randn(2, 2 * heads, rows, width).to(dtype))
+    check(q, guarded(torch.randn(2, heads, count, width).to(dtype)), chip)
+
+
+def test_many_keys_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many blocks anyway."""
+    monkeypatch.setattr(kernels, "BLOCKS", 1)
+    check(torch.randn(1, 1, 40, 32).half(), torch.randn(1, 1, 300, 32).half())
+
+
+def test_rows_of_any_strides() -> None:
+    q, k = (torch.randn(1, n, 2, 64).bfloat16().transpose(1, 2) for n in (20, 12))
+    check(q, k)
+
+
+def test_scores_are_one_launch_with_gradients() -> None:
+    """Of q and of k; what a function makes of them, and of which groups of heads, is as before."""
+    q = torch.randn(1, 4, 9, 16).bfloat16().requires_grad_()
+    k = torch.randn(1, 2, 11, 16).bfloat16().requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        made = select.score(q, k, lambda s, b, h, q_idx, kv_idx: s + h, over_heads=("max", 2)).values
+        return made, *torch.autograd.grad(made.sin().sum(), (q, k))
+
+    wanted = run()
+    with ptxsim.device("sm_90a") as gpu:
+        found = run()
+    assert len(gpu.results) == 1 and not gpu.findings
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(found[0], wanted[0])
+
+
+def test_other_tensors_are_multiplied_by_operations() -> None:
+    """float32, two dtypes, and widths that no piece of 16 bytes divides or that are too wide."""
+    q, k = torch.randn(1, 1, 5, 272), torch.randn(1, 1, 6, 272)
+    some = (q[..., :16], k[..., :16]), (q.bfloat16(), k.bfloat16())
+    some += (q[..., :12].half(), k[..., :12].half()), (q[..., :16].half(), k[..., :16].bfloat16())
+    with ptxsim.device("sm_90a") as gpu:
+        for a, b in some:
+            assert torch.equal(select.score(a, b, scale=0.5).values, products(a, b, 0.5))
+    assert not gpu.results
+
+
+def test_a_selection_of_blocks_is_five_launches() -> None:
+    """Two poolings, products, the best with the causal rule and own blocks, and the map, as operations of
+    torch select."""
+    q, k = torch.randn(1, 2, 96, 16).bfloat16(), torch.randn(1, 2, 96, 16).bfloat16()
+
+    def chosen() -> Tensor:
+        scores = select.score(select.pool(q, 8), select.pool(k, 8)).causal()
+        return select.topk(scores, 4, own=1).map().classes
+
+    with ptxsim.device("sm_90a") as gpu:
+        found = chosen()
+    assert len(gpu.results) == 5 and not gpu.findings
+    # Scores differ by roundings of float32, which no choice of random ones depends on.
+    assert torch.equal(found, chosen())
