@@ -76,10 +76,10 @@ def steps(start: int, count: int, step: int, device: torch.device) -> Tensor:
     )
 
 
-def masked(x: Tensor, seen: Tensor) -> Tensor:
-    """x where `seen`, -inf elsewhere, with the gradient of what is seen."""
+def where_seen(x: Tensor, seen: Tensor, fill: float = -math.inf) -> Tensor:
+    """x where `seen`, -inf or 0 elsewhere, with the gradient of what is seen."""
     # A number would become a tensor by a launch of its own, and masked_fill copies first.
-    return x.masked_fill(~seen, -math.inf) if observed() else torch.where(seen, x, _NEVER)
+    return x.masked_fill(~seen, fill) if observed() else torch.where(seen, x, _FILLS[fill])
 
 
-_NEVER = torch.tensor(-math.inf, device="cpu")
+_FILLS = {fill: torch.tensor(fill, device="cpu") for fill in (-math.inf, 0.0)}

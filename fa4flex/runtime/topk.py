@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa4flex.primitives.kept import masked
+from fa4flex.primitives.kept import where_seen
 from fa4flex.primitives.largest import largest
 from fa4flex.primitives.units import Rule
 from fa4flex.runtime.cuda import topk as kernels
@@ -25,7 +25,7 @@ def topk(scores: Tensor, k: int, rule: list[int]) -> tuple[Tensor, Tensor]:
     if given is None:
         return largest(scores, k, None)
     mask = given.mask(scores.device)
-    values = scores if mask is None else masked(scores, mask)
+    values = scores if mask is None else where_seen(scores, mask)
     return largest(values, k, given.forced(scores.device))
 
 

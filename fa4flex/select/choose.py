@@ -19,7 +19,7 @@ from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of
 from fa4flex.primitives.block_lists import EMPTY
 from fa4flex.primitives.blocks import BlockMap, trusted_map
-from fa4flex.primitives.kept import masked
+from fa4flex.primitives.kept import where_seen
 from fa4flex.primitives.largest import largest
 from fa4flex.primitives.lists import ListedMap, Lists, listed_map
 from fa4flex.primitives.units import Rule
@@ -61,7 +61,7 @@ def _largest(scores: Scores, rule: Rule, k: int, inside: Tensor | None) -> tuple
     values = scores.unmasked[0].detach()
     if (values.is_cuda or simulating()) and (inside is None or not rule.forces):
         if inside is not None:
-            values = masked(values, inside)
+            values = where_seen(values, inside)
         return torch.ops.fa4flex.topk(values, k, list(rule) if rule.forces or rule.seen else [])
     chosen = _Chosen.of(scores, rule, inside)
     return largest(chosen.ranked(), k, chosen.forced)
@@ -194,7 +194,7 @@ class _Chosen(NamedTuple):
     def ranked(self) -> Tensor:
         """Scores of open units, -inf where they are NaN, and elsewhere."""
         values = self.values.nan_to_num(-math.inf, math.inf, -math.inf)
-        return values if self.open is None else masked(values, self.open)
+        return values if self.open is None else where_seen(values, self.open)
 
     def map(self, wanted: Tensor) -> BlockMap:
         """The map of wanted units, as far as they are open, and of forced ones."""

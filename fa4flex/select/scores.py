@@ -13,7 +13,7 @@ from torch import Tensor
 from fa4flex.errors import InputError, StateError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of, show
-from fa4flex.primitives.kept import masked
+from fa4flex.primitives.kept import where_seen
 from fa4flex.primitives.pooled import group_sizes
 from fa4flex.primitives.units import SEEN, Rule, Seen
 
@@ -103,17 +103,19 @@ class Scores:
 
 
 class _Limited(Scores):
-    """Scores without units in the future, whose values are made when they are read first. `dataclasses.replace`
-    makes another one of other values, of which nothing is left out."""
+    """Scores without units in the future, whose values are made when they are read first, with a gradient if
+    one was wanted when these scores were made. `dataclasses.replace` makes another one of other values, of
+    which nothing is left out."""
 
     inner: ClassVar[Scores | None] = None
     seen: ClassVar[Seen] = "all"
     version: ClassVar[int] = -1
+    differentiable: ClassVar[bool] = False
 
     @cached_property
     def values(self) -> Tensor:  # type: ignore[override]  # the field, until it is set
         inner = self._unchanged()
-        with torch.inference_mode(inner.values.is_inference()):
+        with torch.inference_mode(inner.values.is_inference()), torch.set_grad_enabled(self.differentiable):
             return _masked(inner, self.seen)
 
     @property
@@ -140,10 +142,8 @@ def _version(x: Tensor) -> int:
 
 
 def _limited(scores: Scores, seen: Seen) -> Scores:
-    """Scores of the units that are `seen`. What carries a gradient is masked at once: whether a gradient is
-    wanted may have changed when values are read."""
-    plain = scores.unmasked[1] == "all"
-    if not plain or scores.values.requires_grad or torch.compiler.is_compiling():
+    """Scores of the units that are `seen`."""
+    if scores.unmasked[1] != "all" or torch.compiler.is_compiling():
         return replace(scores, values=_masked(scores, seen))
     made: _Limited = object.__new__(_Limited)
     for name in ("queries", "keys", "q_len", "kv_len"):
@@ -151,6 +151,7 @@ def _limited(scores: Scores, seen: Seen) -> Scores:
     object.__setattr__(made, "inner", scores)
     object.__setattr__(made, "seen", seen)
     object.__setattr__(made, "version", _version(scores.values))
+    object.__setattr__(made, "differentiable", torch.is_grad_enabled())
     return made
 
 
@@ -158,7 +159,7 @@ def _masked(scores: Scores, seen: Seen) -> Tensor:
     values = scores.values
     mask = scores.rule()._replace(seen=SEEN.index(seen)).mask(values.device)
     assert mask is not None
-    return masked(values, mask)
+    return where_seen(values, mask)
 
 
 def checked_reduction(name: str, given: Any) -> int:

@@ -27,7 +27,8 @@ from fa4flex.select.scores import Reduction, Scores, checked_reduction, checked_
 from fa4flex.variant import Variant, default_scale
 
 MOST_AT_ONCE = 1 << 25
-"""Scores that are held before they are reduced; rows of queries are taken in parts where there are more."""
+"""Scores that are held before they are reduced; rows of queries are taken in parts where there are more, and
+something is made of them."""
 
 
 @on_the_host
@@ -54,8 +55,8 @@ def score(
     scale         multiplies q.k; default 1 / sqrt(D)
 
     Returns Scores in float32, float64 for float64. Differentiable in q, k, weights, and what fn captured. For
-    another order of reductions, reduce twice: `score(..., over_heads=w).reduced(over_keys=("max", 64))`. Rows
-    of queries are taken in parts of at most 2**25 scores. Raises InputError, and TraceError for functions
+    another order of reductions, reduce twice: `score(..., over_heads=w).reduced(over_keys=("max", 64))`. For
+    functions and reductions, rows of queries are taken in parts of at most 2**25 scores. Raises InputError, and TraceError for functions
     that cannot be traced.
     """
     rows, columns = _pooled(q, "q"), _pooled(k, "k")
@@ -66,8 +67,10 @@ def score(
         raise InputError(f"scale={scale!r}", "a finite number", "leave scale out for 1 / sqrt(D)")
     function = _Function.of(fn, rows, columns)
     batch, heads, count, _ = rows.values.shape
-    most = max(MOST_AT_ONCE // max(batch * heads * columns.values.shape[2], 1), 1)
-    part = max(most // step, 1) * step
+    part = count
+    if fn is not None or (over_heads, over_queries, over_keys) != (None, None, None):
+        most = max(MOST_AT_ONCE // max(batch * heads * columns.values.shape[2], 1), 1)
+        part = max(most // step, 1) * step
     weights = over_heads if isinstance(over_heads, Tensor) and over_heads.ndim == 3 else None
     if weights is not None:  # parts of it fit parts of the rows, whatever there is behind them
         checked_weights(weights, (batch, heads, -(-count // step)))
@@ -75,7 +78,7 @@ def score(
     for first in range(0, count, part):
         last = min(first + part, count)
         q_len = min(last * rows.block, rows.length) - first * rows.block
-        values = function(_products(rows.values[:, :, first:last], columns.values, factor), first)
+        values = function(products_of(rows.values[:, :, first:last], columns.values, factor), first)
         made = Scores(values, rows.block, columns.block, q_len, columns.length)
         how = over_heads
         if weights is not None and weights.shape[2] != 1:
@@ -103,7 +106,7 @@ def _check(q: Tensor, k: Tensor) -> None:
         )
 
 
-def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def products_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """scale * q.k as float32 or float64 [B, Hq, R, C]."""
     if q.shape[3] <= WIDEST and by_launch(q, k):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
