@@ -58,7 +58,7 @@ def topk(
 
 def _largest(scores: Scores, rule: Rule, k: int, inside: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids and counts of the k best units, by an operator where a GPU has one launch for it."""
-    values = scores.unmasked[0].detach()
+    values = scores._unmasked[0].detach()
     if (values.is_cuda or simulating()) and (inside is None or not rule.forces):
         if inside is not None:
             values = where_seen(values, inside)
@@ -162,10 +162,8 @@ def _rule(scores: Any, first: int, own: int, last: int) -> Rule:
     _check_scores(scores)
     for name, value in (("first", first), ("own", own), ("last", last)):
         if not is_count(value, 0):
-            raise InputError(
-                f"{name}={value!r}", "an int of 0 or more: units", f"leave {name} out for none"
-            )
-    return scores.rule(first, own, last)
+            raise InputError(f"{name}={value!r}", "an int of 0 or more: units", f"leave {name} out for none")
+    return scores._rule(first, own, last)
 
 
 class _Chosen(NamedTuple):
@@ -183,7 +181,7 @@ class _Chosen(NamedTuple):
 
     @staticmethod
     def of(scores: Scores, rule: Rule, inside: Tensor | None) -> _Chosen:
-        values = scores.unmasked[0].detach()
+        values = scores._unmasked[0].detach()
         open, forced = rule.mask(values.device), rule.forced(values.device)
         if inside is not None:
             open = inside if open is None else open & inside
@@ -210,8 +208,8 @@ class _Chosen(NamedTuple):
 
 
 def _inside(scores: Scores, within: Within) -> Tensor | None:
-    """bool [B, H, R, C]: units inside an earlier selection, whose blocks are as large or whole multiples; None
-    without one."""
+    """bool [B, H, R, C]: units inside an earlier selection, whose blocks are as large or whole multiples.
+    None without one."""
     if within is None:
         return None
     blocks = within.map() if isinstance(within, Lists) else within
@@ -232,15 +230,15 @@ def _inside(scores: Scores, within: Within) -> Tensor | None:
             "an earlier selection of units alone",
             "select within the units, and add these to the result: dataclasses.replace(chosen, window=...)",
         )
-    (batch, heads), (entries, own) = scores.unmasked[0].shape[:2], blocks.classes.shape[:2]
+    (batch, heads), (entries, own) = scores._unmasked[0].shape[:2], blocks.classes.shape[:2]
     if heads % own or (entries != batch and 1 not in (entries, batch)):
         raise InputError(
             f"within of {entries} entries of a batch and {own} heads, scores of {batch} and {heads}",
             f"{batch} or 1 entries, and a divisor of {heads} heads",
             "share one, or select from scores of as many",
         )
-    check_device("within", blocks.classes, "scores", scores.unmasked[0].device, "move it: within.to(device)")
+    check_device("within", blocks.classes, "scores", scores._unmasked[0].device, "move it: within.to(device)")
     listed = blocks.classes != EMPTY
     spread = listed.repeat_interleave(rows // scores.queries, 2).repeat_interleave(columns // scores.keys, 3)
-    spread = spread[:, :, : scores.rule().rows, : scores.rule().units]
+    spread = spread[:, :, : scores._rule().rows, : scores._rule().units]
     return spread.repeat_interleave(heads // own, 1) if own > 1 else spread

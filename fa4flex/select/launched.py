@@ -16,6 +16,7 @@ from ptxsim.active import simulating
 
 NARROW = torch.bfloat16, torch.float16
 
+
 def by_launch(*tensors: Tensor) -> bool:
     """True if operators with kernels take such tensors of a GPU. Where operations are transformed or
     intercepted, whoever does so sees operations of torch."""

@@ -45,8 +45,8 @@ def lines(q: Tensor, k: Tensor, vertical: int, slash: int, last: int = 64) -> tu
 
 
 def _by_distance(weights: Tensor) -> Tensor:
-    """Sums [H, S] of weights [H, R, S] by the distance of a key to the query, of which the last one is aligned
-    with the last key: those of a row, from the last key on, begin at distance 1 less than those of the next."""
+    """Sums [H, S] of weights [H, R, S] by the distance of keys to queries, of which the last one is aligned
+    with the last key. Seen from the last key, a row has one key of its future more than the next one."""
     heads, rows, keys = weights.shape
     wide = keys + rows - 1
     skewed = weights.new_zeros(heads, rows, wide)

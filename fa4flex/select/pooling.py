@@ -85,7 +85,7 @@ def _pooled(x: Tensor, block: int, how: Any) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return torch.ops.fa4flex.pool(x, block, how)
         if how not in EXTREMES:
-            return PoolByLaunch.apply(x, block, how)  # type: ignore[no-any-return]
+            return PoolByLaunch.apply(x, block, how)
     return pooled(x, block, how)
 
 
@@ -110,4 +110,3 @@ def _weighted(x: Tensor, block: int, weights: Tensor) -> Tensor:
     each = weights.repeat(-(-length // block))[:length] if of_block and block != length else weights
     kind = torch.promote_types(wide(x), weights.dtype)
     return in_blocks(x.to(kind) * each.to(kind).unsqueeze(-1), block, 0.0).sum(3).to(x.dtype)
-

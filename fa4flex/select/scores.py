@@ -88,15 +88,15 @@ class Scores:
         return scores
 
     @property
-    def unmasked(self) -> tuple[Tensor, Seen]:
+    def _unmasked(self) -> tuple[Tensor, Seen]:
         """Values, and which units of theirs may be selected: masking is left to selections while nobody has
         read values that are masked."""
         return self.values, "all"
 
-    def rule(self, first: int = 0, own: int = 0, last: int = 0) -> Rule:
+    def _rule(self, first: int = 0, own: int = 0, last: int = 0) -> Rule:
         """The rule of selections that force so many units."""
         sizes = self.queries, self.keys, self.q_len, self.kv_len
-        return Rule(*sizes, first, own, last, SEEN.index(self.unmasked[1]))
+        return Rule(*sizes, first, own, last, SEEN.index(self._unmasked[1]))
 
     def __repr__(self) -> str:
         return f"Scores({show(self.values)}, {self.queries}, {self.keys}, {self.q_len}, {self.kv_len})"
@@ -113,13 +113,13 @@ class _Limited(Scores):
     differentiable: ClassVar[bool] = False
 
     @cached_property
-    def values(self) -> Tensor:  # type: ignore[override]  # the field, until it is set
+    def values(self) -> Tensor:  # the field, until it is set
         inner = self._unchanged()
         with torch.inference_mode(inner.values.is_inference()), torch.set_grad_enabled(self.differentiable):
             return _masked(inner, self.seen)
 
     @property
-    def unmasked(self) -> tuple[Tensor, Seen]:
+    def _unmasked(self) -> tuple[Tensor, Seen]:
         if self.inner is None or "values" in vars(self):
             return self.values, "all"
         return self._unchanged().values, self.seen
@@ -143,7 +143,7 @@ def _version(x: Tensor) -> int:
 
 def _limited(scores: Scores, seen: Seen) -> Scores:
     """Scores of the units that are `seen`."""
-    if scores.unmasked[1] != "all" or torch.compiler.is_compiling():
+    if scores._unmasked[1] != "all" or torch.compiler.is_compiling():
         return replace(scores, values=_masked(scores, seen))
     made: _Limited = object.__new__(_Limited)
     for name in ("queries", "keys", "q_len", "kv_len"):
@@ -157,7 +157,7 @@ def _limited(scores: Scores, seen: Seen) -> Scores:
 
 def _masked(scores: Scores, seen: Seen) -> Tensor:
     values = scores.values
-    mask = scores.rule()._replace(seen=SEEN.index(seen)).mask(values.device)
+    mask = scores._rule()._replace(seen=SEEN.index(seen)).mask(values.device)
     assert mask is not None
     return where_seen(values, mask)
 

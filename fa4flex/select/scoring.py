@@ -56,8 +56,8 @@ def score(
 
     Returns Scores in float32, float64 for float64. Differentiable in q, k, weights, and what fn captured. For
     another order of reductions, reduce twice: `score(..., over_heads=w).reduced(over_keys=("max", 64))`. For
-    functions and reductions, rows of queries are taken in parts of at most 2**25 scores. Raises InputError, and TraceError for functions
-    that cannot be traced.
+    functions and reductions, rows of queries are taken in parts of at most 2**25 scores. Raises InputError,
+    and TraceError for functions that cannot be traced.
     """
     rows, columns = _pooled(q, "q"), _pooled(k, "k")
     _check(rows.values, columns.values)
@@ -110,7 +110,7 @@ def products_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """scale * q.k as float32 or float64 [B, Hq, R, C]."""
     if q.shape[3] <= WIDEST and by_launch(q, k):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            return ProductsByLaunch.apply(q, k, scale)  # type: ignore[no-any-return]
+            return ProductsByLaunch.apply(q, k, scale)
         return torch.ops.fa4flex.scores(q, k, scale)
     return products(q, k, scale)
 

@@ -66,8 +66,8 @@ def nsa(
 
 
 def _shares(shape: tuple[int, int], of_block: int, of_key: int, device: torch.device) -> Tensor:
-    """float32 [C, blocks]: pairs m, n by which a compressed key adds to a block, as many as its distance m - n
-    to the block's first one is that of."""
+    """float32 [C, blocks]: pairs m, n by which a compressed key adds to a block, those whose m - n is its
+    distance to the first one of the block."""
 
     def make() -> Tensor:
         away = steps(0, shape[0], 1, device).unsqueeze(1) - steps(0, shape[1], of_block, device)

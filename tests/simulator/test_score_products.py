@@ -9,6 +9,7 @@ import pytest
 import torch
 from paged_pools import guarded
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ptxsim
 from fa4flex import select
@@ -95,3 +96,56 @@ def test_a_selection_of_blocks_is_five_launches() -> None:
     assert len(gpu.results) == 5 and not gpu.findings
     # Scores differ by roundings of float32, which no choice of random ones depends on.
     assert torch.equal(found, chosen())
+
+
+def test_one_graph_selects_by_operators() -> None:
+    """torch.compile, with what is computed by kernels as nodes, and gradients of scores."""
+    q = torch.randn(1, 2, 96, 16).bfloat16().requires_grad_()
+    k = torch.randn(1, 1, 96, 16).bfloat16().requires_grad_()
+
+    def run() -> tuple[Tensor, Tensor]:
+        scores = select.score(select.pool(q, 8), select.pool(k, 8)).causal()
+        return select.topk(scores, 4, own=1).map().classes, scores.values.relu().sum()
+
+    with ptxsim.device("sm_90a") as gpu:
+        graph = torch.compile(run, fullgraph=True, backend="aot_eager")
+        (classes, total), (wanted, other) = graph(), run()
+        gradients = [torch.autograd.grad(x, (q, k)) for x in (total, other)]
+    assert len(gpu.results) == 10 and not gpu.findings
+    assert torch.equal(classes, wanted)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_who_intercepts_operators_sees_operations() -> None:
+    """Under vmap, make_fx and tangents there is no launch, and nothing is lost."""
+    q = torch.randn(3, 1, 2, 20, 16).bfloat16()
+
+    def run(x: Tensor) -> Tensor:
+        return select.score(select.pool(x, 4), select.pool(x, 4)).causal().values
+
+    wanted = torch.stack([run(x) for x in q])
+    with ptxsim.device("sm_90a") as gpu:
+        torch.testing.assert_close(torch.vmap(run)(q), wanted)
+        graph = make_fx(run, tracing_mode="fake")(q[0])
+        torch.testing.assert_close(graph(q[0]), wanted[0])
+        _, tangent = torch.func.jvp(run, (q[0],), (q[1],))
+    assert not gpu.results
+    torch.testing.assert_close(tangent, torch.func.jvp(run, (q[0],), (q[1],))[1])
+
+
+def test_many_heads_choose_by_their_own_keys() -> None:
+    """A threshold, a share and the best, by kernels as by operations, of pooled keys of fewer heads."""
+    q, k = torch.randn(2, 4, 40, 16).half(), torch.randn(2, 2, 72, 16).half()
+
+    def run() -> list[Tensor]:
+        scores = select.score(q, select.pool(k, 8)).causal(whole=True)
+        best = select.topk(scores, 4, own=1, first=1).ids
+        chosen = select.threshold(scores, 0.1, own=1), select.mass(scores, 0.6, last=1)
+        return [best, *(x.classes for x in chosen)]
+
+    wanted = run()
+    with ptxsim.device("sm_90a") as gpu:
+        found = run()
+    assert not gpu.findings
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -24,7 +24,7 @@ _Arguments: Any = named("ScoreArguments", SCORES.read_by("kernel"))
 
 class ScoreArguments(_Arguments):
     """q [B, Hq, R, D] and k [B, Hk, C, D] of any strides; out float32 [B, Hq, R, C] is written, or odd where
-    its rows begin anywhere. chunk: keys that a block of threads has, a multiple of KEYS; scale: of products."""
+    its rows begin anywhere. chunk: keys that a block of threads has, a multiple of KEYS; scale: a factor."""
 
 
 class Place(NamedTuple):

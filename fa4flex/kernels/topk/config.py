@@ -11,8 +11,8 @@ SHORT = 1024
 """Units of the rows that a warp has, at most: 32 for each lane."""
 
 FEW = 12
-"""Units that are selected of a short row by one maximum after the other, at most: bits of a key take 32 rounds
-of about half as many instructions."""
+"""Units that are selected of a short row by one maximum after the other, at most. A maximum takes about twice
+as long as one of the 32 bits of a key."""
 
 MOST_UNITS = 1 << 20
 """Units of a row, at most: those that are selected have a bit each in shared memory."""
