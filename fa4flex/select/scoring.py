@@ -19,7 +19,7 @@ from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
 from fa4flex.kernels.scores.config import WIDEST
 from fa4flex.primitives.kept import steps
-from fa4flex.primitives.pooled import products
+from fa4flex.primitives.pooled import products, wide
 from fa4flex.primitives.score import as_score
 from fa4flex.select.launched import ProductsByLaunch, by_launch
 from fa4flex.select.pooling import Pooled, check_tokens
@@ -68,12 +68,13 @@ def score(
     function = _Function.of(fn, rows, columns)
     batch, heads, count, _ = rows.values.shape
     part = count
-    if fn is not None or (over_heads, over_queries, over_keys) != (None, None, None):
+    if any(x is not None for x in (fn, over_heads, over_queries, over_keys)):
         most = max(MOST_AT_ONCE // max(batch * heads * columns.values.shape[2], 1), 1)
         part = max(most // step, 1) * step
     weights = over_heads if isinstance(over_heads, Tensor) and over_heads.ndim == 3 else None
     if weights is not None:  # parts of it fit parts of the rows, whatever there is behind them
         checked_weights(weights, (batch, heads, -(-count // step)))
+        weights = over_heads = weights.to(wide(rows.values, columns.values))
     results = []
     for first in range(0, count, part):
         last = min(first + part, count)
