@@ -4,6 +4,7 @@ float32, under all timings, whatever memory held before; nothing outside the ten
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +13,17 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ptxsim
-from fa4flex import select
+from fa4flex import select, variants
 from fa4flex.primitives.pooled import products
 from fa4flex.runtime.cuda import pooled_scores as kernels
 
 TIMINGS = [("eager", 0), ("late", 1), ("random", 2)]
+
+
+def whole(*shape: int) -> Tensor:
+    """16 channels of whole numbers, whose means over 8 tokens and products are exact: nothing that is chosen
+    depends on an order of sums, and there are many ties."""
+    return torch.randint(-2, 3, (*shape, 16)).bfloat16()
 
 
 def check(q: Tensor, k: Tensor, chip: str = "sm_90a") -> None:
@@ -85,7 +92,7 @@ def test_other_tensors_are_multiplied_by_operations() -> None:
 def test_a_selection_of_blocks_is_five_launches() -> None:
     """Two poolings, products, the best with the causal rule and own blocks, and the map, as operations of
     torch select."""
-    q, k = torch.randn(1, 2, 96, 16).bfloat16(), torch.randn(1, 2, 96, 16).bfloat16()
+    q, k = whole(1, 2, 96), whole(1, 2, 96)
 
     def chosen() -> Tensor:
         scores = select.score(select.pool(q, 8), select.pool(k, 8)).causal()
@@ -94,8 +101,26 @@ def test_a_selection_of_blocks_is_five_launches() -> None:
     with ptxsim.device("sm_90a") as gpu:
         found = chosen()
     assert len(gpu.results) == 5 and not gpu.findings
-    # Scores differ by roundings of float32, which no choice of random ones depends on.
     assert torch.equal(found, chosen())
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "moba": lambda q, k: variants.moba(q, k, 8, 4).ids,
+    "quest": lambda q, k: variants.quest(q, k, 8, 5).ids,
+    "video_blocks": lambda q, k: variants.video_blocks(q, k, 8, 5).ids,
+    "lines": lambda q, k: torch.cat(select.lines(q[:1], k[:1], 9, 9, last=16), 1),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_methods_select_the_same(name: str) -> None:
+    """By kernels as by operations of torch."""
+    q, k = whole(2, 4, 44), whole(2, 2, 72)
+    wanted = VARIANTS[name](q, k)
+    with ptxsim.device("sm_90a") as gpu:
+        found = VARIANTS[name](q, k)
+    assert gpu.results and not gpu.findings
+    assert torch.equal(found, wanted)
 
 
 def test_one_graph_selects_by_operators() -> None:
@@ -136,7 +161,7 @@ def test_who_intercepts_operators_sees_operations() -> None:
 
 def test_many_heads_choose_by_their_own_keys() -> None:
     """A threshold, a share and the best, by kernels as by operations, of pooled keys of fewer heads."""
-    q, k = torch.randn(2, 4, 40, 16).half(), torch.randn(2, 2, 72, 16).half()
+    q, k = whole(2, 4, 40), whole(2, 2, 72)
 
     def run() -> list[Tensor]:
         scores = select.score(q, select.pool(k, 8)).causal(whole=True)
