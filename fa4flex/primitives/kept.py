@@ -78,8 +78,10 @@ def steps(start: int, count: int, step: int, device: torch.device) -> Tensor:
 
 def where_seen(x: Tensor, seen: Tensor, fill: float = -math.inf) -> Tensor:
     """x where `seen`, -inf or 0 elsewhere, with the gradient of what is seen."""
-    # A number would become a tensor by a launch of its own, and masked_fill copies first.
-    return x.masked_fill(~seen, fill) if observed() else torch.where(seen, x, _FILLS[fill])
-
-
-_FILLS = {fill: torch.tensor(fill, device="cpu") for fill in (-math.inf, 0.0)}
+    if observed():
+        return x.masked_fill(~seen, fill)
+    # masked_fill copies first. A number would become a tensor by a launch of its own, and a tensor on the
+    # host by a copy that waits.
+    kind, device = x.dtype, x.device
+    other = kept(("fill", fill, kind), device, lambda: torch.full((), fill, dtype=kind, device=device))
+    return torch.where(seen, x, other)

@@ -79,3 +79,10 @@ def test_what_is_not_seen() -> None:
         found = where_seen(x, seen, fill)
         assert found.dtype == x.dtype and found.tolist() == [1.0, fill, 3.0]
         assert torch.autograd.grad(found[::2].sum(), x)[0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_nothing_comes_from_the_host() -> None:
+    """Operations would copy it to the device, and wait."""
+    x = torch.randn(2, 3, device="meta")
+    assert where_seen(x, x > 0).device.type == "meta"
+    assert module._kept and all(tensor.device.type == "meta" for tensor in module._kept.values())
