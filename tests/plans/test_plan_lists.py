@@ -15,7 +15,7 @@ from checked_plans import plan_forward, sizes_of
 import fa4flex
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.lists_sm90.config import TABLE
+from fa4flex.kernels.lists.config import TABLE
 from fa4flex.kernels.lists_sm90.plan import LISTS_SM90, ListsPlan
 from fa4flex.kernels.lists_sm90.topology import lists_topology
 from fa4flex.kernels.plan.counts import check_counts
