@@ -29,7 +29,6 @@ from fa4flex.kernels.bwd_lists_sm90.roles import barrier_table
 from fa4flex.kernels.common.barriers import Pipes, initialise, room, sync
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.lists.entries import entries_of
-from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.lists.producer import Producer
 from fa4flex.kernels.lists.roles import listed
 from fa4flex.kernels.lists.tiles import (
@@ -39,6 +38,7 @@ from fa4flex.kernels.lists.tiles import (
     tile_of,
     tiles_of_launch,
 )
+from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.plan.target import ALL_SHARED
 
 

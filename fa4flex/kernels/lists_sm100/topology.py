@@ -1,10 +1,10 @@
 """The Blackwell pipeline for listed keys.
 
-Four warps look at the entries of a list, as those of the Hopper kernel do, and gather tiles of keys and values
-row by row. They tell of each tile which keys it has. What becomes of a tile is as in the kernel for few query
-rows: one warp issues all products, and four take the softmax, rescale the output and write it. Rows are in
-tensor memory twice, of which each copy meets half of a tile's keys; or once, where more of them share a list.
-A block has one tile: some queries that share a list, of heads that share keys, and a part of these keys.
+Four warps look at the entries of a list, as those of the Hopper kernel do, and gather tiles of keys and
+values row by row. They tell of each tile which keys it has. What becomes of a tile is as in the kernel for few
+query rows: one warp issues all products, and four take the softmax, rescale the output and write it. Rows are
+in tensor memory twice, of which each copy meets half of a tile's keys; or once, where more of them share a
+list. A block has one tile: some queries that share a list, of heads that share keys, and a part of these keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def lists_topology(
         for name, width in zip(("k", "v"), widths, strict=True)
     ]
     return Topology(
-        (producer(united, GATHER), _multiply(), _softmax(widths[1] // MERGED)),
+        # what a block did is told by the first, in which nothing is left out
+        (_softmax(widths[1] // MERGED), _multiply(), producer(united, GATHER)),
         (*rings, table.ring("ids", NUMBER * tile_n * (1 + (united > 1))), table.ring("Q", 0)),
         table.named_barriers(),
         "none",
@@ -55,11 +56,10 @@ def _softmax(chunks: int) -> Role:
     """Queries are brought while lists are looked at; keys of a tile are told before it is multiplied."""
     plain = softmax(chunks)
     told = Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")
-    queries = Event("fill", "Q", per="work")
+    brought = replace(plain.first[0], per="block")
     return replace(
         plain,
-        opening=(*plain.opening, LISTED),
-        first=(queries, *told, *(event for event in plain.first if event != queries)),
+        opening=(*plain.opening, brought, LISTED),
+        first=(*told, *plain.first[1:]),
         body=(*told, *plain.body),
     )
-

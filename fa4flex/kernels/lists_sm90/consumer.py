@@ -22,11 +22,11 @@ from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.decode_sm90 import consumer as base
 from fa4flex.kernels.decode_sm90.consumer import Mine, row_of
+from fa4flex.kernels.lists.fragment import Found, ListFragment, keys_of
+from fa4flex.kernels.lists.tiles import ListTile, Slice, Walk, own_of
 from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.epilogue import Epilogue
-from fa4flex.kernels.lists.fragment import Found, ListFragment, keys_of
 from fa4flex.kernels.lists_sm90.resources import Shared
-from fa4flex.kernels.lists.tiles import ListTile, Slice, Walk, own_of
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,20 @@ from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
-from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
 from fa4flex.kernels.lists.entries import entries_of
 from fa4flex.kernels.lists.forward import ListsForward
-from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.lists.producer import Producer
-from fa4flex.kernels.lists_sm90.resources import members_of, shared_of
-from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
 from fa4flex.kernels.lists.tiles import (
     ListTile,
     Part,
     part_of,
     tile_of,
 )
+from fa4flex.kernels.lists_sm90.config import Config
+from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
+from fa4flex.kernels.lists_sm90.gathering import Gathering
+from fa4flex.kernels.lists_sm90.resources import members_of, shared_of
+from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
 
 
 class Forward(Gathering, ListsForward):

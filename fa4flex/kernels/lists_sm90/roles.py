@@ -6,6 +6,7 @@ from fa4flex.kernels.lists.roles import ENTRIES, listed
 from fa4flex.kernels.plan.barriers import BarrierTable, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARPGROUP
 
+
 def barrier_table(kv_stages: int, consumers: int = 1) -> BarrierTable:
     by, per, warps = ("producer", "consumer"), Per(stages=kv_stages), consumers * WARPGROUP
     rows = [row for name in "kv" for row in tile_ring(name, kv_stages, warps, by, WARPGROUP)]
