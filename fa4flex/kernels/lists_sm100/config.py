@@ -14,7 +14,7 @@ from fa4flex.kernels.lists_sm100.roles import WARPS
 class Config(ListsConfig, base.Config):  # type: ignore[misc]  # properties of lists are none of other kernels
     """Fields of the kernel for few query rows, whose lengths may be "packed" here, and
 
-    gather_registers, softmax_registers   per thread, after the split; 0: all warps have as many
+    gather_registers, softmax_registers   per thread, after the split
     beside        queries see sinks, a window or a tail beside their lists
     united        rows of the lists whose queries a tile has
     """

@@ -105,12 +105,10 @@ class Forward(Gathering, ListsForward, base.Forward):
             sync(LISTED)
             self.multiply(arguments, part, tile, entries, handed, first)
         elif warp >= GATHER:
-            if const_expr(self.config.gather_registers):
-                cute.arch.setmaxregister_decrease(self.config.gather_registers)
+            cute.arch.setmaxregister_decrease(self.config.gather_registers)
             self.gather(arguments, part, tile, entries, handed)
         else:
-            if const_expr(self.config.softmax_registers):
-                cute.arch.setmaxregister_increase(self.config.softmax_registers)
+            cute.arch.setmaxregister_increase(self.config.softmax_registers)
             memory.allocate(self.config.memory.allocated)
             # The other block of the multiprocessor allocates as well.
             memory.relinquish_alloc_permit()

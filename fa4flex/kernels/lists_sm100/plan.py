@@ -35,9 +35,11 @@ from fa4flex.kernels.plan.topology import WARP, WARPGROUP, Topology
 KEYS = 64
 """Keys of a tile: a thread has 32 scores of it, or, of as many rows as tensor memory has lanes, all."""
 
-TWO_BLOCKS = Split(56, 168)
-"""Registers of a warp that gathers and of one that takes the softmax, where two blocks are on a
-multiprocessor."""
+SPLITS = {2: Split(48, 144), 1: Split(96, 240)}
+"""Registers of a thread that gathers and of one that takes the softmax, by blocks of a multiprocessor."""
+
+QUARTERS = 4
+"""Parts of a multiprocessor, each of which has a part of its registers and as many warps as another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +71,17 @@ class BlackwellListsPlan(ListedPlan, BlackwellDecodePlan):
     @property
     def registers(self) -> int:
         """Registers per thread that a block is launched with."""
-        step = self.target.register_step
-        return min(self.target.registers // (WARP * WARPS * self.blocks) // step * step, 255)
+        step, warps = self.target.register_step, -(-WARPS * self.blocks // QUARTERS) * QUARTERS
+        return min(self.target.registers // (WARP * warps) // step * step, 255)
 
     @property
-    def split(self) -> Split | None:
-        """Registers after the split; None where all warps have enough."""
-        return TWO_BLOCKS if self.blocks > 1 else None
+    def split(self) -> Split:
+        """Registers per thread after the split. The warp that multiplies keeps those of the launch."""
+        return SPLITS[self.blocks]
 
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
-        plain, split = super(ListedPlan, self).config(), self.split or Split(0, 0)
+        plain, split = super(ListedPlan, self).config(), self.split
         given = {one.name: getattr(plain, one.name) for one in fields(plain)}
         return Config(
             **given,
@@ -93,20 +95,17 @@ class BlackwellListsPlan(ListedPlan, BlackwellDecodePlan):
         self._check_columns()
         if self.copies not in (1, 2):
             raise PlanError(f"{self.copies} copies of query rows", "1 or 2", "use one of these")
-        if self.split:
-            launched = 2 * WARPGROUP * self.registers
-            if WARPGROUP * (self.split.producer + self.split.consumer) > launched:
-                raise PlanError(
-                    f"{self.split.producer} + {self.split.consumer} registers per thread",
-                    f"at most {2 * self.registers}, what two warpgroups are launched with",
-                    "take less",
-                )
+        if self.split.producer + self.split.consumer > 2 * self.registers:
+            raise PlanError(
+                f"{self.split.producer} + {self.split.consumer} registers per thread",
+                f"at most {2 * self.registers}, what two warpgroups are launched with",
+                "take a split from SPLITS",
+            )
 
     def explain_threads(self) -> list[str]:
-        split = self.split or Split(self.registers, self.registers)
         return [
-            f"warps: {WARPGROUP} softmax of {split.consumer} registers, {WARPGROUP} that gather of"
-            f" {split.producer}, 1 multiply of {self.registers}"
+            f"warps: {WARPGROUP} softmax of {self.split.consumer} registers, {WARPGROUP} that gather of"
+            f" {self.split.producer}, 1 multiply of {self.registers}"
         ]
 
 
