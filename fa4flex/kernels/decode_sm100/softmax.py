@@ -138,12 +138,11 @@ class Softmax:
     ) -> None:
         """The first `held` columns of the thread's row to its lane of tensor memory, two elements in a column
         there. Tiles may be wider than the tensor, and have zeros there."""
-        q = self.query(arguments, tile, row)
-        width = cute.size(q)
+        q, width = arguments.q, arguments.q.shape[-1]
         words = products.words_at(base + self.config.memory.queries, self.held // 2)
         blocks = cute.flat_divide(words, (128, HELD))[None, None, 0, None]
         into = Blocks.store(store_op(HELD), blocks, cute.arch.thread_idx()[0])
-        eights = cute.logical_divide(q, cute.make_layout(WIDE))
+        eights = cute.logical_divide(self.query(arguments, tile, row), cute.make_layout(WIDE))
         count = self.held // 2 // HELD
         for first in cutlass.range_constexpr(0, count, self.together):
             run = range(first, min(first + self.together, count))

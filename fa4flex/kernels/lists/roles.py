@@ -8,7 +8,9 @@ from fa4flex.kernels.plan.topology import WARP, WARPGROUP
 ENTRIES = NamedRow("entries", 8, WARP * WARPGROUP, "producers have looked at all entries of a list")
 
 
-def listed(warps: int) -> NamedRow:
+KNOWN = "it is known which entries of a list count"
+
+
+def listed(warps: int, meaning: str = f"queries are written, and {KNOWN}") -> NamedRow:
     """The barrier at which all warps of a block meet."""
-    meaning = "queries are written, and it is known which entries of a list count"
     return NamedRow("listed", 9, WARP * warps, meaning)

@@ -139,7 +139,6 @@ class Forward(Gathering, ListsForward, base.Forward):
         self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed, first: Any
     ) -> None:
         """Queries, probabilities and the output."""
-        mine = self.softmax.bring(arguments, tile, handed, first)
         sync(LISTED)
         tile, walk = self.keys(arguments, part, tile, entries, handed.shared)
-        self.softmax.visit(arguments, tile, walk, mine, handed, first)
+        self.softmax.visit(arguments, tile, walk, handed, first)

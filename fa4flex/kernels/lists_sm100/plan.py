@@ -35,7 +35,7 @@ from fa4flex.kernels.plan.topology import WARP, WARPGROUP, Topology
 KEYS = 64
 """Keys of a tile: a thread has 32 scores of it, or, of as many rows as tensor memory has lanes, all."""
 
-SPLITS = {2: Split(48, 144), 1: Split(96, 240)}
+SPLITS = {2: Split(48, 144), 1: Split(104, 232)}
 """Registers of a thread that gathers and of one that takes the softmax, by blocks of a multiprocessor."""
 
 QUARTERS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fa4flex.kernels.decode_sm100 import roles as base
 from fa4flex.kernels.decode_sm100.roles import ALLOCATED, MEET
-from fa4flex.kernels.lists.roles import ENTRIES, listed
+from fa4flex.kernels.lists.roles import ENTRIES, KNOWN, listed
 from fa4flex.kernels.plan.barriers import BarrierTable, Per, Row
 from fa4flex.kernels.plan.topology import WARPGROUP
 
@@ -13,7 +13,7 @@ GATHER, MULTIPLY = WARPGROUP, 2 * WARPGROUP
 
 WARPS = MULTIPLY + 1
 
-LISTED = listed(WARPS)
+LISTED = listed(WARPS, KNOWN)
 
 
 def barrier_table(kv_stages: int) -> BarrierTable:

@@ -33,27 +33,23 @@ class Softmax(base.Softmax):
         super().__init__(config, hooks)  # type: ignore[arg-type]  # it has what is read of one
         self.epilogue = Epilogue(config, hooks)  # type: ignore[arg-type]
 
-    def bring(self, arguments: Arguments, tile: ListTile, handed: Handed, first: cute.Pointer) -> Mine:
-        """The tile's queries to tensor memory, whose first column is given."""
-        mine = self.mine(arguments, tile, cute.arch.thread_idx()[0])  # type: ignore[arg-type]
-        mine.softmax.state.clear()
-        self.hold(arguments, tile, mine.row, handed.products, first)  # type: ignore[arg-type]
-        arrive_once(handed.pipes.q_full)
-        return mine
-
     @cute.jit
     def visit(
         self,
         arguments: Arguments,
         tile: ListTile,
         walk: Walk,
-        mine: cutlass.Constexpr[Mine],
         handed: cutlass.Constexpr[Handed],
         first: cute.Pointer,
     ) -> None:
-        """All tiles of keys, and the results."""
-        shared, pipes, products = handed
-        memory = self.memory(shared, products, first, cute.arch.thread_idx()[0])
+        """All tiles of keys, and the results. first: column of tensor memory."""
+        (shared, pipes, products), thread = handed, cute.arch.thread_idx()[0]
+        mine = self.mine(arguments, tile, thread)
+        mine.softmax.state.clear()
+        if tile.first < tile.last:
+            self.queries(arguments, tile, mine.row, shared, products, first)  # type: ignore[arg-type]
+            arrive_once(pipes.q_full)
+        memory = self.memory(shared, products, first, thread)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         phase = Int32(0)
         for i in cutlass.range(tile.first, tile.last, unroll=1):

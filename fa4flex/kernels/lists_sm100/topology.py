@@ -53,13 +53,13 @@ def _multiply() -> Role:
 
 
 def _softmax(chunks: int) -> Role:
-    """Queries are brought while lists are looked at; keys of a tile are told before it is multiplied."""
+    """Queries are brought while the first keys are; keys of a tile are told before it is multiplied."""
     plain = softmax(chunks)
     told = Event("wait", "ids"), Event("read", "ids"), Event("release", "ids")
-    brought = replace(plain.first[0], per="block")
+    queries, *scores = plain.first
     return replace(
         plain,
-        opening=(*plain.opening, brought, LISTED),
-        first=(*told, *plain.first[1:]),
+        opening=(*plain.opening, LISTED),
+        first=(queries, *told, *scores),
         body=(*told, *plain.body),
     )
