@@ -1,5 +1,5 @@
-"""Plans of the Blackwell kernel for listed keys: what it accepts, what fits, copies of rows, and its pipeline,
-proved and broken."""
+"""Plans of the Blackwell kernel for listed keys: what it accepts, what fits, copies of rows, and its
+pipeline, proved and broken."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from mutants import Mutant
 from listed import CHIPS, KERNELS
+from mutants import Mutant
 from own_calls import Own, is_first, nearly_all_are_noticed, some_are_noticed
 
 import fa4flex

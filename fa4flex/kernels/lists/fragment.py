@@ -151,8 +151,18 @@ class SeenFragment(ListFragment):
             words[c // WORD] = with_bit(words[c // WORD], c % WORD, seen)
         return (tuple(words),)
 
+    def asks_more(self, hooks: Hooks, found: Found) -> bool:
+        """True if more decides than whether there is a key, and the row's only span."""
+        many = self.limited and len(self._spans()) > 1
+        return many or found.rows is not None or self.near is not None or hooks.mask is not None
+
+    def has_all(self, lowest: Int32, highest: Int32) -> Boolean:
+        """True if the row's only span has keys from the one to the other."""
+        (span,) = self._spans()
+        return span.has(lowest) & span.has(highest)
+
     def mask(self, scores: Any, found: Any, allowed: Words | None, tangents: Any = None) -> None:
-        """allowed: what `seen` returned."""
+        """allowed: what `seen` returned, or the like."""
         Fragment.mask(self, scores, found, allowed, tangents)
 
 

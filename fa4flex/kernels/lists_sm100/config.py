@@ -11,7 +11,7 @@ from fa4flex.kernels.lists_sm100.roles import WARPS
 
 
 @dataclass(frozen=True)
-class Config(ListsConfig, base.Config):  # type: ignore[misc]  # properties of lists are none of other kernels
+class Config(ListsConfig, base.Config):  # type: ignore[override]  # packed queries are not split
     """Fields of the kernel for few query rows, whose lengths may be "packed" here, and
 
     gather_registers, softmax_registers   per thread, after the split

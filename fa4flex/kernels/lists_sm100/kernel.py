@@ -41,14 +41,15 @@ class Producer(gathering.Producer):
 
 
 class Forward(Gathering, ListsForward, base.Forward):
-    config: Config  # type: ignore[assignment]
+    config: Config
+    softmax: Softmax
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
         self.barriers = barrier_table(config.kv_stages)
         self.producer = Producer(config)
-        self.mma = Mma(config, hooks)  # type: ignore[arg-type]  # it has what is read of one
+        self.mma = Mma(config, hooks)
         self.softmax = Softmax(config, hooks)
 
     @cute.jit
@@ -66,10 +67,10 @@ class Forward(Gathering, ListsForward, base.Forward):
         return Shared(**vars(plain), **entry_tensors(storage, plain.k, self.config))
 
     @cute.kernel
-    def device(self, arguments: Arguments) -> None:  # type: ignore[override]  # it has no copies by TMA
+    def device(self, arguments: Arguments) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kind = arguments.q.element_type
-        products, layouts = Products(self.config, kind), stage_layouts(self.config, kind)  # type: ignore[arg-type]
+        products, layouts = Products(self.config, kind), stage_layouts(self.config, kind)
         storage = SmemAllocator().allocate(self.storage(layouts, kind))
         shared = self.shared(storage, layouts, products)
         pipes = self.pipes(storage, shared)
@@ -88,7 +89,7 @@ class Forward(Gathering, ListsForward, base.Forward):
             self.work(arguments, part, tile, Handed(shared, pipes, products), memory)
 
     @cute.jit
-    def work(  # type: ignore[override]
+    def work(
         self,
         arguments: Arguments,
         part: Part,
@@ -117,9 +118,7 @@ class Forward(Gathering, ListsForward, base.Forward):
             self.take_softmax(arguments, part, tile, entries, handed, first)
             memory.free(first)
 
-    def gather(
-        self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed
-    ) -> None:
+    def gather(self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed) -> None:
         """Four warps: which entries count, and the keys that they list."""
         if self.config.paged:
             check_length(arguments, tile.b)
@@ -133,7 +132,7 @@ class Forward(Gathering, ListsForward, base.Forward):
     ) -> None:
         """All products. first: column of tensor memory."""
         tile, _ = self.keys(arguments, part, tile, entries, handed.shared)
-        self.mma.multiply(tile, *handed, first)  # type: ignore[arg-type]
+        self.mma.multiply(tile, *handed, first)
 
     def take_softmax(
         self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed, first: Any

@@ -5,7 +5,8 @@ Which of a tile's keys a row sees is found before their scores are there, a bit 
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -13,6 +14,7 @@ from cutlass import Boolean, Int32, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
+from fa4flex.kernels.common.bits import WORD
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Row
 from fa4flex.kernels.common.pointwise import Words
@@ -27,11 +29,11 @@ from fa4flex.kernels.lists_sm100.resources import Handed, Shared
 
 
 class Softmax(base.Softmax):
-    config: Config  # type: ignore[assignment]
+    config: Config
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
-        super().__init__(config, hooks)  # type: ignore[arg-type]  # it has what is read of one
-        self.epilogue = Epilogue(config, hooks)  # type: ignore[arg-type]
+        super().__init__(config, hooks)
+        self.epilogue = Epilogue(config, hooks)
 
     @cute.jit
     def visit(
@@ -69,9 +71,11 @@ class Softmax(base.Softmax):
 
     def found(
         self, mine: Mine, shared: Shared, pipes: Pipes, state: pipeline.PipelineState, beside: Boolean
-    ) -> Found:
+    ) -> Told:
         """Keys that the thread's copy of its row meets of a tile."""
         cute.arch.mbarrier_wait(pipes.ids_full + state.index, state.phase)
+        lane, keys = cute.arch.lane_idx(), shared.ids[None, 0, state.index]
+        own = tuple(keys[mine.part * self.config.part + n + lane] for n in range(0, self.config.part, WORD))
         told = []
         for n in range(self.config.told):
             numbers = cute.make_rmem_tensor((self.config.part,), Int32)
@@ -79,9 +83,43 @@ class Softmax(base.Softmax):
             cute.autovec_copy(parts[None, mine.part], numbers)
             told.append(tuple(numbers[i] for i in range(self.config.part)))
         arrive_once(pipes.ids_empty + state.index)
-        return Found(told[0], beside if self.config.beside else None, *told[1:])
+        rows = told[1] if self.config.united > 1 else None
+        return Told(told[0], beside if self.config.beside else None, rows, own)
 
     def allowed(self, mine: Mine, found: Any) -> Words:
+        """Bits of the keys that the row sees. Where rows see the same keys of a tile, lanes ask for one key
+        each."""
         fragment: Any = mine.fragment
-        words: Words = fragment.seen(self.hooks, found)
-        return words
+        if fragment.asks_more(self.hooks, found):
+            words: Words = fragment.seen(self.hooks, found)
+            return words
+        if fragment.limited:
+            return within(fragment, self.hooks, found)
+        return (tuple(Int32(cute.arch.vote_ballot_sync(key >= 0)) for key in found.own),)
+
+
+@dataclass(frozen=True)
+class Told(Found):
+    """What is told of a tile; own: of each 32 of the keys that a warp's rows meet, the lane's."""
+
+    own: tuple[Int32, ...] = ()
+
+
+@cute.jit
+def within(
+    fragment: cutlass.Constexpr[Any],
+    hooks: cutlass.Constexpr[Hooks],
+    found: cutlass.Constexpr[Told],
+) -> Words:
+    """Bits of the keys that the row's only span has. Most tiles have all of their keys within those of all
+    rows of a warp: the least and the largest key then tell."""
+    lowest = functools.reduce(cutlass.min, [cute.arch.warp_redux_sync(key, "min") for key in found.own])
+    highest = functools.reduce(cutlass.max, [cute.arch.warp_redux_sync(key, "max") for key in found.own])
+    words = cute.make_rmem_tensor((len(found.own),), Int32)
+    words.fill(Int32(-1))
+    # NOTHING is the least of all numbers, and in no span.
+    if not cute.arch.vote_all_sync(fragment.has_all(Int32(lowest), Int32(highest))):
+        (each,) = fragment.seen(hooks, found)
+        for n in cutlass.range_constexpr(len(found.own)):
+            words[n] = each[n]
+    return (tuple(words[n] for n in range(len(found.own))),)

@@ -1,10 +1,11 @@
 """The Blackwell pipeline for listed keys.
 
 Four warps look at the entries of a list, as those of the Hopper kernel do, and gather tiles of keys and
-values row by row. They tell of each tile which keys it has. What becomes of a tile is as in the kernel for few
-query rows: one warp issues all products, and four take the softmax, rescale the output and write it. Rows are
-in tensor memory twice, of which each copy meets half of a tile's keys; or once, where more of them share a
-list. A block has one tile: some queries that share a list, of heads that share keys, and a part of these keys.
+values row by row. They tell of each tile which keys it has. What becomes of a tile is as in the kernel for
+few query rows: one warp issues all products, and four take the softmax, rescale the output and write it. Rows
+are in tensor memory twice, of which each copy meets half of a tile's keys; or once, where more of them share
+a list. A block has one tile: some queries that share a list, of heads that share keys, and a part of these
+keys.
 """
 
 from __future__ import annotations

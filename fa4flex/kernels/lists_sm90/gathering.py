@@ -7,12 +7,14 @@ from typing import Any
 from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.lists import gathering
+from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.plan.barriers import BarrierTable
 
 
 class Gathering(gathering.Gathering):
     """A kernel whose consumer warps read what is gathered."""
 
+    config: Config
     barriers: BarrierTable
 
     def pipes(self, storage: Any, shared: Any) -> Pipes:
