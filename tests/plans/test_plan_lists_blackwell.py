@@ -108,7 +108,7 @@ def test_rows_that_share_a_list_share_what_is_gathered() -> None:
 
 
 def test_warps_have_the_registers_of_their_launch() -> None:
-    """Of 65,536: two blocks of nine warps are 18, so that some quarter of the multiprocessor has five."""
+    """Two blocks of nine warps are 18: some quarter of the multiprocessor, of 16,384 registers, has five."""
     one, two = planned(LISTED), planned(BY_MANY)
     assert (one.registers, two.registers) == (96, 168)
     for plan in (one, two):

@@ -1,4 +1,4 @@
-"""What plans of kernels for listed keys have in common: copies, splits, regions of shared memory, words."""
+"""Base of the plans of kernels for listed keys: copies, splits, regions of shared memory, words."""
 
 from __future__ import annotations
 

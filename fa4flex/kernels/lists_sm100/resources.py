@@ -24,7 +24,7 @@ class Shared(base.Shared):
 
 
 class Handed(NamedTuple):
-    """What all roles of a block are handed: shared memory, barriers and products."""
+    """Resources that all roles of a block have: shared memory, barriers and products."""
 
     shared: Shared
     pipes: Pipes

@@ -100,7 +100,7 @@ class Softmax(base.Softmax):
 
 @dataclass(frozen=True)
 class Told(Found):
-    """What is told of a tile; own: of each 32 of the keys that a warp's rows meet, the lane's."""
+    """Keys of a tile as they are told. own: the lane's one of each 32 of those that a warp's rows meet."""
 
     own: tuple[Int32, ...] = ()
 
