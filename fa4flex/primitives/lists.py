@@ -127,6 +127,8 @@ class Lists:
     def classes(self) -> Tensor:
         """uint8 [B or 1, H, R, units]: 1 where a unit is listed, 0 elsewhere."""
         columns = -(-self.kv_len // self.unit)
+        if self.ids.is_cuda or simulating():
+            return torch.ops.fa4flex.listed_units(self.ids, self.counts, columns)
         return listed(self.ids, self.counts, columns).to(torch.uint8)
 
     def map(self) -> BlockMap:
