@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES
+from fa4flex.kernels.lists.config import MOST_ENTRIES
 from fa4flex.primitives.kv_scales import KVScales, is_eight_bit
 from fa4flex.primitives.latent import Latent
 from fa4flex.primitives.lists import Lists, outline_of

@@ -77,6 +77,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
     Unloaded("forward", "sm90", "fwd_8bit_sm90", "FWD_8BIT_SM90", _codes),
+    Unloaded("forward", "sm100", "lists_sm100", "LISTS_SM100", _listed),
     Unloaded("forward", "sm100", "mla_decode_sm100", "MLA_DECODE_SM100", _latent),
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_queries),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),

@@ -50,7 +50,7 @@ class Lists:
     window   keys up to and with the query's own; sinks: first keys; both beside what is listed
 
     An id below 0, or of a unit past the end, lists nothing, wherever it stands; one that stands twice is
-    there once. Hopper kernels gather what the lists of a call say, in time and memory that go with their
+    there once. Kernels gather what the lists of a call say, in time and memory that go with their
     entries; `explain(lists=lists)` tells which calls. Each call of `compile(blocks=lists)` reads them
     anew; `map()` and `mask()` are of what they list at that time. Raises InputError for shapes and numbers
     that do not fit.
@@ -152,8 +152,8 @@ class Lists:
             size = self.ids.shape[0] * self.ids.shape[1] * self.ids.shape[2] * columns
             raise UnsupportedError(
                 f"lists of units of {self.unit} keys on {self.ids.device}",
-                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or on a Hopper"
-                " GPU a call that has a kernel for lists, as explain(lists=True) says",
+                f"units of {LEAST_UNIT} keys or more, for which kernels read a map of blocks; or"
+                " a call that has a kernel for lists, as explain(lists=True) says",
                 f"pass blocks=lists.map(), a captured table of all rows and units, {size} bytes; or select "
                 "larger units",
             )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fa4flex.kernels.lists_sm90.config import MOST_LISTS, MOST_UNITED, ROWS
+from fa4flex.kernels.lists.config import MOST_LISTS, MOST_UNITED, ROWS
 from fa4flex.kernels.plan.keys import CONTIGUOUS, Keys, in_pages, of_lists
 from fa4flex.primitives.lists import Lists
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged

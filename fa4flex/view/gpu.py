@@ -244,11 +244,11 @@ class KernelView:
         forward = self.lowered.direction == "forward"
         if not isinstance(lists, Lists) or problem.lengths != "dense" or not forward:
             return []
-        from fa4flex.kernels.lists_sm90.plan import ListsPlan
+        from fa4flex.kernels.lists.plan import ListedPlan
         from fa4flex.kernels.mla_lists_sm90.plan import ListedRowsPlan
 
         plan, shape = self.lowered.plan, self.shape
-        assert isinstance(plan, (ListsPlan, ListedRowsPlan))
+        assert isinstance(plan, (ListedPlan, ListedRowsPlan))
         tiling = Tiling(plan.rows, plan.tile_n, plan.united, self.problem.get("kv_heads", shape.heads))
         found = counted(self.program, shape, lists, tiling)
         computed = found.tiles * tiling.rows * tiling.keys
@@ -379,7 +379,7 @@ def _keys(changes: dict[str, Any], lengths: str, heads: tuple[int, int], narrow:
 def _listed(lists: Any, rows: int, others: dict[str, Any], heads: tuple[int, int]) -> Keys:
     """Keys of Lists, or for True of some that have counts and no keys beside them. others: what is said of
     keys besides."""
-    from fa4flex.kernels.lists_sm90.config import ROWS
+    from fa4flex.kernels.lists.config import ROWS
     from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
     from fa4flex.runtime.listed_keys import tiling_of
 

@@ -164,11 +164,14 @@ def test_explanations_of_lists_are_of_what_they_list() -> None:
     least = 4 * 64 * 1024 * 1024 * 128 / 989.4e12 * 1e6
     told = re.search(r"least time of their products ([0-9.]+) us", said)
     assert told is not None and float(told[1]) == pytest.approx(least, rel=0.01)
-    none = " ".join(attn.explain(arch="sm_100a", heads=64, kv_heads=1, lists=lists).split())
+    other = " ".join(attn.explain(arch="sm_100a", heads=64, kv_heads=1, lists=lists).split())
+    assert f"tiles of 64 x 64 compute {1024 * 16 * 64 * 64}, of which 100.0 % are selected" in other
+    rows = {"head_dim": 576, "head_dim_v": 512, "latent": True}
+    none = " ".join(attn.explain(arch="sm_100a", heads=64, kv_heads=1, lists=lists, **rows).split())
     assert "no kernel" in none and "the lists are a map of blocks" in none
     short = replace(lists, ids=ids[..., :1], unit=1)
     assert "keys are refused; blocks=lists.map() is a table" in " ".join(
-        attn.explain(arch="sm_100a", heads=64, kv_heads=1, lists=short).split()
+        attn.explain(arch="sm_100a", heads=64, kv_heads=1, lists=short, **rows).split()
     )
 
 

@@ -15,13 +15,13 @@ from checked_plans import plan_forward, sizes_of
 import fa4flex
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.lists_sm90.config import TABLE
+from fa4flex.kernels.lists.config import TABLE
 from fa4flex.kernels.lists_sm90.plan import LISTS_SM90, ListsPlan
 from fa4flex.kernels.lists_sm90.topology import lists_topology
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.target import SM90A, SM100A
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
@@ -62,9 +62,8 @@ def test_it_takes_listed_keys_and_no_others(lengths: Any) -> None:
     ids=str,
 )
 def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
-    for target, problem in ((SM90A, replace(LISTED, **changes)), (SM100A, LISTED)):
-        with pytest.raises(fa4flex.UnsupportedError, match="listed keys"):
-            dispatch.choose("forward", problem, target, sizes_of(64))
+    with pytest.raises(fa4flex.UnsupportedError, match="listed keys"):
+        dispatch.choose("forward", replace(LISTED, **changes), SM90A, sizes_of(64))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.bwd_lists_sm90.config import SumsConfig
 from fa4flex.kernels.bwd_lists_sm90.plan import BWD_LISTS_SM90, ListsBackwardPlan
 from fa4flex.kernels.bwd_lists_sm90.topology import lists_backward_topology
-from fa4flex.kernels.lists_sm90.config import TABLE
+from fa4flex.kernels.lists.config import TABLE
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
 from fa4flex.kernels.plan.problem import Problem

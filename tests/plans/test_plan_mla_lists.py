@@ -14,7 +14,7 @@ from checked_plans import plan_forward, sizes_of
 
 import fa4flex
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.lists_sm90.config import TABLE
+from fa4flex.kernels.lists.config import TABLE
 from fa4flex.kernels.mla_lists_sm90.plan import MLA_LISTS_SM90, ListedRowsPlan
 from fa4flex.kernels.mla_lists_sm90.topology import listed_rows_topology
 from fa4flex.kernels.plan.counts import check_counts

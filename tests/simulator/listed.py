@@ -1,4 +1,4 @@
-"""Calls with lists of keys on a simulated Hopper GPU, beside the same call in float64."""
+"""Calls with lists of keys on a simulated GPU, beside the same call in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from fa4flex import Lists
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
+
+KERNELS = {"sm_90a": "lists_sm90", "sm_100a": "lists_sm100"}
+"""Packages of the kernels for listed keys, by chips."""
+
+CHIPS = tuple(KERNELS)
 
 TABLE = torch.randn(140, 900) / 2
 
@@ -100,28 +105,35 @@ class Called:
     out: Tensor
     lse: Tensor
     results: list[Any] = field(default_factory=list)
+    chip: str = "sm_90a"
 
     @property
-    def kernels(self) -> list[str]:
-        return [result.kernel for result in self.results]
+    def gathered(self) -> list[Any]:
+        """Launches of the kernel for listed keys of the chip."""
+        return [result for result in self.results if f"kernels{KERNELS[self.chip]}" in result.kernel]
 
 
 def attend(
-    attn: fa4flex.Attention, *qkv: Tensor, timing: tuple[str, int] | None = None, **more: Any
+    attn: fa4flex.Attention,
+    *qkv: Tensor,
+    timing: tuple[str, int] | None = None,
+    chip: Any = "sm_90a",
+    **more: Any,
 ) -> Called:
-    """A call under some timing; nothing may be found."""
+    """A call on a chip under some timing; nothing may be found."""
     name, seed = timing or random.choice((*TIMINGS, ("random", random.randrange(99))))
-    with torch.no_grad(), ptxsim.device("sm_90a", seed, name, sms=2) as gpu:
+    with torch.no_grad(), ptxsim.device(chip, seed, name, sms=2) as gpu:
         out, lse = attn(*qkv, return_lse=True, **more)
     assert not gpu.findings, f"{name} {seed}: {gpu.report()}"
-    return Called(out, lse, list(gpu.results))
+    return Called(out, lse, list(gpu.results), chip)
 
 
 def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> Called:
     """The kernel for lists computes the call, and is as near to float64 as a rounded output can be."""
     found = attend(attn, *qkv, **more)
-    assert any("lists_sm90" in name for name in found.kernels), "another kernel was launched"
-    more.pop("timing", None)
+    assert found.gathered, "another kernel was launched"
+    for name in ("timing", "chip"):
+        more.pop(name, None)
     with torch.no_grad():
         exact = attn(*(x.double() for x in qkv), return_lse=True, **more)
     compare(found, *exact)

@@ -1,4 +1,4 @@
-"""One synchronisation less is noticed in the Hopper kernel for listed keys, right as it stands."""
+"""One synchronisation less is noticed in the kernels for listed keys, right as they stand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from listed import CHIPS, KERNELS
 from mutants import Mutant
 from own_calls import Own, is_first, nearly_all_are_noticed, some_are_noticed
 
@@ -17,7 +18,7 @@ from fa4flex import Lists
 from fa4flex.kernels.plan import splitting
 from fa4flex.variants import causal
 
-KINDS = "ascending", "in no order", "two consumers", "united"
+KINDS = "ascending", "in no order", "many rows", "united"
 """Lists of a call; the third ones ascend, and a hundred heads share them; the last ones are of three
 tokens."""
 
@@ -25,7 +26,7 @@ tokens."""
 def call_of(kind: str) -> Callable[[], bool]:
     """Five tiles of keys of one block, whose maxima rise; or lists in no order, of which many ids repeat."""
     made = torch.Generator().manual_seed(0)
-    heads, tokens = {"two consumers": (100, 1), "united": (16, 3)}.get(kind, (40, 1))
+    heads, tokens = {"many rows": (100, 1), "united": (16, 3)}.get(kind, (40, 1))
     q = torch.randn(1, heads, tokens, 64, generator=made).bfloat16()
     grown = torch.linspace(0.5, 2.5, 700).view(1, 1, -1, 1)
     k, v = ((torch.randn(1, 1, 700, 64, generator=made) * grown).bfloat16() for _ in range(2))
@@ -47,8 +48,8 @@ def call_of(kind: str) -> Callable[[], bool]:
 
 
 @lru_cache
-def own(kind: str) -> Own:
-    return Own("sm_90a", "lists_sm90", call_of(kind), 1)
+def own(chip: str, kind: str) -> Own:
+    return Own(chip, f"kernels{KERNELS[chip]}", call_of(kind), 1)
 
 
 def implied(mutant: Mutant) -> bool:
@@ -61,13 +62,15 @@ def implied(mutant: Mutant) -> bool:
 
 
 @pytest.mark.slow
-def test_some() -> None:
-    some_are_noticed(own(random.choice(KINDS)), implied)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_some(chip: str) -> None:
+    some_are_noticed(own(chip, random.choice(KINDS)), implied)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
-def test_all(kind: str) -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_all(chip: str, kind: str) -> None:
     """Nearly every mutant that can matter is noticed, but for those that are implied."""
     # Where entries are looked up, bits that were written before are written again.
-    nearly_all_are_noticed(own(kind), implied, 80)
+    nearly_all_are_noticed(own(chip, kind), implied, 80)

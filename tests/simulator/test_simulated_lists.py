@@ -72,7 +72,7 @@ def test_a_map_of_each_packed_sequence() -> None:
         close(out[first : first + n].transpose(0, 1)[None], one, allowed[None])
 
 
-@pytest.mark.parametrize("chip, width, trains", [("sm_100a", 64, False), ("sm_90a", 160, True)])
+@pytest.mark.parametrize("chip, width, trains", [("sm_100a", 64, True), ("sm_90a", 160, True)])
 def test_short_units_are_refused_in_words(chip: Any, width: int, trains: bool) -> None:
     q, k, v = (torch.randn(1, 1, 64, width).bfloat16() for _ in range(3))
     lists = Lists(torch.zeros(1, 1, 64, 2, dtype=torch.int32), kv_len=64, unit=4)

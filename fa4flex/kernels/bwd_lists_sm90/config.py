@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4flex.kernels.common.dq_layout import Order
+from fa4flex.kernels.lists.config import ROWS
 from fa4flex.kernels.lists_sm90 import config as lists
 
 KEYS = 64
@@ -24,7 +25,7 @@ class Config(lists.Config):
 
     v_stages: int = 1
 
-    tile_m: ClassVar[int] = lists.ROWS
+    tile_m: ClassVar[int] = ROWS
     stores_dq: ClassVar[bool] = True
     clears: ClassVar[bool] = False
     persistent: ClassVar[bool] = False

@@ -31,9 +31,9 @@ from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.decode_sm90.consumer import OFFSETS, row_of
-from fa4flex.kernels.lists_sm90.config import ROWS
-from fa4flex.kernels.lists_sm90.fragment import Found, ListFragment, keys_of
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk, near
+from fa4flex.kernels.lists.config import ROWS
+from fa4flex.kernels.lists.fragment import Found, ListFragment, keys_of
+from fa4flex.kernels.lists.tiles import ListTile, Walk, near
 
 
 @dataclass(frozen=True)

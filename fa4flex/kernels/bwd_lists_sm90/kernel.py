@@ -28,17 +28,17 @@ from fa4flex.kernels.bwd_lists_sm90.resources import (
 from fa4flex.kernels.bwd_lists_sm90.roles import barrier_table
 from fa4flex.kernels.common.barriers import Pipes, initialise, room, sync
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.lists_sm90.entries import entries_of
-from fa4flex.kernels.lists_sm90.gathering import Gathering
-from fa4flex.kernels.lists_sm90.producer import Producer
-from fa4flex.kernels.lists_sm90.roles import listed
-from fa4flex.kernels.lists_sm90.tiles import (
+from fa4flex.kernels.lists.entries import entries_of
+from fa4flex.kernels.lists.producer import Producer
+from fa4flex.kernels.lists.roles import listed
+from fa4flex.kernels.lists.tiles import (
     ListTile,
     Part,
     part_of,
     tile_of,
     tiles_of_launch,
 )
+from fa4flex.kernels.lists_sm90.gathering import Gathering
 from fa4flex.kernels.plan.target import ALL_SHARED
 
 
@@ -57,7 +57,7 @@ class Backward(Gathering):
         self.config = config
         self.hooks = hooks
         self.barriers = barrier_table(config.kv_stages, config.v_stages)
-        self.listed = listed(1)
+        self.listed = listed(config.threads // 32)
         self.producer = Producer(config)
         self.consumer = Consumer(config, hooks)
 

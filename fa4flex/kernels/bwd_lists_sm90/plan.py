@@ -13,7 +13,7 @@ from fa4flex.kernels.bwd_lists_sm90.topology import lists_backward_topology
 from fa4flex.kernels.decode_sm90.plan import SPLITS
 from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, UNITED, WORDS
+from fa4flex.kernels.lists.config import MOST_ENTRIES, ROWS, TABLE, UNITED, WORDS
 from fa4flex.kernels.plan.bound import Size
 from fa4flex.kernels.plan.few_rows import room_of
 from fa4flex.kernels.plan.keys import ListedKeys

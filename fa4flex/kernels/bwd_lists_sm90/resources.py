@@ -14,8 +14,8 @@ from fa4flex.kernels.bwd_lists_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.resources import swizzled_rows, transposed
 from fa4flex.kernels.common.products import tiled_product
 from fa4flex.kernels.common.transfer import tile_room
-from fa4flex.kernels.lists_sm90.config import ROWS
-from fa4flex.kernels.lists_sm90.resources import behind, entry_members, entry_tensors
+from fa4flex.kernels.lists.config import ROWS
+from fa4flex.kernels.lists.resources import behind, entry_members, entry_tensors
 from fa4flex.kernels.plan.memory import column_block
 
 

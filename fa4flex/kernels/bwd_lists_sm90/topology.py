@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fa4flex.kernels.bwd_lists_sm90.config import KEYS
 from fa4flex.kernels.bwd_lists_sm90.roles import barrier_table
-from fa4flex.kernels.lists_sm90.topology import producer
+from fa4flex.kernels.lists.topology import producer
 from fa4flex.kernels.plan.memory import NUMBER, block_bytes
 from fa4flex.kernels.plan.paging import TileCopies
 from fa4flex.kernels.plan.topology import WARPGROUP, Event, Product, Role, Topology

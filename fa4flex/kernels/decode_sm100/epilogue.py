@@ -169,8 +169,11 @@ class Epilogue:
         if tile.alone:
             self.finish(arguments, tile, row, total, column)
         else:
-            number = row_number(arguments, tile.b, row.h, row.q)
-            self.store(outputs(arguments)[tile.split, number, None], total, column)
+            self.put_part(arguments, tile, row, total, column)
+
+    def put_part(self, arguments: Arguments, tile: Tile, row: Row, total: cute.Tensor, column: Int32) -> None:
+        number = row_number(arguments, tile.b, row.h, row.q)
+        self.store(outputs(arguments)[tile.split, number, None], total, column)
 
     @cute.jit
     def put_zeros(self, arguments: Arguments, tile: Tile) -> None:
@@ -196,7 +199,11 @@ class Epilogue:
             at = place_of(row, tile, arguments, self.hooks)
             places = row_channels(at, row.q, column, WIDE)
             apply_output(self.hooks, places, one_row(value), arguments.out.shape[3])
-        self.store(arguments.out[tile.b, row.q, row.h, None], value, column)
+        self.store(self.target(arguments, tile, row), value, column)
+
+    def target(self, arguments: Arguments, tile: Tile, row: Row) -> cute.Tensor:
+        """A row of the output."""
+        return arguments.out[tile.b, row.q, row.h, None]
 
     @cute.jit
     def store(self, target: cute.Tensor, total: cute.Tensor, column: Int32) -> None:
@@ -215,9 +222,15 @@ class Epilogue:
         if row.exists & (mine.part == 0):
             if tile.alone:
                 if const_expr(arguments.lse is not None):
-                    arguments.lse[tile.b, row.h, row.q] = lse
+                    self.put_lse(arguments, tile, row, lse)
             else:
-                log_sums(arguments)[tile.split, row_number(arguments, tile.b, row.h, row.q)] = lse
+                self.put_part_lse(arguments, tile, row, lse)
+
+    def put_part_lse(self, arguments: Arguments, tile: Tile, row: Row, lse: Float32) -> None:
+        log_sums(arguments)[tile.split, row_number(arguments, tile.b, row.h, row.q)] = lse
+
+    def put_lse(self, arguments: Arguments, tile: Tile, row: Row, lse: Float32) -> None:
+        arguments.lse[tile.b, row.h, row.q] = lse
 
     @cute.jit
     def put_entropy(

@@ -54,8 +54,11 @@ class Forward(SplitForward):
         self.launch(self.device(arguments, k, v), arguments, stream)
 
     def storage(self, layouts: KeyLayouts, kind: Any) -> Any:
+        return cute.struct(type("Storage", (), {"__annotations__": self.members(layouts, kind)}))
+
+    def members(self, layouts: KeyLayouts, kind: Any) -> dict[str, Any]:
         numbers = kept(self.config.statistics)
-        members = {
+        return {
             "barriers": room(self.barriers),
             "freed": Int64,
             "columns": Int32,
@@ -63,7 +66,6 @@ class Forward(SplitForward):
             "keys": tile_room(kind, cute.cosize(layouts.k)),
             "values": tile_room(kind, cute.cosize(layouts.v)),
         }
-        return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
     def device(self, arguments: Arguments, k: cpasync.TmaInfo | None, v: cpasync.TmaInfo | None) -> None:

@@ -41,6 +41,18 @@ class Mma:
         base: cute.Pointer,
     ) -> None:
         tile = tile_of(part, arguments, self.hooks, self.config)
+        self.multiply(tile, shared, pipes, products, base)
+
+    @cute.jit
+    def multiply(
+        self,
+        tile: Tile,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        """All products of a tile."""
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
         phase = Int32(0)

@@ -73,12 +73,12 @@ class BlackwellDecodePlan(FewRowsPlan):
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+        return memory_of(self.problem, self.tile_n, self.kv_stages, self.target)
 
     @cached_property
     def columns(self) -> Columns:
         """The tensor-memory map of a block."""
-        return _columns(self.problem, self.tile_n, self.target)
+        return columns_of(self.problem, self.tile_n, self.target)
 
     @cached_property
     def topology(self) -> Topology:
@@ -100,7 +100,7 @@ class BlackwellDecodePlan(FewRowsPlan):
         return Config(
             head_dim=self.widths[0],
             head_dim_v=self.widths[1],
-            memory=TensorMemory(first["Q"], first["O"], first["S"], _allocated(self.columns)),
+            memory=TensorMemory(first["Q"], first["O"], first["S"], allocated(self.columns)),
             tile_n=self.tile_n,
             copies=self.copies,
             kv_stages=self.kv_stages,
@@ -117,16 +117,20 @@ class BlackwellDecodePlan(FewRowsPlan):
         )
 
     def check_threads(self) -> None:
+        self._check_columns()
+        if self.copies not in COPIES:
+            raise PlanError(f"{self.copies} copies of query rows", f"one of {COPIES}", "use one of these")
+
+    def _check_columns(self) -> None:
+        """PlanError unless all blocks of a multiprocessor have their columns of tensor memory."""
         self.columns.check()
-        allocated = self.blocks * _allocated(self.columns)
-        if allocated > self.target.tensor_columns:
+        each = allocated(self.columns)
+        if self.blocks * each > self.target.tensor_columns:
             raise PlanError(
-                f"{self.blocks} blocks of {_allocated(self.columns)} columns of tensor memory",
+                f"{self.blocks} blocks of {each} columns of tensor memory",
                 f"at most {self.target.tensor_columns} in all",
                 "use fewer blocks, or narrower tiles",
             )
-        if self.copies not in COPIES:
-            raise PlanError(f"{self.copies} copies of query rows", f"one of {COPIES}", "use one of these")
 
     def explain_rows(self) -> list[str]:
         return [
@@ -139,26 +143,32 @@ class BlackwellDecodePlan(FewRowsPlan):
 
     def explain_columns(self) -> list[str]:
         return [
-            f"tensor memory, {_allocated(self.columns)} columns of which are allocated:",
+            f"tensor memory, {allocated(self.columns)} columns of which are allocated:",
             self.columns.explain(),
             *sharing(self.topology, self.columns),
         ]
 
 
-def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+def memory_of(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+    d, dv = pad(problem.head_dim), pad(problem.head_dim_v)
+    sizes = region_sizes(problem, tile_n, kv_stages)
+    return lay_out(sizes, {"merged": wider(d, dv)}, barrier_table(kv_stages).count, target)
+
+
+def region_sizes(problem: Problem, tile_n: int, kv_stages: int) -> dict[str, int]:
+    """Bytes of the regions of shared memory, besides barriers."""
     d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
-    sizes = {
+    return {
         "freed": BARRIER,
         "columns": NUMBER,
         "statistics": kept(problem.statistics) * LANES * NUMBER,
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
+        "merged": MERGED_STAGES * LANES * MERGED_STRIDE * NUMBER,
     }
-    sizes["merged"] = MERGED_STAGES * LANES * MERGED_STRIDE * NUMBER
-    return lay_out(sizes, {"merged": wider(d, dv)}, barrier_table(kv_stages).count, target)
 
 
-def _columns(problem: Problem, tile_n: int, target: Target) -> Columns:
+def columns_of(problem: Problem, tile_n: int, target: Target) -> Columns:
     """Scores, then queries, two elements in a column, and the output. Probabilities, two in a column as well,
     lie over their scores: each thread has read all of its own before it writes any."""
     d, dv = pad(problem.head_dim), pad(problem.head_dim_v)
@@ -173,7 +183,7 @@ def _columns(problem: Problem, tile_n: int, target: Target) -> Columns:
     )
 
 
-def _allocated(columns: Columns) -> int:
+def allocated(columns: Columns) -> int:
     """Columns that a block asks for: a power of two, 32 at least."""
     used = max(r.end for r in columns.ranges)
     return max(1 << (used - 1).bit_length(), 32)
@@ -187,13 +197,13 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     rows = request.sizes.rows
     copies = next((n for n in COPIES if rows.at_most(LANES // n, right="no")), COPIES[-1])
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
-    columns = _allocated(_columns(problem, tile_n, target))
+    columns = allocated(columns_of(problem, tile_n, target))
 
     def fits(blocks: int, stages: int) -> bool:
         room = room_of(blocks, target)
         return (
             blocks * columns <= target.tensor_columns
-            and _memory(problem, tile_n, stages, target).total <= room
+            and memory_of(problem, tile_n, stages, target).total <= room
         )
 
     blocks, stages = blocks_and_stages(STAGES, fits)

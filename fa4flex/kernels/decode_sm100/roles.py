@@ -24,9 +24,9 @@ MEET = NamedRow(
 )
 
 
-def barrier_table(kv_stages: int, gather_warps: int = 0) -> BarrierTable:
-    """gather_warps: of those that copy rows of pages."""
-    by = "load", "multiply"
+def barrier_table(kv_stages: int, gather_warps: int = 0, producer: str = "load") -> BarrierTable:
+    """gather_warps: of those that copy rows of pages; producer: the role that brings keys."""
+    by = producer, "multiply"
     rows = (
         *(row for name in "kv" for row in tile_ring(name, kv_stages, 1, by, gather_warps)),
         Row("q_full", WARPGROUP, "softmax", "queries are in tensor memory", ring="Q"),

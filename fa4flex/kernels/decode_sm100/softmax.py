@@ -89,12 +89,16 @@ class Softmax:
         phase = Int32(0)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
-            self.step(mine, memory, pipes, tile_at(tile.keys, i), phase, i > tile.first, True)
+            self.step(mine, memory, pipes, self.first_key(tile, i), phase, i > tile.first, True)
             phase ^= 1
         for i in cutlass.range(full, tile.last, unroll=1):
-            self.step(mine, memory, pipes, tile_at(tile.keys, i), phase, i > tile.first, False)
+            self.step(mine, memory, pipes, self.first_key(tile, i), phase, i > tile.first, False)
             phase ^= 1
         self.epilogue.run(arguments, tile, mine, shared, pipes, products.output_at(base))
+
+    def first_key(self, tile: Tile, i: Int32) -> Int32:
+        """First key of tile number i."""
+        return tile_at(tile.keys, i) * self.config.tile_n
 
     def mine(self, arguments: Arguments, tile: Tile, thread: Int32) -> Mine:
         part = cute.arch.make_warp_uniform(thread // self.config.rows)
@@ -119,6 +123,10 @@ class Softmax:
         """Bring the tile's queries to where products read them."""
         self.hold(arguments, tile, row, products, base)
 
+    def query(self, arguments: Arguments, tile: Tile, row: Row) -> cute.Tensor:
+        """A row of the queries."""
+        return arguments.q[tile.b, row.q, row.h, None]
+
     @cute.jit
     def hold(
         self,
@@ -130,11 +138,11 @@ class Softmax:
     ) -> None:
         """The first `held` columns of the thread's row to its lane of tensor memory, two elements in a column
         there. Tiles may be wider than the tensor, and have zeros there."""
-        q, width = arguments.q, arguments.q.shape[3]
+        q, width = arguments.q, arguments.q.shape[-1]
         words = products.words_at(base + self.config.memory.queries, self.held // 2)
         blocks = cute.flat_divide(words, (128, HELD))[None, None, 0, None]
         into = Blocks.store(store_op(HELD), blocks, cute.arch.thread_idx()[0])
-        eights = cute.logical_divide(q[tile.b, row.q, row.h, None], cute.make_layout(WIDE))
+        eights = cute.logical_divide(self.query(arguments, tile, row), cute.make_layout(WIDE))
         count = self.held // 2 // HELD
         for first in cutlass.range_constexpr(0, count, self.together):
             run = range(first, min(first + self.together, count))
@@ -171,13 +179,13 @@ class Softmax:
         mine: cutlass.Constexpr[Mine],
         memory: cutlass.Constexpr[Memory],
         pipes: cutlass.Constexpr[Pipes],
-        key_tile: Int32,
+        kv_first: Int32,
         phase: Int32,
         later: Boolean,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """This key tile, whose scores come in this phase. `later`: there is an output of earlier ones."""
-        kv_first = key_tile * self.config.tile_n
+        """The key tile from this key on, whose scores come in this phase. `later`: there is an output of
+        earlier ones."""
         bits = self.allowed(mine, kv_first) if const_expr(masked) else None
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         row = packed.Row(self.scores(mine, memory))

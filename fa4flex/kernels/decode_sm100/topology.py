@@ -58,7 +58,7 @@ def decode_topology(
         for name, width in zip(("k", "v"), widths, strict=True)
     ]
     return Topology(
-        (copies.role("load", LOAD), _multiply(clears), _softmax(widths[1] // MERGED)),
+        (copies.role("load", LOAD), multiply(clears), softmax(widths[1] // MERGED)),
         (*rings, table.ring("Q", 0)),
         table.named_barriers(),
         "none",
@@ -71,7 +71,7 @@ def decode_topology(
     )
 
 
-def _multiply(clears: bool) -> Role:
+def multiply(clears: bool, warp: int = MULTIPLY) -> Role:
     def scores(at: int) -> Events:
         return (
             Event("wait", "k", at),
@@ -101,7 +101,7 @@ def _multiply(clears: bool) -> Role:
             ),
             Product("O", (Event("read", "P"), Event("read", "v")), result, fresh=True, engine=CORE),
         ),
-        warp=MULTIPLY,
+        warp=warp,
     )
 
 
@@ -109,7 +109,7 @@ def _commit(ring: str, at: int) -> Event:
     return Event("commit", ring, at)
 
 
-def _softmax(chunks: int) -> Role:
+def softmax(chunks: int) -> Role:
     take = Event("await", "s_full"), Event("read", "S")
     give = Event("write", "P"), Event("arrive", "p_full")
     merge = [Event("write", "statistics", per="work"), Event("sync", "meeting")]

@@ -22,11 +22,11 @@ from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.decode_sm90 import consumer as base
 from fa4flex.kernels.decode_sm90.consumer import Mine, row_of
+from fa4flex.kernels.lists.fragment import Found, ListFragment, keys_of
+from fa4flex.kernels.lists.tiles import ListTile, Slice, Walk, own_of
 from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.epilogue import Epilogue
-from fa4flex.kernels.lists_sm90.fragment import Found, ListFragment, keys_of
 from fa4flex.kernels.lists_sm90.resources import Shared
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Slice, Walk, near
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,8 @@ def mask_rows(rows: tuple[Mine, ...], begun: Begun) -> None:
 
 def listed_row(mine: Mine, arguments: Arguments, tile: ListTile, config: Any, hooks: Any) -> Mine:
     """A row, over keys each of which has an index of its own. config: has `beside` and `united`."""
-    seen = near(mine.row.q, tile, arguments) if config.beside else None
-    own = None
-    if config.united > 1:
-        own = Int32(1) << ((mine.row.q - tile.first_q) // Int32(arguments.queries))
-    return replace(mine, fragment=ListFragment.of(mine.fragment, seen, own, hooks))
+    own = own_of(mine.row.q, tile, arguments, config)
+    return replace(mine, fragment=ListFragment.of(mine.fragment, *own, hooks))
 
 
 @dataclass(frozen=True)

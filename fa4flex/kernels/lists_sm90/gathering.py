@@ -1,4 +1,4 @@
-"""Kernels that gather listed keys, whatever their consumers make of these."""
+"""Hopper kernels that gather listed keys, whatever their consumers make of these."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ from typing import Any
 
 from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of
 from fa4flex.kernels.common.gathering_rings import tile_ring
+from fa4flex.kernels.lists import gathering
 from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.entries import Entries, United
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Part, Walk, walk_of, with_run
 from fa4flex.kernels.plan.barriers import BarrierTable
 
 
-class Gathering:
-    """A kernel whose producer warps bring the keys that a list names."""
+class Gathering(gathering.Gathering):
+    """A kernel whose consumer warps read what is gathered."""
 
     config: Config
     barriers: BarrierTable
-
-    def keys(
-        self, arguments: Any, part: Part, tile: ListTile, entries: Entries | United, shared: Any
-    ) -> tuple[ListTile, Walk]:
-        """The tile with its part of the keys, once it is known which entries count."""
-        walk = walk_of(entries.found(shared), tile, arguments, self.config)
-        return with_run(tile, walk, part, self.config), walk
 
     def pipes(self, storage: Any, shared: Any) -> Pipes:
         at, table = mbarriers(self.barriers, storage), self.barriers

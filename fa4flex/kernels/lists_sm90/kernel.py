@@ -16,35 +16,34 @@ from cutlass import const_expr, cute, pipeline
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.kernels.combine.split_forward import ALL_SHARED, SplitForward
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, room, sync
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
-from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
-from fa4flex.kernels.lists_sm90.entries import entries_of
-from fa4flex.kernels.lists_sm90.gathering import Gathering
-from fa4flex.kernels.lists_sm90.producer import Producer
-from fa4flex.kernels.lists_sm90.resources import members_of, shared_of
-from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
-from fa4flex.kernels.lists_sm90.tiles import (
+from fa4flex.kernels.lists.entries import entries_of
+from fa4flex.kernels.lists.forward import ListsForward
+from fa4flex.kernels.lists.producer import Producer
+from fa4flex.kernels.lists.tiles import (
     ListTile,
     Part,
     part_of,
     tile_of,
-    tiles_of_launch,
 )
+from fa4flex.kernels.lists_sm90.config import Config
+from fa4flex.kernels.lists_sm90.consumer import Consumer, SharingConsumer
+from fa4flex.kernels.lists_sm90.gathering import Gathering
+from fa4flex.kernels.lists_sm90.resources import members_of, shared_of
+from fa4flex.kernels.lists_sm90.roles import barrier_table, listed
 
 
-class Forward(Gathering, SplitForward):
+class Forward(Gathering, ListsForward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
         self.barriers = barrier_table(config.kv_stages, config.consumers)
-        self.listed = listed(config.consumers)
+        self.listed = listed(config.threads // 32)
         self.producer = Producer(config)
         self.consumer = (Consumer if config.consumers == 1 else SharingConsumer)(config, hooks)
 
@@ -52,19 +51,6 @@ class Forward(Gathering, SplitForward):
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         mma = tiled_products(arguments.q.element_type, self.config.tile_n, self.config.head_dim_v)
         self.launch(self.device(arguments, mma), arguments, stream)
-
-    def launch(self, device: Any, arguments: Arguments, stream: cuda.CUstream) -> None:
-        """A block for each split of a tile."""
-        blocks = tiles_of_launch(arguments, self.config)
-        if self.config.splits:
-            blocks = blocks * arguments.splits
-        device.launch(
-            grid=[blocks, 1, 1],
-            block=[self.config.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=self.config.blocks,
-            preferred_smem_carveout=ALL_SHARED,
-        )
 
     def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v; their last mode counts consumers, or stages."""

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.plan import SPLITS, STAGES, DecodePlan
 from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, ROWS, TABLE, UNITED, WORDS, Config
+from fa4flex.kernels.lists.config import ROWS
+from fa4flex.kernels.lists.plan import ListedPlan, behind, check_schedule, entry_sizes, takes_lists
+from fa4flex.kernels.lists_sm90.config import Config
 from fa4flex.kernels.lists_sm90.topology import lists_topology
-from fa4flex.kernels.plan.bound import Size
-from fa4flex.kernels.plan.few_rows import (
-    asks_for_order,
-    blocks_and_stages,
-    keys_of,
-    room_of,
-    share_of,
-)
+from fa4flex.kernels.plan.few_rows import blocks_and_stages, keys_of, room_of, share_of
 from fa4flex.kernels.plan.keys import ListedKeys
-from fa4flex.kernels.plan.memory import NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.kernels.plan.paging import TileCopies
+from fa4flex.kernels.plan.memory import Memory, lay_out, tile_bytes
 from fa4flex.kernels.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
-from fa4flex.kernels.plan.splitting import Splitting
 from fa4flex.kernels.plan.target import Target
-from fa4flex.kernels.plan.topology import WARPGROUP, Topology
-from fa4flex.primitives.heads import ALIKE
+from fa4flex.kernels.plan.topology import Topology
 
 TWO = Split(40, 232)
 """Registers of a producer that finds keys, and of each of two consumers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListsPlan(DecodePlan):
+class ListsPlan(ListedPlan, DecodePlan):
     """The plan of `lists_sm90`.
 
     consumers    warpgroups that share the keys of a tile, with ROWS rows each
@@ -48,34 +39,16 @@ class ListsPlan(DecodePlan):
     united: int = 1
 
     module: ClassVar[str] = "fa4flex.kernels.lists_sm90"
-    purpose: ClassVar[str] = "listed keys"
 
     @property
     def rows(self) -> int:  # type: ignore[override]  # other kernels' is the same for all plans
         """Rows of a tile."""
         return ROWS * self.consumers
 
-    @property
-    def skip(self) -> float:
-        return 0.0
-
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
         return _memory(self.problem, self.target, (self.tile_n, self.kv_stages, self.consumers), self.united)
-
-    @property
-    def tile_copies(self) -> TileCopies:
-        """Copies that bring a tile of keys: rows one by one."""
-        return TileCopies(1, WARPGROUP)
-
-    @property
-    def splitting(self) -> Splitting | None:  # type: ignore[override]  # packed queries are not split
-        if not self.config().splits:
-            return None
-        # A block that is alone on a multiprocessor waits for what it has asked for, and not for the chip.
-        room = self.target.multiprocessors * self.blocks
-        return replace(super().splitting, multiprocessors=room, blocks=1, tile_rows=self.rows)
 
     @cached_property
     def topology(self) -> Topology:
@@ -106,19 +79,6 @@ class ListsPlan(DecodePlan):
     def check_registers(self) -> None:
         self.registers.check(self.consumers, self.target, self.blocks)
 
-    def explain(self, size: Size | None = None) -> str:
-        """The plan in words. Bounds follow from what is listed, which no size tells."""
-        return super().explain()
-
-    def explain_rows(self) -> list[str]:
-        shared = "queries that share a list" if self.united == 1 else f"queries of {self.united} lists"
-        return [
-            f"  rows: {shared}, of up to {self.rows} heads that share keys",
-            *["  lists are united: a unit comes once for all of them"] * (self.united > 1),
-            f"  keys: those of up to {MOST_ENTRIES} entries of a list, each unit once; {WARPGROUP} warps"
-            " gather, 16 bytes a lane" + "; then sinks, window and tail" * self.problem.keys.beside,
-        ]
-
     def explain_threads(self) -> list[str]:
         if self.consumers == 1:
             return super().explain_threads()
@@ -135,25 +95,18 @@ def _memory(problem: Problem, target: Target, sizes: tuple[int, int, int], unite
     tile_n, kv_stages, consumers = sizes
     d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
     regions = {
-        "ids": NUMBER * tile_n * kv_stages * (1 + (united > 1)),
-        "bits": NUMBER * WORDS,
-        "united": NUMBER * UNITED * (united > 1),
+        **entry_sizes(tile_n, kv_stages, united),
         "q": tile_bytes(ROWS * consumers, d, size),
         "k": tile_bytes(tile_n, d, size) * kv_stages,
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
-    regions["behind"] = max(NUMBER * TABLE - regions["k"] - regions["v"], 0)
+    regions["behind"] = behind(regions["k"] + regions["v"])
     return lay_out(regions, {}, 6 * kv_stages, target)
 
 
 def plan_lists(request: ForwardRequest) -> ForwardPlan:
     """Raises UnsupportedError for schedules that ask for tiles or an order."""
-    if asks_for_order(request.schedule):
-        raise UnsupportedError(
-            f"{request.schedule!r} with lists of keys",
-            "a Schedule without tile, order and next_tile",
-            "leave them out",
-        )
+    check_schedule(request)
     problem, target = request.problem, request.target
     assert isinstance(problem.keys, ListedKeys)
     consumers, united = 2 if problem.keys.many else 1, problem.keys.united
@@ -181,12 +134,7 @@ def plan_lists(request: ForwardRequest) -> ForwardPlan:
 
 
 def accepts_lists(problem: Problem, target: Target, sizes: Sizes) -> bool:
-    if not problem.keys.listed:
-        return False
-    packed = problem.lengths == "packed"
-    known = set(problem.statistics) <= ({"lse"} if packed else {"lse", "max_logit", "entropy"})
-    masks = problem.mask_form in ("none", "spans", "pairs")
-    return target.family == "sm90" and known and masks and problem.shares == ALIKE
+    return target.family == "sm90" and takes_lists(problem)
 
 
 LISTS_SM90 = Pipeline(

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fa4flex.kernels.fwd_sm90.topology import values
+from fa4flex.kernels.lists.topology import producer
 from fa4flex.kernels.lists_sm90.roles import barrier_table
 from fa4flex.kernels.plan.memory import NUMBER, block_bytes
 from fa4flex.kernels.plan.paging import TileCopies
-from fa4flex.kernels.plan.topology import WARPGROUP, Action, Event, Product, Role, Topology
+from fa4flex.kernels.plan.topology import WARPGROUP, Event, Product, Role, Topology
 
 
 def lists_topology(
@@ -37,16 +38,6 @@ def lists_topology(
         places=(table.places(),),
         may_end=True,
     )
-
-
-def producer(united: int) -> Role:
-    """Entries of a list that is not ascending are put into a table, and looked up there. Those of several
-    lists are compared twice."""
-    looked, again = Event("sync", "entries"), Event("sync", "entries", maybe=True)
-    entries = (looked, again, again) if united == 1 else (looked, looked)
-    actions: tuple[Action, ...] = ("acquire", "fill")
-    tile = tuple(Event(action, ring) for ring in ("ids", "k", "v") for action in actions)
-    return Role("producer", WARPGROUP, (*entries, Event("sync", "listed")), tile, tile)
 
 
 def _consumer(i: int) -> Role:

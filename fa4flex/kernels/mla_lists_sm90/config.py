@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.kernels.lists_sm90.config import ROWS
+from fa4flex.kernels.lists.config import ROWS
 from fa4flex.kernels.mla_decode_sm90 import config as base
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK
 

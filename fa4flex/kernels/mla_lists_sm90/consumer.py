@@ -13,9 +13,9 @@ from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.tensor_core import arrive_once
 from fa4flex.kernels.decode_sm90.consumer import Mine
+from fa4flex.kernels.lists.fragment import Found, keys_of
+from fa4flex.kernels.lists.tiles import ListTile, Walk
 from fa4flex.kernels.lists_sm90.consumer import listed_row
-from fa4flex.kernels.lists_sm90.fragment import Found, keys_of
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk
 from fa4flex.kernels.mla_decode_sm90 import consumer as base
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK
 from fa4flex.kernels.mla_decode_sm90.consumer import Mmas, Whole

@@ -18,8 +18,8 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, mbarriers, pipes_of, sync
 from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.lists.tiles import ListTile, Part
 from fa4flex.kernels.lists_sm90 import kernel as base
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Part
 from fa4flex.kernels.mla_decode_sm90.consumer import Mmas, tiled_mmas
 from fa4flex.kernels.mla_decode_sm90.resources import Layouts, layouts_of
 from fa4flex.kernels.mla_lists_sm90.config import Config

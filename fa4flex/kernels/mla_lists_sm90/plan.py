@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, WORDS
+from fa4flex.kernels.lists.config import MOST_ENTRIES, WORDS
 from fa4flex.kernels.lists_sm90.plan import accepts_lists
 from fa4flex.kernels.mla_decode_sm90.config import BLOCKS, PIECE, ROWS
 from fa4flex.kernels.mla_decode_sm90.plan import LatentPlan, has_pieces, memory_of, plan_rows

@@ -16,10 +16,10 @@ from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.gathered_key_values import CHUNK, Rows, copy_chunk
 from fa4flex.kernels.common.key_lookup import LANES
 from fa4flex.kernels.common.tensor_core import arrive_once
-from fa4flex.kernels.lists_sm90 import producer as base
-from fa4flex.kernels.lists_sm90.entries import Entries
-from fa4flex.kernels.lists_sm90.producer import Listed, ask, asked, key_of, pages_of, place
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk
+from fa4flex.kernels.lists import producer as base
+from fa4flex.kernels.lists.entries import Entries
+from fa4flex.kernels.lists.producer import Listed, ask, asked, key_of, pages_of, place
+from fa4flex.kernels.lists.tiles import ListTile, Walk
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK, BLOCKS, PIECE
 from fa4flex.kernels.mla_decode_sm90.producer import stage
 from fa4flex.kernels.mla_lists_sm90.config import Config

@@ -7,7 +7,7 @@ from typing import Any
 
 from cutlass import cute
 
-from fa4flex.kernels.lists_sm90.resources import behind, entry_members, entry_tensors
+from fa4flex.kernels.lists.resources import behind, entry_members, entry_tensors
 from fa4flex.kernels.mla_decode_sm90 import resources as base
 from fa4flex.kernels.mla_decode_sm90.resources import Layouts
 from fa4flex.kernels.mla_lists_sm90.config import Config

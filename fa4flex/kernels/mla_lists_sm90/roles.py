@@ -3,14 +3,14 @@ and what is known of keys."""
 
 from __future__ import annotations
 
-from fa4flex.kernels.lists_sm90.roles import ENTRIES, listed
+from fa4flex.kernels.lists.roles import ENTRIES, listed
 from fa4flex.kernels.mla_decode_sm90.config import BLOCKS
 from fa4flex.kernels.mla_decode_sm90.roles import BOTH, FIRST, MAXIMA, SECOND
 from fa4flex.kernels.mla_lists_sm90.config import GATHER_WARPS
 from fa4flex.kernels.plan.barriers import BarrierTable, Per, Row, tile_ring
 from fa4flex.kernels.plan.topology import WARPGROUP
 
-LISTED = listed(BLOCKS)
+LISTED = listed((1 + BLOCKS) * WARPGROUP)
 
 
 def barrier_table(pieces: int) -> BarrierTable:

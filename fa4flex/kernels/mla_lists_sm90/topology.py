@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa4flex.kernels.lists_sm90.topology import producer as of_entries
+from fa4flex.kernels.lists.topology import producer as of_entries
 from fa4flex.kernels.mla_decode_sm90.config import BLOCK, BLOCKS, PIECE
 from fa4flex.kernels.mla_decode_sm90.topology import KeyEvents, consumers
 from fa4flex.kernels.mla_lists_sm90.roles import barrier_table

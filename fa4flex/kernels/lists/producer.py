@@ -18,10 +18,10 @@ from fa4flex.kernels.common.gathered_key_values import GatheredKeyValues, Rows
 from fa4flex.kernels.common.key_loader import Wanted
 from fa4flex.kernels.common.key_lookup import Places
 from fa4flex.kernels.common.tensor_core import arrive_once
-from fa4flex.kernels.lists_sm90.config import Config
-from fa4flex.kernels.lists_sm90.entries import NOTHING, Entries, United
-from fa4flex.kernels.lists_sm90.resources import Shared
-from fa4flex.kernels.lists_sm90.tiles import ListTile, Walk
+from fa4flex.kernels.lists.config import ListsConfig
+from fa4flex.kernels.lists.entries import NOTHING, Entries, United
+from fa4flex.kernels.lists.resources import Shared, SharedTiles
+from fa4flex.kernels.lists.tiles import ListTile, Walk
 from fa4flex.kernels.plan.memory import block_bytes
 
 
@@ -132,7 +132,10 @@ def place(listed: cutlass.Constexpr[Listed], entry: Any, slot: Int32) -> tuple[I
 
 
 class Producer:
-    def __init__(self, config: Config) -> None:
+    first_warp = 0
+    """Number of the first of the warps, in a block."""
+
+    def __init__(self, config: ListsConfig) -> None:
         self.config = config
 
     @cute.jit
@@ -142,11 +145,11 @@ class Producer:
         tile: ListTile,
         walk: Walk,
         entries: cutlass.Constexpr[Entries | United],
-        shared: cutlass.Constexpr[Shared],
+        shared: cutlass.Constexpr[SharedTiles],
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
         config = self.config
-        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane, warp = cute.arch.lane_idx(), self.number()
         row = warp * config.height + lane % config.height
         loader = self.loader(arguments, tile)
         listed = Listed(entries, shared, walk, loader, row, config.tile_n, config.beside)
@@ -171,10 +174,15 @@ class Producer:
             page, slot = place(listed, entry, offset)
             key, seen = later, seen_later
 
+    def number(self) -> Int32:
+        """Number of the warp among those that gather."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return warp - self.first_warp if self.first_warp else warp
+
     @cute.jit
     def tell(
         self,
-        shared: cutlass.Constexpr[Shared],
+        shared: cutlass.Constexpr[SharedTiles],
         pipes: cutlass.Constexpr[Pipes],
         state: pipeline.PipelineState,
         told: tuple[Int32, Int32],
@@ -196,7 +204,7 @@ class Producer:
             return Together(Int32(0), Int32(1), tile.kv_offset)
         return Together(tile.b, Int32(arguments.k.shape[0]), Int32(0))
 
-    def rows(self, arguments: Arguments, tile: ListTile, shared: Shared) -> tuple[Rows, Rows]:
+    def rows(self, arguments: Arguments, tile: ListTile, shared: SharedTiles) -> tuple[Rows, Rows]:
         """Rows of keys and of values of the tile's head."""
         widths = self.config.head_dim, self.config.head_dim_v
         k, v = (

@@ -15,9 +15,9 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute, select_
 
 from fa4flex.kernels.common.barriers import sync
-from fa4flex.kernels.lists_sm90.config import MOST_UNITED
-from fa4flex.kernels.lists_sm90.resources import Shared
-from fa4flex.kernels.lists_sm90.roles import ENTRIES
+from fa4flex.kernels.lists.config import MOST_UNITED
+from fa4flex.kernels.lists.resources import Shared
+from fa4flex.kernels.lists.roles import ENTRIES
 
 THREADS = 128
 """Threads that unite lists."""

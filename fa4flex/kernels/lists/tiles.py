@@ -19,7 +19,7 @@ from fa4flex.kernels.common.key_lengths import lengths_of
 from fa4flex.kernels.common.keys import NEVER
 from fa4flex.kernels.common.packed_rows import Row, run_of
 from fa4flex.kernels.common.work import Work, packed_tile
-from fa4flex.kernels.lists_sm90.config import Config
+from fa4flex.kernels.lists.config import ListsConfig
 
 
 class Groups(NamedTuple):
@@ -40,17 +40,17 @@ def group_count(arguments: Arguments) -> Int32:
     return cutlass.max(Int32(kv_heads(arguments)), Int32(arguments.ids.shape[1]))
 
 
-def queries_of(arguments: Arguments, config: Config) -> Int32:
+def queries_of(arguments: Arguments, config: ListsConfig) -> Int32:
     """Queries of the rows of the lists that a tile has."""
     return Int32(arguments.queries) * config.united
 
 
-def rows_of(arguments: Arguments, config: Config) -> Int32:
+def rows_of(arguments: Arguments, config: ListsConfig) -> Int32:
     """Rows of the lists, those of a tile as one."""
     return (Int32(arguments.ids.shape[2]) + (config.united - 1)) // config.united
 
 
-def groups_of(arguments: Arguments, config: Config) -> Groups:
+def groups_of(arguments: Arguments, config: ListsConfig) -> Groups:
     heads, queries, rows = Int32(arguments.q.shape[-2]), queries_of(arguments, config), config.rows
     count = group_count(arguments)
     size = heads // count
@@ -66,7 +66,7 @@ def sequences_of(arguments: Arguments) -> Int32:
     return Int32(arguments.q.shape[0])
 
 
-def tiles_of_launch(arguments: Arguments, config: Config) -> Int32:
+def tiles_of_launch(arguments: Arguments, config: ListsConfig) -> Int32:
     """Tiles of all rows of the lists, whether there are queries for them or not."""
     groups, rows = groups_of(arguments, config), rows_of(arguments, config)
     return sequences_of(arguments) * groups.count * rows * groups.parts * groups.pieces
@@ -86,7 +86,7 @@ class Part(NamedTuple):
     splits: Int32
 
 
-def part_of(number: Int32, arguments: Arguments, config: Config) -> Part:
+def part_of(number: Int32, arguments: Arguments, config: ListsConfig) -> Part:
     """Part of block `number`: the first splits of all tiles come before any second one. Tiles of a KV head
     follow each other, which find its keys in L2."""
     groups, rows = groups_of(arguments, config), rows_of(arguments, config)
@@ -142,7 +142,7 @@ class ListTile(NamedTuple):
 
 
 @cute.jit
-def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[Config]) -> ListTile:
+def tile_of(part: Part, arguments: Arguments, config: cutlass.Constexpr[ListsConfig]) -> ListTile:
     """The tile of a part, of which no key is known; without queries where the sequence has none there."""
     groups, zero = groups_of(arguments, config), Int32(0)
     heads = Int32(arguments.q.shape[-2])
@@ -208,6 +208,18 @@ def near(q: Int32, tile: ListTile, arguments: Arguments) -> Near:
     return Near(Int32(arguments.first_keys), cutlass.min(of_window, of_tail), position)
 
 
+def own_of(
+    q: Int32, tile: ListTile, arguments: Arguments, config: ListsConfig
+) -> tuple[Near | None, Int32 | None]:
+    """Keys that query q sees beside its list, None where no query sees any; and the bit of its row of the
+    lists, of those of the tile, None where that is the only one."""
+    seen = near(q, tile, arguments) if config.beside else None
+    own = None
+    if config.united > 1:
+        own = Int32(1) << ((q - tile.first_q) // Int32(arguments.queries))
+    return seen, own
+
+
 class Walk(NamedTuple):
     """Keys of a tile. entries: of the list, to be looked at; unit: keys of one; end: past the last key that
     may be listed or seen. listed: tiles of listed keys. Of keys beside these, `before` are first ones of the
@@ -223,7 +235,7 @@ class Walk(NamedTuple):
     count: Int32
 
 
-def walk_of(entries: Int32, tile: ListTile, arguments: Arguments, config: Config) -> Walk:
+def walk_of(entries: Int32, tile: ListTile, arguments: Arguments, config: ListsConfig) -> Walk:
     unit, zero = Int32(arguments.unit), Int32(0)
     end = cutlass.min(tile.kv_len, Int32(arguments.end))
     listed = tiles_for(entries * unit, config)
@@ -236,11 +248,11 @@ def walk_of(entries: Int32, tile: ListTile, arguments: Arguments, config: Config
     return Walk(entries, unit, end, listed, before, start, more, listed + tiles_for(more, config))
 
 
-def tiles_for(keys: Int32, config: Config) -> Int32:
+def tiles_for(keys: Int32, config: ListsConfig) -> Int32:
     return (keys + (config.tile_n - 1)) // config.tile_n
 
 
-def with_run(tile: ListTile, walk: Walk, part: Part, config: Config) -> ListTile:
+def with_run(tile: ListTile, walk: Walk, part: Part, config: ListsConfig) -> ListTile:
     """The tile with its part of the tiles of keys."""
     first, last = run_of(walk.count, part.split, part.splits, config.share)
     return tile._replace(first=first, last=last)

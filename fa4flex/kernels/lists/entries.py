@@ -16,11 +16,11 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import any_of, sync
-from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES, WORDS, Config
-from fa4flex.kernels.lists_sm90.resources import Shared
-from fa4flex.kernels.lists_sm90.roles import ENTRIES
-from fa4flex.kernels.lists_sm90.tiles import Part, group_count
-from fa4flex.kernels.lists_sm90.union import NOTHING, United
+from fa4flex.kernels.lists.config import MOST_ENTRIES, WORDS, ListsConfig
+from fa4flex.kernels.lists.resources import Shared
+from fa4flex.kernels.lists.roles import ENTRIES
+from fa4flex.kernels.lists.tiles import Part, group_count
+from fa4flex.kernels.lists.union import NOTHING, United
 
 THREADS = 128
 """Threads that look at entries."""
@@ -67,7 +67,7 @@ class Entries:
         return self.ids[i], (shared.bits[i // 32] >> (i % 32)) & 1 != 0, Int32(NOTHING)
 
 
-def entries_of(part: Part, arguments: Arguments, config: Config) -> Entries | United:
+def entries_of(part: Part, arguments: Arguments, config: ListsConfig) -> Entries | United:
     """The row of the lists that a tile's queries share, or the rows of the lists that they have."""
     batch, heads, _, most = arguments.ids.shape
     unit, end = Int32(arguments.unit), Int32(arguments.end)

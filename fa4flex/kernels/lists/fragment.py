@@ -17,7 +17,7 @@ from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.fragment import compute_before
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.pointwise import GROUP, Fragment, Rows, Words, terms_of
-from fa4flex.kernels.lists_sm90.tiles import Near
+from fa4flex.kernels.lists.tiles import Near
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ class ListFragment(Fragment):
     def mask(self, scores: Any, found: Any, allowed: Words | None, tangents: Any = None) -> None:
         """scores (1, column): what the row does not see, or counts in a tile of the other kind, becomes
         `hidden`."""
+        for c, seen in self._each_seen(found, allowed):
+            scores[0, c] = select_(seen, scores[0, c], Float32(self.rows.hidden))
+
+    def _each_seen(self, found: Found, allowed: Words | None) -> Iterator[tuple[int, Boolean]]:
+        """Columns one after the other, and whether the row sees their keys, and counts them in a tile of this
+        kind."""
         spans = self._spans() if allowed is None and self.limited else None
         for c, key in enumerate(found.keys):
             # NOTHING is in no span.
@@ -117,7 +123,7 @@ class ListFragment(Fragment):
                 seen = seen & (self.near.has(key) == found.beside)
             if allowed is not None:
                 seen = seen & ((allowed[0][c // WORD] & bit(c % WORD)) != 0)
-            scores[0, c] = select_(seen, scores[0, c], Float32(self.rows.hidden))
+            yield c, seen
 
     def sees_all(self, found: Any, allowed: Words | None) -> Boolean | None:
         """True where the row sees all of a thread's keys of a tile, so that nothing is left to `mask`; None
@@ -132,6 +138,32 @@ class ListFragment(Fragment):
 
     def _spans(self) -> list[Span]:
         return [Span.of(lo, hi) for lo, hi in self.rows.spans[0]]
+
+
+@dataclass(frozen=True)
+class SeenFragment(ListFragment):
+    """One for which it is found before there are scores which keys the row sees."""
+
+    def seen(self, hooks: Hooks, found: Found) -> Words:
+        """The bits of the keys that the row sees, and counts in a tile of this kind."""
+        words = [Int32(0) for _ in range(0, len(found.keys), WORD)]
+        for c, seen in self._each_seen(found, self.allowed(hooks, found)):
+            words[c // WORD] = with_bit(words[c // WORD], c % WORD, seen)
+        return (tuple(words),)
+
+    def asks_more(self, hooks: Hooks, found: Found) -> bool:
+        """True if more decides than whether there is a key, and the row's only span."""
+        many = self.limited and len(self._spans()) > 1
+        return many or found.rows is not None or self.near is not None or hooks.mask is not None
+
+    def has_all(self, lowest: Int32, highest: Int32) -> Boolean:
+        """True if the row's only span has keys from the one to the other."""
+        (span,) = self._spans()
+        return span.has(lowest) & span.has(highest)
+
+    def mask(self, scores: Any, found: Any, allowed: Words | None, tangents: Any = None) -> None:
+        """allowed: what `seen` returned, or the like."""
+        Fragment.mask(self, scores, found, allowed, tangents)
 
 
 MOST = 0x7FFFFFFF

@@ -1,0 +1,1 @@
+"""Blackwell forward kernel for queries that attend to listed keys, which warps gather one by one."""
