@@ -132,6 +132,16 @@ class Config:
         return self.q_tiles * self.ctas * ROWS
 
     @property
+    def clears(self) -> bool:
+        """True if values past the end of a sequence are to be cleared."""
+        return self.lengths != "dense"
+
+    @property
+    def last_numbers(self) -> int:
+        """Numbers of a row that the softmax hands to the correction warps at last."""
+        return 1
+
+    @property
     def handed(self) -> Handed:
         """Source of the next tile."""
         return "answer" if self.cancel else "number" if self.dynamic else ""

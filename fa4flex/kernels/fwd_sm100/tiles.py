@@ -41,7 +41,8 @@ class Tiles:
     """q_tiles of 128 queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory;
     tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
     memory; CTAs that multiply together, each of which holds its own queries and half of K and V; bytes of an
-    element, and of one of the output; places for the scores of a query tile: 1, or 2 with one query tile."""
+    element of q and k, of one of v and of one of the output; places for the scores of a query tile: 1, or 2
+    with one query tile."""
 
     q_tiles: int
     tile_n: int
@@ -51,6 +52,7 @@ class Tiles:
     out_stages: int
     ctas: int = 1
     itemsize: int = 2
+    v_itemsize: int = 2
     out_itemsize: int = 2
     score_stages: int = 1
 
@@ -63,6 +65,23 @@ class Tiles:
     def early_keys(self) -> int:
         """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
         return 3 * self.tile_n // 4 // FRAGMENT * FRAGMENT
+
+    @property
+    def transposed(self) -> bool:
+        """True if a tile of values has one row of keys per channel."""
+        return self.v_itemsize == 1
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """Rows and columns of a CTA's tile of values."""
+        channels = self.head_dim_v // self.ctas
+        return (channels, self.tile_n) if self.transposed else (self.tile_n, channels)
+
+    @property
+    def last_numbers(self) -> int:
+        """Numbers of a row that are handed over at last: transposed values have an offset, which counts as
+        far as probabilities add up to 1."""
+        return 2 if self.transposed else 1
 
     @property
     def out_columns(self) -> int:
@@ -78,10 +97,10 @@ class Tiles:
             "freed": BARRIER,
             "columns": NUMBER,
             "scales": rows * self.score_stages,
-            "finals": rows,
+            "finals": rows * self.last_numbers,
             "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
             "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
-            "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) // self.ctas * v_stages,
+            "v": tile_bytes(*self.values, self.v_itemsize) * v_stages,
             "out": tile_bytes(ROWS, self.out_columns, self.out_itemsize) * self.out_stages,
         }
         barriers = barrier_table(self, "")
@@ -112,10 +131,19 @@ def choose(
     reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:
-            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, out_itemsize=problem.out_itemsize)
+            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, **_sizes(problem))
             if tiles.memory(target).total <= target.shared_memory:
                 return tiles, tuple(reasons)
     raise AssertionError(f"no rings fit heads of {widths}")
+
+
+def _sizes(problem: Problem) -> dict[str, int]:
+    """Bytes of elements."""
+    return {
+        "itemsize": problem.itemsize,
+        "v_itemsize": problem.v_itemsize,
+        "out_itemsize": problem.out_itemsize,
+    }
 
 
 _PAIR = "pairs of CTAs: each reads half of K and V from shared memory, which one alone would keep busy"
@@ -147,7 +175,7 @@ def _wide(
         )
     tile, ctas = _wide_tile(problem, target, sizes, wanted, counted)
     widths = pad(problem.head_dim), WIDEST
-    more = {"out_itemsize": problem.out_itemsize, "score_stages": 2}
+    more = {**_sizes(problem), "score_stages": 2}
     for out_stages in (STAGED if problem.lengths == "dense" else 0, 0):
         for rings in RINGS:
             tiles = Tiles(1, tile[1], *widths, rings, out_stages, ctas, **more)

@@ -105,21 +105,20 @@ def _rings(table: BarrierTable, tiles: Tiles, handed: Handed, box_rows: int) -> 
     """Rings with the bytes of their stages. A TMA box holds a block of columns of all rows, or of
     `box_rows`."""
 
-    def ring(name: str, rows: int, width: int, together: int = 0, unit: int | None = None) -> Ring:
-        together = together or rows
-        box = tile_bytes(together, column_block(width), tiles.itemsize)
-        boxes = (box,) * (width // column_block(width) * (rows // together))
+    def ring(name: str, rows: int, width: int, size: int, together: int = 0, unit: int | None = None) -> Ring:
+        together, columns = together or rows, column_block(width, size)
+        boxes = (tile_bytes(together, columns, size),) * (width // columns * (rows // together))
         return table.ring(name, sum(boxes), boxes, unit)
 
     for i in range(tiles.q_tiles):
-        yield ring("q", ROWS, tiles.head_dim, unit=i)
+        yield ring("q", ROWS, tiles.head_dim, tiles.itemsize, unit=i)
     # Of a pair of CTAs, each holds half of the keys of a tile of K, and half of the columns of V.
-    yield ring("k", tiles.tile_n // tiles.ctas, tiles.head_dim, box_rows)
-    yield ring("v", tiles.tile_n, tiles.head_dim_v // tiles.ctas, box_rows)
+    yield ring("k", tiles.tile_n // tiles.ctas, tiles.head_dim, tiles.itemsize, box_rows)
+    yield ring("v", *tiles.values, tiles.v_itemsize, box_rows)
     if tiles.out_stages:
         yield table.ring("out", tile_bytes(ROWS, tiles.out_columns, tiles.out_itemsize))
     for i in range(tiles.q_tiles):
-        yield table.ring("finals", NUMBER * ROWS, unit=i)
+        yield table.ring("finals", NUMBER * ROWS * tiles.last_numbers, unit=i)
     if handed == "number":
         yield table.ring("next", NUMBER)
     if handed == "answer":

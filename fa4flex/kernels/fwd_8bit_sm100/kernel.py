@@ -1,0 +1,53 @@
+"""The Blackwell forward kernel of codes: fwd_sm100's roles and launch, with operands of 8 bits.
+
+Values are transposed by who quantised them, 16 keys in the order of Hopper's fragments: softmax warpgroups
+put probabilities in tensor memory in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.codes import HALVES, coded_views
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.fwd_8bit_sm100.config import Config
+from fa4flex.kernels.fwd_8bit_sm100.correction import Correction
+from fa4flex.kernels.fwd_8bit_sm100.load import Load
+from fa4flex.kernels.fwd_8bit_sm100.softmax import Softmax
+from fa4flex.kernels.fwd_sm100 import kernel as forward
+from fa4flex.kernels.fwd_sm100.resources import Products
+
+
+class CodeProducts(Products):
+    """S = q k^T of codes, and O += p v with values of 8 bits, a row of keys per channel, or of 16."""
+
+    config: Config
+
+    def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
+        self.sums = Int32 if config.qk == "int8" else Float32
+        self.value_major = OperandMajorMode.K if config.transposed else OperandMajorMode.MN
+        super().__init__(config, kind, cluster)
+
+    def kind_of_values(self, kind: Any) -> Any:
+        return Float8E4M3FN if self.config.transposed else HALVES[self.config.pv]
+
+
+class Forward(forward.Forward):
+    config: Config
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        super().__init__(config, hooks)
+        self.load = Load(config, self.tiles, self.cluster)
+        self.softmax = Softmax(config, hooks, self.tiles, self.cluster)
+        self.correction = Correction(config, hooks, self.tiles, self.cluster)
+
+    def views(self, arguments: Arguments) -> Arguments:
+        return coded_views(arguments, self.config.qk, self.config.transposed)
+
+    def products(self, arguments: Arguments) -> CodeProducts:
+        return CodeProducts(self.config, arguments.q.element_type, self.cluster)

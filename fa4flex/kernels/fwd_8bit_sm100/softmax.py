@@ -1,0 +1,114 @@
+"""A softmax warpgroup of codes: the forward kernel's, with products of 8 bits.
+
+Products of queries and keys are multiplied by the scales of their row and tile. Where nothing else happens to
+scores, the softmax does it with the factor that it multiplies by anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+
+from fa4flex.kernels.common.arguments import Arguments, kv_heads
+from fa4flex.kernels.common.code_softmax import LaneCodeSoftmax
+from fa4flex.kernels.common.codes import KeyScales, of_query
+from fa4flex.kernels.common.fragment import computed_once
+from fa4flex.kernels.common.hooks import At
+from fa4flex.kernels.common.softmax import Running
+from fa4flex.kernels.common.work import Work
+from fa4flex.kernels.fwd_8bit_sm100.config import HEADROOM, Config
+from fa4flex.kernels.fwd_8bit_sm100.rows import brought_to_scale, narrowed_to_bytes, of_integers
+from fa4flex.kernels.fwd_sm100 import softmax as forward
+from fa4flex.kernels.fwd_sm100.resources import Shared
+from fa4flex.kernels.fwd_sm100.rows import Pair, Row
+from fa4flex.kernels.fwd_sm100.softmax import Place, Tile
+
+
+@dataclass(frozen=True)
+class CodesTile(Tile):
+    """q_scale, q_bias   of a thread's row; None where the bias is 0, or the softmax has it
+    k_scales          of the tiles of keys of the head
+    lift              what makes scores of the products of the tile at hand, see CodeSoftmax
+    """
+
+    q_scale: Float32
+    q_bias: Float32 | None
+    k_scales: KeyScales
+    lift: cute.Tensor
+
+
+class Softmax(forward.Softmax):
+    config: Config
+
+    def weights(self, at: At, state: Running) -> LaneCodeSoftmax:
+        softmax = LaneCodeSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
+        softmax = replace(softmax, headroom=HEADROOM if self.config.transposed else 0.0)
+        return replace(softmax, lift=self.one()) if self.hooks.plain else softmax
+
+    def one(self) -> cute.Tensor:
+        """A register for the lift."""
+        return cute.make_rmem_tensor((1,), Float32)
+
+    def told(self, tile: Tile, work: Work, arguments: Arguments) -> CodesTile:
+        """The tile, with scales of its row and of its head's keys."""
+        at, q, softmax = tile.fragment.at, tile.fragment.first_row, tile.softmax
+        q_bias = None
+        if arguments.q_bias is not None:
+            if self.hooks.plain:
+                # It moves neither maxima nor probabilities: what it adds to sums is added at the end.
+                def late() -> tuple[Float32, ...]:
+                    return (of_query(arguments.q_bias, work, computed_once(q)),)
+
+                softmax = replace(softmax, late=late)
+            else:
+                q_bias = of_query(arguments.q_bias, work, q)
+        kv_head = at.h // (at.num_heads // kv_heads(arguments))
+        return CodesTile(
+            tile.fragment,
+            softmax,
+            tile.dropout,
+            q_scale=of_query(arguments.q_scale, work, q),
+            q_bias=q_bias,
+            k_scales=KeyScales.of(arguments, work.b, kv_head),
+            lift=self.one() if softmax.lift is None else softmax.lift,
+        )
+
+    def awaited(
+        self, tile: Any, place: Place, full: Any, of_tile: tuple[Int32, Int32], masked: bool
+    ) -> tuple[list[list[Float32]], Float32]:
+        """The same; the scale of the keys is read before their scores are awaited."""
+        tile.lift[0] = tile.q_scale * tile.k_scales.at(of_tile[0])
+        return super().awaited(tile, place, full, of_tile, masked)
+
+    def lifts(self, masked: bool) -> bool:
+        """True if scores are brought to scale before the softmax sees them: where some are hidden, as a scale
+        that is NaN would make NaN of these, and where hooks modify them."""
+        return masked or not self.hooks.plain
+
+    def taken(
+        self, tile: Any, place: Place, kv_first: Int32, words: list[Int32] | None
+    ) -> tuple[list[list[Float32]], Any]:
+        rows, largest = super().taken(tile, place, kv_first, words)
+        if self.lifts(words is not None):
+            tile.lift[0] = Float32(1.0)
+            return rows, largest
+        return rows, largest * tile.lift[0]
+
+    def scores(self, tile: Any, taken: cute.Tensor, masked: bool) -> Row:
+        row = Row(taken)
+        if self.config.qk == "int8":
+            row.numbers = of_integers(row.numbers)
+        if self.lifts(masked):
+            row.numbers = brought_to_scale(row.numbers, tile.lift[0], tile.q_bias)
+        return row
+
+    def narrowed(self, row: list[Pair], kind: Any) -> cute.Tensor:
+        return narrowed_to_bytes(row) if self.config.transposed else super().narrowed(row, kind)
+
+    def hand_last(self, shared: Shared, place: Place, scale: Float32, softmax: Any) -> None:
+        """The same, and the sum of the row's probabilities: less than 1 beside a sink, and 0 without keys."""
+        super().hand_last(shared, place, scale, softmax)
+        if self.config.transposed:
+            shared.finals[place.row, self.config.q_tiles + place.tile] = softmax.state.total[0] * scale
