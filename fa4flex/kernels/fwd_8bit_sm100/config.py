@@ -20,12 +20,14 @@ ends at 448."""
 class Config(forward.Config):
     """The forward kernel's, and
 
-    qk   of q and k
-    pv   of v and of probabilities; e4m3 values are transposed
+    qk       of q and k
+    pv       of v and of probabilities; e4m3 values are transposed
+    offset   channels of these have a part that is the same for all keys
     """
 
     qk: QueryCodes = "int8"
     pv: ValueCodes = "float8_e4m3fn"
+    offset: bool = False
 
     @property
     def transposed(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass import Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from fa4flex.kernels.common.arguments import Arguments
@@ -16,11 +16,13 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.codes import HALVES, coded_views
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.fwd_8bit_sm100.config import Config
-from fa4flex.kernels.fwd_8bit_sm100.correction import Correction
+from fa4flex.kernels.fwd_8bit_sm100.correction import CodesShared, Correction
 from fa4flex.kernels.fwd_8bit_sm100.load import Load
 from fa4flex.kernels.fwd_8bit_sm100.softmax import Softmax
 from fa4flex.kernels.fwd_sm100 import kernel as forward
-from fa4flex.kernels.fwd_sm100.resources import Products
+from fa4flex.kernels.fwd_sm100.resources import Products, Shared
+from fa4flex.kernels.fwd_sm100.tiles import CHANNELS
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 
 class CodeProducts(Products):
@@ -48,6 +50,23 @@ class Forward(forward.Forward):
 
     def views(self, arguments: Arguments) -> Arguments:
         return coded_views(arguments, self.config.qk, self.config.transposed)
+
+    def members(self, products: Products, out_kind: Any) -> dict[str, Any]:
+        members, config = super().members(products, out_kind), self.config
+        if config.transposed:
+            room = cute.struct.MemRange[Float32, config.head_dim_v * CHANNELS * WARPGROUP]
+            names = list(members)
+            tiles = names.index("queries")
+            before, after = ({name: members[name] for name in some} for some in (names[:tiles], names[tiles:]))
+            members = {**before, "channels": cute.struct.Align[room, 16], **after}
+        return members
+
+    def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
+        shared = super().shared(storage, products, out_kind)
+        if not self.config.transposed:
+            return shared
+        channels = cute.make_layout((self.config.head_dim_v, CHANNELS, WARPGROUP))
+        return CodesShared(**vars(shared), channels=storage.channels.get_tensor(channels))
 
     def products(self, arguments: Arguments) -> CodeProducts:
         return CodeProducts(self.config, arguments.q.element_type, self.cluster)

@@ -31,7 +31,8 @@ class CodesPlan(forward.BlackwellPlan):
 
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
-        return Config(**vars(super().config()), qk=self.codes.qk, pv=self.codes.pv)
+        codes = self.codes
+        return Config(**vars(super().config()), qk=codes.qk, pv=codes.pv, offset=codes.offset)
 
     def check_threshold(self) -> None:
         """UnsupportedError where probabilities would pass what e4m3 holds."""

@@ -16,6 +16,7 @@ from fa4flex.kernels.common.code_softmax import LaneCodeSoftmax
 from fa4flex.kernels.common.codes import KeyScales, of_query
 from fa4flex.kernels.common.fragment import computed_once
 from fa4flex.kernels.common.hooks import At
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.softmax import Running
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.fwd_8bit_sm100.config import HEADROOM, Config
@@ -29,13 +30,16 @@ from fa4flex.kernels.fwd_sm100.softmax import Place, Tile
 @dataclass(frozen=True)
 class CodesTile(Tile):
     """q_scale, q_bias   of a thread's row; None where the bias is 0, or the softmax has it
-    k_scales          of the tiles of keys of the head
+    keys, k_scales    tiles of keys that are visited, and scales of those of the head
+    coming            scale of the next of these
     lift              what makes scores of the products of the tile at hand, see CodeSoftmax
     """
 
     q_scale: Float32
     q_bias: Float32 | None
+    keys: KeyTiles
     k_scales: KeyScales
+    coming: cute.Tensor
     lift: cute.Tensor
 
 
@@ -51,36 +55,36 @@ class Softmax(forward.Softmax):
         """A register for the lift."""
         return cute.make_rmem_tensor((1,), Float32)
 
-    def told(self, tile: Tile, work: Work, arguments: Arguments) -> CodesTile:
+    def told(self, tile: Tile, work: Work, keys: KeyTiles, arguments: Arguments) -> CodesTile:
         """The tile, with scales of its row and of its head's keys."""
         at, q, softmax = tile.fragment.at, tile.fragment.first_row, tile.softmax
         q_bias = None
         if arguments.q_bias is not None:
             if self.hooks.plain:
                 # It moves neither maxima nor probabilities: what it adds to sums is added at the end.
-                def late() -> tuple[Float32, ...]:
-                    return (of_query(arguments.q_bias, work, computed_once(q)),)
-
-                softmax = replace(softmax, late=late)
+                bias = computed_once(of_query(arguments.q_bias, work, q))
+                softmax = replace(softmax, late=lambda: (bias,))
             else:
                 q_bias = of_query(arguments.q_bias, work, q)
         kv_head = at.h // (at.num_heads // kv_heads(arguments))
+        k_scales, coming = KeyScales.of(arguments, work.b, kv_head), self.one()
+        coming[0] = k_scales.at(tile_at(keys, Int32(0)) * self.config.tile_n)
         return CodesTile(
             tile.fragment,
             softmax,
             tile.dropout,
             q_scale=of_query(arguments.q_scale, work, q),
             q_bias=q_bias,
-            k_scales=KeyScales.of(arguments, work.b, kv_head),
+            keys=keys,
+            k_scales=k_scales,
+            coming=coming,
             lift=self.one() if softmax.lift is None else softmax.lift,
         )
 
-    def awaited(
-        self, tile: Any, place: Place, full: Any, of_tile: tuple[Int32, Int32], masked: bool
-    ) -> tuple[list[list[Float32]], Float32]:
-        """The same; the scale of the keys is read before their scores are awaited."""
-        tile.lift[0] = tile.q_scale * tile.k_scales.at(of_tile[0])
-        return super().awaited(tile, place, full, of_tile, masked)
+    def begin(self, tile: Any, i: Int32) -> None:
+        """The scale of the next keys is read now: it comes from memory while these are worked on."""
+        tile.lift[0] = tile.q_scale * tile.coming[0]
+        tile.coming[0] = tile.k_scales.at(tile_at(tile.keys, i + 1) * self.config.tile_n)
 
     def lifts(self, masked: bool) -> bool:
         """True if scores are brought to scale before the softmax sees them: where some are hidden, as a scale

@@ -86,6 +86,7 @@ class Correction:
             scale_phase, out_count = carry
             at = self.scheduler.place(work, grid, arguments)
             count = self.scheduler.keys(at, work, arguments).count
+            self.bring(arguments, work, at, shared)
             for _ in cutlass.range(1, count, unroll=1):
                 for tile in cutlass.range_constexpr(self.config.q_tiles):
                     turn = self.turn(tile, scale_phase, phase)
@@ -182,7 +183,7 @@ class Correction:
             if const_expr(block == blocks - 1):
                 # The next tile's output may be written: its first product waits for this.
                 self.cluster.arrive(pipes.p_early + finished.early)
-            self.scaled(arguments, work, finished, part, block * FRAGMENT)
+            self.scaled(shared, finished, part, block * FRAGMENT)
             if const_expr(self.hooks.output is not None):
                 first = first_row(self.config, work, tile, self.cluster.rank()) + row
                 self.apply(arguments, finished.at.but(q=first), part, block * FRAGMENT)
@@ -203,9 +204,10 @@ class Correction:
                     count = count + 1
         return count
 
-    def scaled(
-        self, arguments: Arguments, work: Work, finished: Finished, part: cute.Tensor, first: int
-    ) -> None:
+    def bring(self, arguments: Arguments, work: Work, at: At, shared: Shared) -> None:
+        """What finished outputs of a tile of queries are going to need."""
+
+    def scaled(self, shared: Shared, finished: Finished, part: cute.Tensor, first: int) -> None:
         """Columns of a row's output from `first` on become those of the weighted mean."""
         if not self.hooks.elementwise:
             multiply(part, finished.scale)

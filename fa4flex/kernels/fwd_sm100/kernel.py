@@ -144,6 +144,10 @@ class Forward:
         return sm100.make_smem_layout_epi(kind, LayoutEnum.ROW_MAJOR, shape, config.out_stages)
 
     def storage(self, products: Products, out_kind: Any) -> Any:
+        return cute.struct(type("Storage", (), {"__annotations__": self.members(products, out_kind)}))
+
+    def members(self, products: Products, out_kind: Any) -> dict[str, Any]:
+        """Shared memory by name, in order."""
         config = self.config
         members: dict[str, Any] = {
             "barriers": room(self.barriers),
@@ -159,7 +163,7 @@ class Forward:
             members[name] = tile_room(kind, cute.cosize(layout))
         chunk = self.out_layout(out_kind)
         members["out"] = tile_room(out_kind, 0 if chunk is None else cute.cosize(chunk))
-        return cute.struct(type("Storage", (), {"__annotations__": members}))
+        return members
 
     @cute.kernel
     def device(

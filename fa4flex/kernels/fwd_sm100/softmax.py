@@ -103,7 +103,7 @@ class Softmax:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
-            tile = self.told(self.tile(at, q, state, keys), work, arguments)
+            tile = self.told(self.tile(at, q, state, keys), work, keys, arguments)
             state.clear()
             passes = self.passes(keys)
             for p in cutlass.range_constexpr(len(passes)):
@@ -182,9 +182,12 @@ class Softmax:
         """The softmax of a thread's row, or what stands in its place."""
         return weights_of(self.hooks, at, self.config.rescale_threshold, state, lanes=True)
 
-    def told(self, tile: Tile, work: Work, arguments: Arguments) -> Tile:
+    def told(self, tile: Tile, work: Work, keys: KeyTiles, arguments: Arguments) -> Tile:
         """The tile, with what else is read for its row."""
         return tile
+
+    def begin(self, tile: Tile, i: Int32) -> None:
+        """What is done before the i-th key tile of a row."""
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
         rows = prepare_rows(self.hooks, at, row, (0,))
@@ -203,6 +206,7 @@ class Softmax:
         """The key tile of this number, the i-th of its row, whose scores come in this phase."""
         key_tile, i, phase = which
         kv_first = key_tile * self.config.tile_n
+        self.begin(tile, i)
         rows, largest = self.awaited(tile, place, pipes.s_full, (kv_first, phase), masked)
         if const_expr(tile.softmax.online):
             self.raise_maximum(tile.softmax, largest)

@@ -11,6 +11,7 @@ from fa4flex.kernels.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 Pair = tuple[int, int]
 WIDTHS = (32, 64, 96, 128, 192)
@@ -31,6 +32,9 @@ RINGS = ((4, 4), (3, 3), (2, 2), (2, 1))
 
 ALONE = 256
 """Queries of a sequence up to which a CTA works alone: a pair has room for twice as many."""
+
+CHANNELS = 2
+"""Numbers of a channel of transposed values: its scale and its offset. Each correction warp has its own."""
 
 STAGED = 2
 """Chunks of the output on their way from tensor to global memory."""
@@ -98,6 +102,7 @@ class Tiles:
             "columns": NUMBER,
             "scales": rows * self.score_stages,
             "finals": rows * self.last_numbers,
+            "channels": CHANNELS * NUMBER * self.head_dim_v * WARPGROUP if self.transposed else 0,
             "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
             "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
             "v": tile_bytes(*self.values, self.v_itemsize) * v_stages,
