@@ -55,10 +55,8 @@ class Forward(forward.Forward):
         members, config = super().members(products, out_kind), self.config
         if config.transposed:
             room = cute.struct.MemRange[Float32, config.head_dim_v * CHANNELS * WARPGROUP]
-            names = list(members)
-            tiles = names.index("queries")
-            before, after = ({name: members[name] for name in some} for some in (names[:tiles], names[tiles:]))
-            members = {**before, "channels": cute.struct.Align[room, 16], **after}
+            tiles = {name: members.pop(name) for name in ("queries", "keys", "values", "out")}
+            members |= {"channels": cute.struct.Align[room, 16], **tiles}
         return members
 
     def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:

@@ -20,10 +20,16 @@ from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.softmax import Running
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.fwd_8bit_sm100.config import HEADROOM, Config
-from fa4flex.kernels.fwd_8bit_sm100.rows import brought_to_scale, narrowed_to_bytes, of_integers
+from fa4flex.kernels.fwd_8bit_sm100.rows import (
+    brought_to_scale,
+    in_float32,
+    integers,
+    largest_number,
+    narrowed_to_bytes,
+)
 from fa4flex.kernels.fwd_sm100 import softmax as forward
 from fa4flex.kernels.fwd_sm100.resources import Shared
-from fa4flex.kernels.fwd_sm100.rows import Pair, Row
+from fa4flex.kernels.fwd_sm100.rows import Moments, Pair, Row
 from fa4flex.kernels.fwd_sm100.softmax import Place, Tile
 
 
@@ -45,6 +51,7 @@ class CodesTile(Tile):
 
 class Softmax(forward.Softmax):
     config: Config
+    largest_of = staticmethod(largest_number)
 
     def weights(self, at: At, state: Running) -> LaneCodeSoftmax:
         softmax = LaneCodeSoftmax.of(self.hooks, at, self.config.rescale_threshold, state)
@@ -98,15 +105,20 @@ class Softmax(forward.Softmax):
         if self.lifts(words is not None):
             tile.lift[0] = Float32(1.0)
             return rows, largest
-        return rows, largest * tile.lift[0]
+        return rows, Float32(largest) * tile.lift[0]
 
     def scores(self, tile: Any, taken: cute.Tensor, masked: bool) -> Row:
+        """Integers stay such until exponentials are taken, where nothing else happens to them: what can be
+        done beside those need not be done before."""
         row = Row(taken)
         if self.config.qk == "int8":
-            row.numbers = of_integers(row.numbers)
+            row.numbers = integers(row.numbers)
         if self.lifts(masked):
-            row.numbers = brought_to_scale(row.numbers, tile.lift[0], tile.q_bias)
+            row.numbers = brought_to_scale(in_float32(row.numbers), tile.lift[0], tile.q_bias)
         return row
+
+    def exponentials(self, softmax: Any, row: Any, f: int, moments: Moments | None) -> list[Pair]:
+        return super().exponentials(softmax, in_float32(row), f, moments)
 
     def narrowed(self, row: list[Pair], kind: Any) -> cute.Tensor:
         return narrowed_to_bytes(row) if self.config.transposed else super().narrowed(row, kind)

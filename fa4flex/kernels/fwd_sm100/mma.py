@@ -79,6 +79,8 @@ class Mma:
             pipes.k.consumer_wait(k_state)
             for tile in cutlass.range_constexpr(config.q_tiles):
                 cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
+                if const_expr(config.staggered and tile > 0):
+                    cute.arch.mbarrier_wait(pipes.p_early + (tile - 1), p_phase)
                 self.scores(products, operands, pipes, Staged(k_state.index, Int32(0)), tile, count == 1)
             pipes.k.consumer_release(k_state)
             k_state.advance()

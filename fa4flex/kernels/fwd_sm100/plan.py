@@ -142,6 +142,7 @@ class BlackwellPlan(Checked):
             statistics=self.problem.statistics,
             skip=self.problem.skip,
             score_stages=self.tiles.score_stages,
+            staggered=self.tiles.staggered,
         )
 
     def check_resources(self) -> None:

@@ -46,7 +46,8 @@ class Tiles:
     tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
     memory; CTAs that multiply together, each of which holds its own queries and half of K and V; bytes of an
     element of q and k, of one of v and of one of the output; places for the scores of a query tile: 1, or 2
-    with one query tile."""
+    with one query tile; whether the first scores of the second query tile wait for most probabilities of the
+    first one, so that the softmax of one runs under what the other one waits for."""
 
     q_tiles: int
     tile_n: int
@@ -59,6 +60,7 @@ class Tiles:
     v_itemsize: int = 2
     out_itemsize: int = 2
     score_stages: int = 1
+    staggered: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -136,7 +138,8 @@ def choose(
     reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:
-            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, **_sizes(problem))
+            sizes_of, staggered = _sizes(problem), q_tiles > 1 and problem.itemsize == 1
+            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, **sizes_of, staggered=staggered)
             if tiles.memory(target).total <= target.shared_memory:
                 return tiles, tuple(reasons)
     raise AssertionError(f"no rings fit heads of {widths}")

@@ -67,7 +67,7 @@ def forward_topology(
     """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
     follow their ends is cleared. Tiles of K and V are brought `box_rows` keys at a time, if given."""
     n, staged, table = tiles.q_tiles, tiles.out_stages > 0, barrier_table(tiles, handed)
-    multiply = _multiply(n, ragged) if tiles.score_stages == 1 else _multiply_ahead(ragged)
+    multiply = _multiply(n, ragged, tiles.staggered) if tiles.score_stages == 1 else _multiply_ahead(ragged)
     workers = [_load(n), multiply, *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
         workers.append(_store(tiles))
@@ -169,9 +169,10 @@ def _load(n: int) -> Role:
 # --- products ------------------------------------------------------------------------------------------
 
 
-def _multiply(n: int, ragged: bool) -> Role:
+def _multiply(n: int, ragged: bool, staggered: bool) -> Role:
     """The first scores of the next tile of queries come between the last outputs of the one at hand: they are
-    left out where there is none."""
+    left out where there is none. staggered: those of a block's first one wait for probabilities of the query
+    tile before."""
 
     def step(at: int, ahead: bool) -> Events:
         """O(at - 1), S(at) of each query tile, where `at` counts from the key tile at hand."""
@@ -191,9 +192,11 @@ def _multiply(n: int, ragged: bool) -> Role:
             events += _scores(i, at, int(ahead), ahead)
         return *events, Event("commit", "k", at, ahead=ahead)
 
-    first = [
-        event for i in range(n) for event in (_work("wait", f"q {i}", ahead=True), *_scores(i, 0, 0, True))
-    ]
+    def begun(i: int) -> Events:
+        apart = (Event("await", f"p_early {i - 1}", ahead=True),) if staggered and i else ()
+        return _work("wait", f"q {i}", ahead=True), *apart, *_scores(i, 0, 0, True)
+
+    first = [event for i in range(n) for event in begun(i)]
     wait, free = Event("wait", "k", ahead=True), Event("commit", "k", ahead=True)
     return Role(
         "multiply",
