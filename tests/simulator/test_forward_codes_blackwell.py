@@ -62,7 +62,6 @@ def test_heads_of_128(form: str, masked: bool) -> None:
 
 SIZES = {
     "d 96": Size(d=96, dv=96),
-    "d 80": Size(d=80, dv=80, q_len=70, kv_len=140),
     "192 and 128": Size(d=192, dv=128, q_len=70, kv_len=140),
     "64 and 32": Size(d=64, dv=32),
     "groups of 4, one query": Size(heads=8, kv_heads=2, q_len=1, kv_len=200),

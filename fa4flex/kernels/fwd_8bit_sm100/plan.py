@@ -8,6 +8,7 @@ from typing import ClassVar
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_8bit_sm100.config import HEADROOM, RESCALE, Config
 from fa4flex.kernels.fwd_sm100 import plan as forward
+from fa4flex.kernels.fwd_sm100.config import Exponential
 from fa4flex.kernels.fwd_sm100.tiles import narrow
 from fa4flex.kernels.plan.keys import Codes
 from fa4flex.kernels.plan.pipeline import Pipeline
@@ -16,6 +17,10 @@ from fa4flex.kernels.plan.request import ForwardRequest
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM100A, Target
 from fa4flex.primitives.heads import ALIKE
+
+POLYNOMIALS = Exponential(every=4, count=2, skip=0)
+"""Share of exponentials on FMA units, where special functions take longer than products of 16 bits: they take
+twice as long as those of 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class CodesPlan(forward.BlackwellPlan):
 def plan_codes(request: ForwardRequest) -> CodesPlan:
     plan = forward.plan_blackwell(request, CodesPlan)
     assert isinstance(plan, CodesPlan)
+    if plan.exponential.count:
+        plan = replace(plan, exponential=POLYNOMIALS)
     lazily = request.threshold is None and "max_scores" not in request.problem.statistics
     if plan.codes.transposed and lazily:
         return replace(plan, rescale_threshold=RESCALE)
