@@ -23,6 +23,11 @@ POLYNOMIALS = Exponential(every=4, count=2, skip=0)
 twice as long as those of 8 bits."""
 
 
+MOVED = 16
+"""Registers of the correction warpgroup that it has more than beside numbers, for scales and offsets of
+channels: half of them from each softmax warpgroup, whose probabilities are half as wide."""
+
+
 @dataclass(frozen=True)
 class CodesPlan(forward.BlackwellPlan):
     """The plan of `fwd_sm100` for q, k and v that are codes."""
@@ -60,6 +65,10 @@ def plan_codes(request: ForwardRequest) -> CodesPlan:
     assert isinstance(plan, CodesPlan)
     if plan.exponential.count:
         plan = replace(plan, exponential=POLYNOMIALS)
+    if plan.codes.transposed:
+        r = plan.registers
+        moved = replace(r, softmax=r.softmax - MOVED // 2, correction=r.correction + MOVED)
+        plan = replace(plan, registers=moved)
     lazily = request.threshold is None and "max_scores" not in request.problem.statistics
     if plan.codes.transposed and lazily:
         return replace(plan, rescale_threshold=RESCALE)
