@@ -18,9 +18,12 @@ from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import SM100A, Target
 from fa4flex.primitives.heads import ALIKE
 
-POLYNOMIALS = Exponential(every=4, count=2, skip=0)
-"""Share of exponentials on FMA units, where special functions take longer than products of 16 bits: they take
-twice as long as those of 8 bits."""
+POLYNOMIALS: dict[str, Exponential] = {
+    "float8_e4m3fn": Exponential(every=4, count=2, skip=0),
+    "int8": Exponential(every=4, count=2, skip=1),
+}
+"""Share of exponentials on FMA units by codes of q and k, where special functions take longer than products of
+16 bits: they take twice as long as those of 8 bits. FMA units make numbers of integers as well."""
 
 
 MOVED = 16
@@ -64,7 +67,7 @@ def plan_codes(request: ForwardRequest) -> CodesPlan:
     plan = forward.plan_blackwell(request, CodesPlan)
     assert isinstance(plan, CodesPlan)
     if plan.exponential.count:
-        plan = replace(plan, exponential=POLYNOMIALS)
+        plan = replace(plan, exponential=POLYNOMIALS[plan.codes.qk])
     if plan.codes.transposed:
         r = plan.registers
         moved = replace(r, softmax=r.softmax - MOVED // 2, correction=r.correction + MOVED)

@@ -29,7 +29,7 @@ from fa4flex.kernels.fwd_8bit_sm100.rows import (
 )
 from fa4flex.kernels.fwd_sm100 import softmax as forward
 from fa4flex.kernels.fwd_sm100.resources import Shared
-from fa4flex.kernels.fwd_sm100.rows import Moments, Pair, Row
+from fa4flex.kernels.fwd_sm100.rows import CHAINS, Moments, Pair, Row, add
 from fa4flex.kernels.fwd_sm100.softmax import Place, Tile
 
 
@@ -119,6 +119,17 @@ class Softmax(forward.Softmax):
 
     def exponentials(self, softmax: Any, row: Any, f: int, moments: Moments | None) -> list[Pair]:
         return super().exponentials(softmax, in_float32(row), f, moments)
+
+    def gathered(self, pairs: list[Pair], found: list[Pair]) -> list[Pair]:
+        """Of one CTA, they are added up beside exponentials: its softmax warpgroups wait for products at
+        different times, and what the one does then keeps the other from its exponentials."""
+        if self.config.ctas > 1:
+            return super().gathered(pairs, found)
+        chains, rest = (pairs, found) if pairs else (found[:CHAINS], found[CHAINS:])
+        for i, two in enumerate(rest):
+            at = i % CHAINS
+            chains = [*chains[:at], add(chains[at], two), *chains[at + 1 :]]
+        return chains
 
     def narrowed(self, row: list[Pair], kind: Any) -> cute.Tensor:
         return narrowed_to_bytes(row) if self.config.transposed else super().narrowed(row, kind)

@@ -379,7 +379,7 @@ class Softmax:
             if tile.dropout is not None:
                 tile.dropout.apply(put, kv_first + f * FRAGMENT)
             place.probabilities.put(f, put)
-            pairs += found
+            pairs = self.gathered(pairs, found)
             self.handed_over(pipes, place, f)
         if moments is not None:
             moment = softmax.state.moment
@@ -389,6 +389,10 @@ class Softmax:
     def narrowed(self, row: list[Pair], kind: Any) -> cute.Tensor:
         """Registers of probabilities of a fragment, rounded, as columns of tensor memory."""
         return narrowed(row, kind)
+
+    def gathered(self, pairs: list[Pair], found: list[Pair]) -> list[Pair]:
+        """What is added to the total at last, with those of another fragment."""
+        return pairs + found
 
     def handed_over(self, pipes: Pipes, place: Place, f: int) -> None:
         """Tell that probabilities are there, after those of a fragment with which a part of them ends."""
