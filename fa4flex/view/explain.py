@@ -172,8 +172,8 @@ def _codes(variant: Variant) -> list[str]:
     values = "as they are given" if given else f"{precision.pv}, minus the mean of each channel"
     sums = "go to float32 after each tile" if precision.promote else "may stay in accumulators"
     by_kernel = [
-        "  on Hopper and Blackwell (int8: compute capability 9.0 and 10.0) without gradients a kernel multiplies"
-        + " 8-bit codes"
+        "  on Hopper and Blackwell without gradients a kernel multiplies 8-bit codes"
+        + " (int8 not beyond compute capability 10.0)" * (precision.qk == "int8")
         + f"; Hopper's sums of values {sums}" * (not given)
     ] * kernel
     return [

@@ -22,8 +22,8 @@ POLYNOMIALS: dict[str, Exponential] = {
     "float8_e4m3fn": Exponential(every=4, count=2, skip=0),
     "int8": Exponential(every=4, count=2, skip=1),
 }
-"""Share of exponentials on FMA units by codes of q and k, where special functions take longer than products of
-16 bits: they take twice as long as those of 8 bits. FMA units make numbers of integers as well."""
+"""Share of exponentials on FMA units by codes of q and k, where special functions take longer than products
+of 16 bits: they take twice as long as those of 8 bits. FMA units make numbers of integers as well."""
 
 
 MOVED = 16
