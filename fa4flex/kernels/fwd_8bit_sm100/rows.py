@@ -32,7 +32,8 @@ def integers(row: list[Float32]) -> list[Int32]:
 def in_float32(row: Numbers) -> list[Float32]:
     """The same numbers. An integer is added to the bits of WHOLE, and WHOLE taken away from the number, two
     at once: a conversion would share the unit that exponentials wait for."""
-    whole, found = pair(Float32(-WHOLE), Float32(-WHOLE)), []
+    found: list[Float32] = []
+    whole = pair(Float32(-WHOLE), Float32(-WHOLE))
     if not isinstance(row[0], Int32):
         return row
     for i in range(0, len(row), 2):

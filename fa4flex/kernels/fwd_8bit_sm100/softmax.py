@@ -64,7 +64,8 @@ class Softmax(forward.Softmax):
 
     def told(self, tile: Tile, work: Work, keys: KeyTiles, arguments: Arguments) -> CodesTile:
         """The tile, with scales of its row and of its head's keys."""
-        at, q, softmax = tile.fragment.at, tile.fragment.first_row, tile.softmax
+        at, q = tile.fragment.at, tile.fragment.first_row
+        softmax: Any = tile.softmax
         q_bias = None
         if arguments.q_bias is not None:
             if self.hooks.plain:

@@ -371,7 +371,8 @@ class Softmax:
     ) -> list[Pair]:
         """To tensor memory, by fragment; returns what is added to the row's total, which dropout has not
         seen."""
-        pairs, softmax = [], tile.softmax
+        pairs: list[Pair] = []
+        softmax = tile.softmax
         moments = Moments() if softmax.online and softmax.state.moment is not None else None
         for f, row in enumerate(rows):
             found, used = self.weighed(softmax, row, f, moments)
@@ -415,7 +416,8 @@ class Softmax:
         """Probabilities of fragment f of a row; elementwise weights as they are."""
         if not softmax.online:
             return paired(row)
-        return exponentiate(row, *softmax.exponents(0), self.config.exponential, f, moments)
+        factor, shift = softmax.exponents(0)
+        return exponentiate(row, factor, shift, self.config.exponential, f, moments)
 
     @cute.jit
     def finish(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, staged_columns
@@ -145,7 +146,7 @@ def choose(
     raise AssertionError(f"no rings fit heads of {widths}")
 
 
-def _sizes(problem: Problem) -> dict[str, int]:
+def _sizes(problem: Problem) -> dict[str, Any]:
     """Bytes of elements."""
     return {
         "itemsize": problem.itemsize,
