@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fa4flex
-from fa4flex import BlockMap, KVScales, Paging, Varlen
+from fa4flex import BlockMap, KVScales, Lists, Paging, Varlen
 from fa4flex.variants import alibi, causal, document, sliding_window
 
 HEADS, KV_HEADS, D, KEYS, BATCH, PAGE = 32, 8, 128, 8192, 4, 64
@@ -97,6 +97,20 @@ def eight_bit() -> dict[str, Call]:
         ),
         "8-bit pages, new lengths": rotating(
             lambda x: paged(q, *pools, paging=Paging(table, x), kv_scales=scales), used
+        ),
+    }
+
+
+def listed() -> dict[str, Call]:
+    """Lists of tokens, new ones at each call as a selector makes them."""
+    attn, grown = fa4flex.compile(mask=causal), fa4flex.compile(mask=causal)
+    q, k, v = heads(BATCH, HEADS, 1), heads(BATCH, KV_HEADS, KEYS), heads(BATCH, KV_HEADS, KEYS)
+    ids, steps = torch.zeros(BATCH, KV_HEADS, 1, 512, dtype=torch.int32), range(1000, 1400)
+    slices = [[x[:, :, :n] for n in steps] for x in (k, v)]
+    return {
+        "lists, repeated": lambda: attn(q, k, v, blocks=Lists(ids, kv_len=KEYS)),
+        "lists, one more key per call": rotating(
+            lambda k, v, n: grown(q, k, v, blocks=Lists(ids, kv_len=n)), *slices, [*steps]
         ),
     }
 
@@ -227,6 +241,6 @@ def new_contents() -> dict[str, Call]:
 def rows() -> dict[str, Call]:
     """Calls by name, with tensors of the default device; the others are compared with the first."""
     return {
-        **decoding(), **pages(), **eight_bit(), **packed(), **captured(), **blocks(), **training(),
-        **new_contents(),
+        **decoding(), **pages(), **eight_bit(), **listed(), **packed(), **captured(), **blocks(),
+        **training(), **new_contents(),
     }  # fmt: skip

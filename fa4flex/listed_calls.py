@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa4flex.errors import EarlierError, Fa4flexError, UnsupportedError
 from fa4flex.kernels.lists_sm90.config import MOST_ENTRIES
-from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.kv_scales import KVScales, is_eight_bit
 from fa4flex.primitives.latent import Latent
-from fa4flex.primitives.lists import Lists, listed_map
+from fa4flex.primitives.lists import Lists, outline_of
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.ragged_maps import ragged
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, launch, listed_gradients
-from fa4flex.runtime.call import Call, Results, Statistics
+from fa4flex.runtime.call import Call, Results, Statistics, common_heads, lengths_of
 from fa4flex.runtime.checks import check_descriptions
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.conversions import tma_able
@@ -28,9 +27,10 @@ from fa4flex.runtime.cuda.launches.ready import Ready
 from fa4flex.runtime.cuda.listed_backward import deterministic, has_backward
 from fa4flex.runtime.key_sources import Contiguous, KeySource, Paged
 from fa4flex.runtime.latent_rows import EncodedRows, LatentRows
-from fa4flex.runtime.listed_keys import Listed, tiling_of
+from fa4flex.runtime.listed_keys import Listed
+from fa4flex.runtime.recent import Recent
 from fa4flex.runtime.sources import source_of
-from fa4flex.torch_internals import any_autocast
+from fa4flex.torch_internals import any_autocast, is_tracing
 from fa4flex.variant import Variant, changed, query_heads
 
 TILE = 128
@@ -55,12 +55,18 @@ def attend(
         cast = _cast(*qkv)
         with autocast.off(qkv[0]):
             return attend(variant, caller, lists, cast, described, statistics)
-    if scales is not None or not _may(variant, lists, qkv):
+    if scales is not None or not _may(variant, lists):
         return None
     if variant.blocks is not None:
         variant = changed(variant, blocks=None)
     now: launch.Calling | None = None
     try:
+        recent = None if caller is None else caller.recent
+        served = None if recent is None else _served(recent, variant, lists, qkv, varlen, paging, statistics)
+        if served is not None:
+            return served
+        if not _may_read(variant, lists, qkv):
+            return None
         now = launch.calling(variant, caller)
         return _attend(now, lists, qkv, varlen, paging, statistics)
     except EarlierError:  # it is none of this variant's
@@ -83,24 +89,88 @@ def _cast(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
     return q, replace(k, cache=rows), v
 
 
-def _may(variant: Variant, lists: Lists, qkv: tuple[Any, Any, Any]) -> bool:
+def _may(variant: Variant, lists: Lists) -> bool:
     """True if kernels might compute the variant over such lists."""
+    if torch.compiler.is_dynamo_compiling() or not 0 < lists.capacity <= MOST_ENTRIES:
+        return False
+    others = variant.normalizer, variant.dropout, variant.output_mod
+    if others != (None, None, None) or variant.precision.coded:
+        return False
+    return bool(lists.unit % TILE or lists.queries % TILE)
+
+
+def _may_read(variant: Variant, lists: Lists, qkv: tuple[Any, Any, Any]) -> bool:
+    """True if kernels might read such tensors."""
     q, k, v = qkv
     if type(k) is Latent and v is None:
         k = v = k.cache
     qkv = q, k, v
-    if torch.compiler.is_dynamo_compiling() or not all(isinstance(x, Tensor) for x in qkv):
-        return False
-    others = variant.normalizer, variant.dropout, variant.output_mod
-    if any(x is not None for x in others) or variant.precision.coded or is_eight_bit(k, v):
+    if not all(isinstance(x, Tensor) for x in qkv) or is_eight_bit(k, v):
         return False
     if any(x.is_nested or x.layout is not torch.strided for x in qkv):
         return False
     if not launch.by_kernels(variant, q) or lists.ids.device != q.device:
         return False
-    if not 0 < lists.capacity <= MOST_ENTRIES or not (lists.unit % TILE or lists.queries % TILE):
-        return False
     return not launch.observed(*qkv, lists.ids)
+
+
+def _served(
+    recent: Recent[Any],
+    variant: Variant,
+    lists: Lists,
+    qkv: tuple[Any, Any, Any],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+) -> Results | None:
+    """The results of a call that looks like an earlier one over lists; None for others."""
+    if not recent.known.kept or is_tracing() or not _usual(qkv, varlen, paging):
+        return None
+    q, k, v = qkv
+    found = _source(variant, lists, (q, k, v), varlen, paging)
+    if found is None:
+        return None
+
+    def check(call: Call) -> None:
+        check_lists(variant, call, lists, varlen, paging)
+
+    listed = found.listed
+    return recent.serve_listed(variant, q, listed, lengths_of(varlen, listed), statistics, check)
+
+
+def _usual(qkv: tuple[Any, Any, Any], varlen: Any, paging: Any) -> bool:
+    """True for arguments of the types that most calls have."""
+    q, k, v = qkv
+    of_keys = k.format is None and v is None if type(k) is Latent else type(k) is type(v) is Tensor
+    lengths = varlen is None or type(varlen) is Varlen
+    return type(q) is Tensor and of_keys and lengths and (paging is None or type(paging) is Paging)
+
+
+class Found(NamedTuple):
+    """Keys as they were brought, and in place with what is listed of them."""
+
+    brought: KeySource
+    listed: Listed
+
+
+def _source(
+    variant: Variant, lists: Lists, qkv: tuple[Tensor, Any, Any], varlen: Varlen | None, paging: Paging | None
+) -> Found | None:
+    """The keys of a call; None where kernels do not read them by lists."""
+    q, k, v = qkv
+    brought = source_of(k, v, paging, None)
+    brought.check(q, varlen, variant)
+    if isinstance(brought, EncodedRows):
+        brought = _decoded(brought, q, varlen, variant)
+    placed = brought.by_lists if isinstance(brought, LatentRows) else brought.in_place
+    kv = placed(q, varlen, variant)
+    if not isinstance(kv, (Contiguous, Paged, LatentRows)) or not _lie_well(kv, paging is not None):
+        return None
+    at = 1 if kv.k.ndim == 3 or (variant.layout == "bhsd" and q.ndim == 4) else 2
+    if min(kv.k.ndim, kv.v.ndim) <= at:
+        return None
+    heads = query_heads(variant, q), common_heads(kv.k.shape[at], kv.v.shape[at])
+    return Found(brought, Listed.of(lists, kv, heads, varlen is not None and varlen.packed))
 
 
 def _attend(
@@ -111,37 +181,30 @@ def _attend(
     paging: Paging | None,
     statistics: Statistics,
 ) -> Results | None:
-    (q, k, v), variant = qkv, now.variant
+    q, variant = qkv[0], now.variant
     if varlen is not None or paging is not None:
         check_descriptions(varlen, paging)
-    brought = source_of(k, v, paging, None)
-    brought.check(q, varlen, variant)
-    if isinstance(brought, EncodedRows):
-        brought = _decoded(brought, q, varlen, variant)
-    placed = brought.by_lists if isinstance(brought, LatentRows) else brought.in_place
-    kv = placed(q, varlen, variant)
-    packed = varlen is not None and varlen.packed
-    if not isinstance(kv, (Contiguous, Paged, LatentRows)) or not _lie_well(kv, paging is not None):
+    found = _source(variant, lists, qkv, varlen, paging)
+    if found is None:
         return None
-    listed = Listed.of(lists, kv, packed)
-    call = launch.call_of(now, q, listed, varlen, statistics)
+    call = launch.call_of(now, q, found.listed, varlen, statistics)
     of_lists, heads = lists.ids.shape[1], call.kv_heads
     if call.empty or not heads or (of_lists % heads and heads % of_lists):
         return None
-    tiling = tiling_of(lists, query_heads(variant, q), heads)
-    if tiling != (False, 1) and not listed.latent:
-        call = call._replace(kv=listed._replace(many=tiling.many, united=tiling.united))
     engine, trains = now.prepared.engine, torch.is_grad_enabled() and call.wants_gradients
     if trains:
-        if paging is not None or listed.latent or not _may_train(lists, call, engine):
+        if paging is not None or found.listed.latent or not _may_train(lists, call, engine):
             return None
         if "lse" not in statistics:
             call = call._replace(statistics=("lse", *statistics))
-    ready = _ready(now, call, (brought, lists), varlen, paging)
+    ready, new = _ready(now, call, (found.brought, lists), varlen, paging)
     if ready is None or (trains and not has_backward(engine, call)):
         return None
-    results: Results = listed_gradients.attend(engine, ready, call) if trains else ready(call)
-    return results
+    if trains:
+        return listed_gradients.attend(engine, ready, call)
+    if now.recent is not None and not new:
+        now.recent.remember(call, found.listed, ready, None, statistics)
+    return ready(call)
 
 
 def _may_train(lists: Lists, call: Call, engine: Engine) -> bool:
@@ -171,8 +234,9 @@ def _ready(
     given: tuple[KeySource, Lists],
     varlen: Varlen | None,
     paging: Paging | None,
-) -> Ready | None:
-    """The launch of a call; None where no kernel is for it. given: keys as they were brought, and lists."""
+) -> tuple[Ready | None, bool]:
+    """The launch of a call, None where no kernel is for it, and whether it is new. given: keys as they were
+    brought, and lists."""
     engine, (brought, lists) = now.prepared.engine, given
     ready = engine.find(call)
     new = ready is MISSING
@@ -186,27 +250,19 @@ def _ready(
         except UnsupportedError:
             ready = None
             engine.keep(call, None)
-    found: Ready | None = ready
-    return found
+    return ready, new
 
 
 def check_lists(
     variant: Variant, call: Call, lists: Lists, varlen: Varlen | None, paging: Paging | None
 ) -> None:
     """Raise InputError or StateError unless lists are those of such queries and keys."""
-    outline = outline_of(lists)
+    assert lists.q_len is not None
+    size, lengths = (lists.queries, lists.unit), (lists.q_len, lists.kv_len)
+    outline = outline_of(tuple(lists.ids.shape[:3]), size, lengths)
     if paging is not None or call.packed:
         q_len = 0 if call.packed else call.q.shape[2 if variant.layout == "bhsd" else 1]
         ragged(outline, None, (varlen, paging), (query_heads(variant, call.q), q_len))
     else:
         shape = call.extents()
         outline.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
-
-
-def outline_of(lists: Lists) -> BlockMap:
-    """A map of the sizes and lengths of lists that stands for no contents, and takes no memory."""
-    assert lists.q_len is not None
-    made = torch.empty if lists.ids.is_cuda else torch.zeros  # a GPU's are not looked at
-    classes = made(1, dtype=torch.uint8, device=lists.ids.device)
-    shape = *lists.ids.shape[:3], -(-lists.kv_len // lists.unit)
-    return listed_map(classes.expand(shape), (lists.queries, lists.unit), (lists.q_len, lists.kv_len))

@@ -167,8 +167,21 @@ OPERATORS = {
         "Tensor", "fa4flex.runtime.block_lists", "block_classes", "block_classes_fake",
         devices=("CPU", "CUDA"),
     ),
+    "listed_units": Operator(
+        _rows("Tensor ids, Tensor? counts, SymInt columns"),
+        "Tensor", "fa4flex.runtime.block_lists", "listed_units", "listed_units_fake",
+        devices=("CPU", "CUDA"),
+    ),
+    "pool": Operator(
+        _rows("Tensor x, SymInt block, str how"),
+        "Tensor", "fa4flex.runtime.pooled_scores", "pool", "pool_fake", devices=("CPU", "CUDA"),
+    ),
+    "scores": Operator(
+        _rows("Tensor q, Tensor k, float scale"),
+        "Tensor", "fa4flex.runtime.pooled_scores", "scores", "scores_fake", devices=("CPU", "CUDA"),
+    ),
     "topk": Operator(
-        _rows("Tensor scores, SymInt k, Tensor? forced"),
+        _rows("Tensor scores, SymInt k, SymInt[] rule"),
         "(Tensor, Tensor)", "fa4flex.runtime.topk", "topk", "topk_fake", devices=("CPU", "CUDA"),
     ),
 }  # fmt: skip

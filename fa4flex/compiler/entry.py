@@ -19,12 +19,15 @@ from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, SectionArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_lists.kernel import BlockListArguments
+from fa4flex.kernels.block_lists.listed import ListedUnitArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import BackwardArguments, TangentArguments, arguments_of
 from fa4flex.kernels.mass_sm90.arguments import MassArguments
 from fa4flex.kernels.output_function.kernel import OutputArguments, OutputBackwardArguments
 from fa4flex.kernels.plan.arguments import Pass, schema_of
 from fa4flex.kernels.plan.looks import Captured, Heads
+from fa4flex.kernels.pool.kernel import PoolArguments
+from fa4flex.kernels.scores.kernel import ScoreArguments
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 from fa4flex.kernels.topk.rows import TopkArguments
 
@@ -71,10 +74,13 @@ LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "tables": lambda kernel, problem: [(kernel, BlockTableArguments)],
     "sequences": lambda kernel, problem: [(kernel, SequencesArguments)],
     "append": lambda kernel, problem: [(kernel, AppendArguments)],
+    "listed_units": lambda kernel, problem: [(kernel, ListedUnitArguments)],
     "lists": lambda kernel, problem: [(kernel, BlockListArguments)],
     "mass": lambda kernel, problem: [(kernel, MassArguments)],
     "output": lambda kernel, problem: [(kernel, OutputArguments)],
     "output_backward": lambda kernel, problem: [(kernel, OutputBackwardArguments)],
+    "pool": lambda kernel, problem: [(kernel, PoolArguments)],
+    "scores": lambda kernel, problem: [(kernel, ScoreArguments)],
     "topk": lambda kernel, problem: [(kernel, TopkArguments)],
     "quantize": lambda kernel, problem: kernel.launches,
 }

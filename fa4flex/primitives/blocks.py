@@ -287,8 +287,7 @@ class BlockMap:
     def fits(self, q_len: int, kv_len: int, batch: int, heads: int) -> None:
         """Raise StateError unless the map was made for these lengths, InputError unless for this batch and
         these query heads, or for classes that are none by now, where the host can tell."""
-        if not torch.compiler.is_compiling() and checked_here(self.classes) and (self.classes > FULL).any():
-            raise _no_class(self.classes)
+        self._check_contents()
         if self.q_len != q_len or self.kv_len != kv_len:
             other = self._other_lengths(q_len, kv_len)
             raise StateError(
@@ -302,6 +301,10 @@ class BlockMap:
             raise unfit("batch", own_batch, batch, f"1 (shared) or {batch}")
         if not self._fits_heads(heads):
             raise unfit("heads", own_heads, heads, self._wanted_heads(heads))
+
+    def _check_contents(self) -> None:
+        if not torch.compiler.is_compiling() and checked_here(self.classes) and (self.classes > FULL).any():
+            raise _no_class(self.classes)
 
     def _fits_heads(self, heads: int) -> bool:
         """True if the map is one for so many query heads."""

@@ -10,8 +10,9 @@ A mask beside lists decides about all of these pairs: lists say where to look, a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,6 +127,8 @@ class Lists:
     def classes(self) -> Tensor:
         """uint8 [B or 1, H, R, units]: 1 where a unit is listed, 0 elsewhere."""
         columns = -(-self.kv_len // self.unit)
+        if self.ids.is_cuda or simulating():
+            return torch.ops.fa4flex.listed_units(self.ids, self.counts, columns)
         return listed(self.ids, self.counts, columns).to(torch.uint8)
 
     def map(self) -> BlockMap:
@@ -291,11 +294,37 @@ def listed_map(
     sinks: int = 0,
 ) -> ListedMap:
     """A ListedMap of classes that were made here: none is above 2, and nobody need look."""
-    made: ListedMap = object.__new__(ListedMap)
-    values = trusted_map(classes, size, *lengths)
-    for name, value in {**vars(values), "tail": tail, "window": window, "sinks": sinks}.items():
+    return _made(ListedMap, trusted_map(classes, size, *lengths), tail=tail, window=window, sinks=sinks)
+
+
+Kind = TypeVar("Kind", bound=ListedMap)
+
+
+def _made(kind: type[Kind], values: BlockMap, **more: int) -> Kind:
+    made = object.__new__(kind)
+    for name, value in {**vars(values), **more}.items():
         object.__setattr__(made, name, value)
     return made
+
+
+class Sizes(NamedTuple):
+    """The shape of classes that nobody reads."""
+
+    shape: tuple[int, ...]
+
+
+class Outline(ListedMap):
+    """A map of the sizes and lengths of lists that has no contents."""
+
+    def _check_contents(self) -> None:
+        pass
+
+
+@lru_cache
+def outline_of(rows: tuple[int, ...], size: tuple[int, int], lengths: tuple[int, int]) -> Outline:
+    """The outline of lists of [B or 1, H, R] rows, in blocks of such a size."""
+    classes: Any = Sizes((*rows, -(-lengths[1] // size[1])))
+    return _made(Outline, trusted_map(classes, size, *lengths))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

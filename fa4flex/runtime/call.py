@@ -90,8 +90,7 @@ class Call(NamedTuple):
     @property
     def kv_heads(self) -> int:
         """Heads of k and v; where these differ, KV heads as `shares` counts them."""
-        k_heads, v_heads = self._heads
-        return k_heads if k_heads == v_heads else k_heads * Shares.of(k_heads, v_heads).k
+        return common_heads(*self._heads)
 
     @property
     def shares(self) -> Shares:
@@ -181,6 +180,11 @@ class Call(NamedTuple):
             captured=tuple((name_of(x.dtype), tuple(x.shape)) for x in self.operands),
             shares=self.shares,
         )
+
+
+def common_heads(k_heads: int, v_heads: int) -> int:
+    """Number of KV heads of keys and values with so many heads each."""
+    return k_heads if k_heads == v_heads else k_heads * Shares.of(k_heads, v_heads).k
 
 
 def name_of(dtype: torch.dtype) -> str:

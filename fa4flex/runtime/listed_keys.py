@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,11 +66,15 @@ class Listed(_Listed, KeySource):
     values = "beside", "packed", "latent", "many", "united", *numbers
 
     @classmethod
-    def of(cls, lists: Lists, kv: Contiguous | Paged | LatentRows, packed: bool) -> Listed:
+    def of(
+        cls, lists: Lists, kv: Contiguous | Paged | LatentRows, heads: tuple[int, int], packed: bool
+    ) -> Listed:
+        """heads: those of queries, and KV heads."""
         pages = (None, None) if isinstance(kv, Contiguous) else (kv.page_table, kv.paged_keys)
         latent = isinstance(kv, LatentRows)
+        tiling = Tiling(False, 1) if latent else tiling_of(lists, *heads)
         numbers = lists.unit, lists.queries, lists.tail, lists.window, lists.sinks, lists.kv_len
-        kinds = lists.beside, packed, latent, False, 1
+        kinds = lists.beside, packed, latent, *tiling
         return cls(kv.k, kv.v, lists.ids, lists.counts, *kinds, *numbers, *pages)
 
     @property
@@ -85,6 +89,30 @@ class Listed(_Listed, KeySource):
     def leaves_rows(self) -> bool:  # type: ignore[override]
         """True where sequences may be longer than the lists, which the host does not know."""
         return self.packed
+
+    def parts(self) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        kinds = self.beside, self.packed, self.latent, self.many, self.united
+        beside = self.counts, self.page_table, self.paged_keys
+        form = type(self), *kinds, self.counts is None, self.page_table is None
+        return form, (self.k, self.v, self.ids, *[x for x in beside if x is not None])
+
+    def free(self, packed: bool, rows: int) -> list[tuple[int, ...]]:
+        lists = [(0, 2)] * (1 if self.counts is None else 2)
+        pages = self._pages()
+        if pages is None:
+            return [*super().free(packed, rows)[:2], *lists]
+        k, v, *others = pages.free(packed, rows)
+        return [k, v, *lists, *others]
+
+    def slots(self, batch: int, packed: bool, rows: int) -> int:
+        pages = self._pages()
+        return super().slots(batch, packed, rows) if pages is None else pages.slots(batch, packed, rows)
+
+    def _pages(self) -> Paged | None:
+        if self.page_table is None:
+            return None
+        assert self.paged_keys is not None
+        return Paged(self.k, self.v, self.page_table, self.paged_keys)
 
     def keys(self, rows: int) -> Keys:
         kept = CONTIGUOUS if self.page_table is None else in_pages(self.k.shape[rows])

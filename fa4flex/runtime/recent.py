@@ -102,20 +102,15 @@ class Recent(Generic[Prepared]):
     ) -> Results | None:
         """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
         earlier call was wrong in, InputError or StateError for what this one is."""
-        kept, reader = self.known.kept, self.reader
-        if not kept or reader is None or settings_of(variant) != self.settings:
-            return None
-        if faults.pending.value or later.awaited:
-            faults.check()
-        reading = reader(variant.scored, variant.allowed, variant.dropout)
-        if reading is None or forward_ad._current_level >= 0:
+        reading = self._reading(variant)
+        if reading is None:
             return None
         (operands, numbers), (q, k, v), scale, sinks = reading, qkv, variant.scale, None
         others = operands
         tensors: tuple[Tensor, ...] = qkv
         if variant.sinks is not None:
             sinks = variant.logits()
-            others = *operands, sinks  # type: ignore[arg-type]
+            others = *operands, sinks
         kv, lengths, beside = None, NO_LENGTHS, PLAIN
         latent = type(k) is Latent
         if latent or not (varlen is paging is scales is None) or getattr(k, "dtype", None) is E4M3:
@@ -128,7 +123,7 @@ class Recent(Generic[Prepared]):
         if others:
             tensors = *tensors, *others
         form = self._form(statistics, sinks, scale is None or scale > 0, beside)
-        for one in kept:
+        for one in self.known.kept:
             if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
                 factor = one.scale if scale is None else scale
                 if (
@@ -141,21 +136,68 @@ class Recent(Generic[Prepared]):
                 first, asked = one.heads_first, one.statistics
                 source = _new(Contiguous, (k, v)) if kv is None else kv.placed(q.shape[0], first)
                 call = _new(Call, (q, source, operands, sinks, lengths, numbers, factor, first, asked))
-                extents = one.serves(call, others)
+                extents = self._extents(one, call, others, tensors)
                 if extents is None:
                     continue
                 if variant.blocks is not None:
                     batch, q_len, kv_len = extents
                     variant.blocks.fits(q_len, kv_len, batch, q.shape[1 if first else 2])
-                if one.valid is not None and self.known.recurs(one, extents):
-                    self._narrow(one, call, extents, tensors)
                 results = one.launch(call, extents, one.sized)
                 if results is not None:
                     return results
         return None
 
+    def serve_listed(
+        self,
+        variant: Variant,
+        q: Tensor,
+        kv: KeySource,
+        lengths: SequenceLengths,
+        statistics: Statistics,
+        check: Callable[[Call], None],
+    ) -> Results | None:
+        """The same of a call over listed keys `kv`, in place, that `check` raises for if its lists do not
+        fit."""
+        reading = self._reading(variant)
+        if reading is None:
+            return None
+        (operands, numbers), scale, sinks = reading, variant.scale, variant.logits()
+        others = operands if sinks is None else (*operands, sinks)
+        beside, more = brought(kv, lengths)
+        form = self._form(statistics, sinks, scale is None or scale > 0, beside)
+        tensors = q, kv.k, kv.v, *more, *others
+        for one in self.known.kept:
+            if one.form == form and one.guard(*tensors) and (not numbers or one.has(numbers)):
+                factor = one.scale if scale is None else scale
+                call = Call(q, kv, operands, sinks, lengths, numbers, factor, one.heads_first, one.statistics)
+                extents = self._extents(one, call, others, tensors)
+                if extents is not None:
+                    check(call)
+                    return one.launch(call, extents, one.sized)
+        return None
+
+    def _reading(self, variant: Variant) -> Any:
+        """Tensors and numbers that a variant captured, as they are now; None where nothing here serves it."""
+        reader = self.reader
+        if not self.known.kept or reader is None or settings_of(variant) != self.settings:
+            return None
+        if faults.pending.value or later.awaited:
+            faults.check()
+        reading = reader(variant.scored, variant.allowed, variant.dropout)
+        return None if forward_ad._current_level >= 0 else reading
+
     def _form(self, statistics: Statistics, sinks: Any, positive: bool, beside: Form) -> Form:
         return statistics, torch.is_grad_enabled(), sinks is None, positive, self.engine.stand, beside
+
+    def _extents(
+        self, one: KnownCall, call: Call, others: Sequence[Tensor], tensors: Sequence[Tensor]
+    ) -> Extents | None:
+        """Extents of a call that `one` serves, which is made known for these alone where they recur; None if
+        it does not."""
+        extents = one.serves(call, others)
+        if extents is not None and one.valid is not None and self.known.recurs(one, extents):
+            self._narrow(one, call, extents, tensors)
+        return extents
 
     def _narrow(self, one: KnownCall, call: Call, extents: Extents, tensors: Sequence[Tensor]) -> None:
         guard = guard_of([*map(Row.of, tensors)])

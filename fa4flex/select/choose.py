@@ -19,60 +19,14 @@ from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of
 from fa4flex.primitives.block_lists import EMPTY
 from fa4flex.primitives.blocks import BlockMap, trusted_map
-from fa4flex.primitives.largest import in_runs, largest
+from fa4flex.primitives.kept import where_seen
+from fa4flex.primitives.largest import largest
 from fa4flex.primitives.lists import ListedMap, Lists, listed_map
+from fa4flex.primitives.units import Rule
 from fa4flex.select.scores import Scores
 from ptxsim.active import simulating
 
 Within = BlockMap | Lists | None
-
-
-class _Forced(NamedTuple):
-    """Numbers of units that are selected whatever their scores are: the first ones of the keys, those up to
-    each query's own, and the last ones of the keys."""
-
-    first: int = 0
-    own: int = 0
-    last: int = 0
-
-    def check(self) -> _Forced:
-        for name, value in self._asdict().items():
-            if not is_count(value, 0):
-                raise InputError(
-                    f"{name}={value!r}", "an int of 0 or more: units", f"leave {name} out for none"
-                )
-        return self
-
-    def most(self, scores: Scores) -> int:
-        """Forced units of a row at most. Rows begin at any multiple of the common divisor of their queries
-        and a unit's keys, behind the offset of q_len and kv_len: the latest place in a unit reaches farthest.
-        """
-        queries, keys = scores.queries, scores.keys
-        step = math.gcd(queries, keys)
-        latest = keys - step + (scores.kv_len - scores.q_len) % step
-        own = self.own + (latest + queries - 1) // keys if self.own else 0
-        return min(self.first + own + self.last, scores.values.shape[3])
-
-    def of(self, scores: Scores) -> Tensor:
-        """bool [R, C]: units that are forced, own ones of every query of a row."""
-        runs, shape = self.runs(scores), scores.values.shape[2:]
-        if runs is None:
-            return torch.zeros((), dtype=torch.bool, device=scores.values.device).expand(shape)
-        return in_runs(runs, shape[1])
-
-    def runs(self, scores: Scores) -> Tensor | None:
-        """int32 [R, 4]: a, b, c and d of units [0, a), [b, c) and [d, C), which are forced; None for none."""
-        if not any(self):
-            return None
-        starts, units = scores._starts()[0].squeeze(1), scores.values.shape[3]
-        if self.own:
-            low = torch.div(starts.clamp(min=0), scores.keys, rounding_mode="floor") - (self.own - 1)
-            ends = (starts + (scores.queries + scores.keys - 1)).clamp(max=scores.kv_len + scores.keys - 1)
-            high = torch.div(ends, scores.keys, rounding_mode="floor")
-        else:
-            low = high = torch.zeros_like(starts)
-        first, last = torch.full_like(low, self.first), torch.full_like(low, max(units - self.last, 0))
-        return torch.stack((first, low, high, last), 1).to(torch.int32)
 
 
 def topk(
@@ -87,27 +41,30 @@ def topk(
     Returns Lists of min(k, units) entries, ascending, with -1 behind what was selected, and their counts.
     Raises InputError for more forced units than k.
     """
-    _check_scores(scores)
-    rule = _Forced(first, own, last).check()
+    rule = _rule(scores, first, own, last)
     if not is_count(k):
         raise InputError(f"k={k!r}", "a positive int", "pass the number of units of a row")
-    units = scores.values.shape[3]
-    forced = rule.most(scores)
-    k = min(k, units)
-    if forced > k:
+    k = min(k, rule.units)
+    if rule.most > k:
         raise InputError(
-            f"k={k} with first={first}, own={own}, last={last}: up to {forced} units of a row",
+            f"k={k} with first={first}, own={own}, last={last}: up to {rule.most} units of a row",
             "at most k forced units, which count among the k",
-            f"pass k={forced} or more",
+            f"pass k={rule.most} or more",
         )
-    values = scores.values.detach()
-    if within is None and (values.is_cuda or simulating()):
-        ids, counts = torch.ops.fa4flex.topk(values, k, rule.runs(scores))
-    else:
-        chosen = _Chosen.of(scores, rule, within)
-        ids, counts = largest(chosen.ranked(), k, chosen.forced)
+    ids, counts = _largest(scores, rule, k, _inside(scores, within))
     sizes = {"kv_len": scores.kv_len, "q_len": scores.q_len}
     return Lists(ids, counts, unit=scores.keys, queries=scores.queries, **sizes)
+
+
+def _largest(scores: Scores, rule: Rule, k: int, inside: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids and counts of the k best units, by an operator where a GPU has one launch for it."""
+    values = scores._unmasked[0].detach()
+    if (values.is_cuda or simulating()) and (inside is None or not rule.forces):
+        if inside is not None:
+            values = where_seen(values, inside)
+        return torch.ops.fa4flex.topk(values, k, list(rule) if rule.forces or rule.seen else [])
+    chosen = _Chosen.of(scores, rule, inside)
+    return largest(chosen.ranked(), k, chosen.forced)
 
 
 def threshold(
@@ -121,9 +78,13 @@ def threshold(
 ) -> BlockMap:
     """All units whose scores are at least `least`, a number or a tensor that broadcasts with [B, H, R, C],
     and forced ones: see topk. Returns a map with partial blocks."""
-    chosen = _Chosen.of(scores, _Forced(first, own, last), within)
-    _check_limit("least", least, scores.values.shape, scores.values.device)
-    return chosen.map((scores.values >= least) & scores.selectable)
+    chosen = _Chosen.of(scores, _rule(scores, first, own, last), _inside(scores, within))
+    values = chosen.values
+    _check_limit("least", least, values.shape, values.device)
+    above = values >= least
+    if isinstance(least, Tensor) or least == -math.inf:  # else no score of -inf is as large
+        above = above & (values > -math.inf)
+    return chosen.map(above)
 
 
 def mass(
@@ -140,17 +101,24 @@ def mass(
     share  0 to 1, a number or a tensor that broadcasts with [B, H, R, 1]. The best unit is always selected.
     Scores that are probabilities already are given by their logarithms. Returns a map with partial blocks.
     """
-    chosen = _Chosen.of(scores, _Forced(first, own, last), within)
-    _check_limit("share", share, (*scores.values.shape[:3], 1), scores.values.device)
+    chosen = _Chosen.of(scores, _rule(scores, first, own, last), _inside(scores, within))
+    _check_limit("share", share, (*chosen.values.shape[:3], 1), chosen.values.device)
     _check_share(share)
-    values = chosen.ranked()
-    ordered, order = values.sort(dim=-1, descending=True, stable=True)
+    ordered, order = chosen.ranked().sort(dim=-1, descending=True, stable=True)
     largest = torch.finfo(ordered.dtype).max  # units of +inf share all of the weight
-    weights = ordered.clamp(max=largest).softmax(-1).nan_to_num(0.0)  # rows without units
-    before = weights.cumsum(-1) - weights  # rounded: the sum may be 1 before the last unit
-    wanted = ((before < share) | (share >= 1)) & (ordered > -math.inf)
-    wanted[..., :1] = ordered[..., :1] > -math.inf
-    return chosen.map(torch.zeros_like(wanted).scatter(-1, order, wanted))
+    weights = ordered.clamp(max=largest).softmax(-1)  # NaN of rows without units, of which none is wanted
+    before = weights.cumsum(-1).sub_(weights)
+    wanted = (before < _positive(share, before)) & (ordered > -math.inf)
+    return chosen.map(torch.empty_like(wanted).scatter_(-1, order, wanted))
+
+
+def _positive(share: float | Tensor, before: Tensor) -> float | Tensor:
+    """A share that the best unit, before which there is no weight, lies below, and every unit if it is 1 or
+    more: sums are rounded, and may be 1 before the last unit."""
+    tiny = torch.finfo(before.dtype).tiny
+    if not isinstance(share, Tensor):
+        return math.inf if share >= 1 else max(share, tiny)
+    return torch.where(share >= 1, math.inf, share.clamp(min=tiny))
 
 
 def _check_share(share: float | Tensor) -> None:
@@ -189,43 +157,61 @@ def _check_scores(scores: Any) -> None:
         )
 
 
+def _rule(scores: Any, first: int, own: int, last: int) -> Rule:
+    """The rule of a selection. Raises InputError."""
+    _check_scores(scores)
+    for name, value in (("first", first), ("own", own), ("last", last)):
+        if not is_count(value, 0):
+            raise InputError(f"{name}={value!r}", "an int of 0 or more: units", f"leave {name} out for none")
+    return scores._rule(first, own, last)
+
+
 class _Chosen(NamedTuple):
     """Units that a selection may choose from.
 
-    open    bool [B, H, R, C]: units that may be selected for their scores
-    forced  bool: units that are selected whatever these are
+    values  scores [B, H, R, C], of which units that may not be selected have any
+    open    bool: units that may be selected for their scores, if these are above -inf; None: all
+    forced  bool: units that are selected whatever these are; None: none
     """
 
     scores: Scores
-    rule: _Forced
-    open: Tensor
-    forced: Tensor
+    values: Tensor
+    open: Tensor | None
+    forced: Tensor | None
 
     @staticmethod
-    def of(scores: Scores, rule: _Forced, within: Within) -> _Chosen:
-        _check_scores(scores)
-        open, forced = scores.selectable, rule.check().of(scores)
-        if within is not None:
-            inside = _inside(scores, within)
-            open, forced = open & inside, forced & inside
-        return _Chosen(scores, rule, open, forced.expand(torch.broadcast_shapes(open.shape, forced.shape)))
+    def of(scores: Scores, rule: Rule, inside: Tensor | None) -> _Chosen:
+        values = scores._unmasked[0].detach()
+        open, forced = rule.mask(values.device), rule.forced(values.device)
+        if inside is not None:
+            open = inside if open is None else open & inside
+            forced = None if forced is None else forced & inside
+            values = values.expand(torch.broadcast_shapes(values.shape, inside.shape))
+        return _Chosen(scores, values, open, forced)
 
-    def ranked(self, among: Tensor | None = None) -> Tensor:
-        """Scores of open units, `among` these, without gradients; -inf elsewhere."""
-        open = self.open if among is None else self.open & among
-        return self.scores.values.detach().expand(self.forced.shape).masked_fill(~open, -math.inf)
+    def ranked(self) -> Tensor:
+        """Scores of open units, -inf where they are NaN, and elsewhere."""
+        values = self.values.nan_to_num(-math.inf, math.inf, -math.inf)
+        return values if self.open is None else where_seen(values, self.open)
 
     def map(self, wanted: Tensor) -> BlockMap:
         """The map of wanted units, as far as they are open, and of forced ones."""
-        scores, classes = self.scores, ((wanted & self.open) | self.forced).to(torch.uint8)
-        size = scores.queries, scores.keys
+        scores, size = self.scores, (self.scores.queries, self.scores.keys)
+        if self.open is not None:
+            wanted = wanted & self.open
+        if self.forced is not None:
+            wanted = wanted | self.forced
+        classes = wanted.view(torch.uint8)
         if classes.shape[1] == 1:
             return trusted_map(classes, size, scores.q_len, scores.kv_len)
         return listed_map(classes, size, (scores.q_len, scores.kv_len))
 
 
-def _inside(scores: Scores, within: BlockMap | Lists) -> Tensor:
-    """bool [B, H, R, C]: units inside an earlier selection, whose blocks are as large or whole multiples."""
+def _inside(scores: Scores, within: Within) -> Tensor | None:
+    """bool [B, H, R, C]: units inside an earlier selection, whose blocks are as large or whole multiples.
+    None without one."""
+    if within is None:
+        return None
     blocks = within.map() if isinstance(within, Lists) else within
     if not isinstance(blocks, BlockMap):
         raise InputError(f"within={kind_of(within)}", "a BlockMap or Lists", "pass an earlier selection")
@@ -244,15 +230,15 @@ def _inside(scores: Scores, within: BlockMap | Lists) -> Tensor:
             "an earlier selection of units alone",
             "select within the units, and add these to the result: dataclasses.replace(chosen, window=...)",
         )
-    (batch, heads), (entries, own) = scores.values.shape[:2], blocks.classes.shape[:2]
+    (batch, heads), (entries, own) = scores._unmasked[0].shape[:2], blocks.classes.shape[:2]
     if heads % own or (entries != batch and 1 not in (entries, batch)):
         raise InputError(
             f"within of {entries} entries of a batch and {own} heads, scores of {batch} and {heads}",
             f"{batch} or 1 entries, and a divisor of {heads} heads",
             "share one, or select from scores of as many",
         )
-    check_device("within", blocks.classes, "scores", scores.values.device, "move it: within.to(device)")
+    check_device("within", blocks.classes, "scores", scores._unmasked[0].device, "move it: within.to(device)")
     listed = blocks.classes != EMPTY
     spread = listed.repeat_interleave(rows // scores.queries, 2).repeat_interleave(columns // scores.keys, 3)
-    spread = spread[:, :, : scores.values.shape[2], : scores.values.shape[3]]
+    spread = spread[:, :, : scores._rule().rows, : scores._rule().units]
     return spread.repeat_interleave(heads // own, 1) if own > 1 else spread

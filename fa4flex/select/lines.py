@@ -8,7 +8,9 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device
+from fa4flex.primitives.kept import steps, where_seen
 from fa4flex.select.pooling import check_tokens
+from fa4flex.select.scoring import products_of
 
 
 def lines(q: Tensor, k: Tensor, vertical: int, slash: int, last: int = 64) -> tuple[Tensor, Tensor]:
@@ -31,18 +33,28 @@ def lines(q: Tensor, k: Tensor, vertical: int, slash: int, last: int = 64) -> tu
     for name, value in (("vertical", vertical), ("slash", slash), ("last", last)):
         if not is_count(value):
             raise InputError(f"{name}={value!r}", "a positive int", "e.g. vertical=1000, slash=6096, last=64")
-    kv_len = k.shape[2]
-    tail = q[0, :, -last:].float() if q.dtype != torch.float64 else q[0, :, -last:]
-    keys = k[0].to(tail.dtype).repeat_interleave(q.shape[1] // k.shape[1], 0)
-    rows, places = tail.shape[1], torch.arange(kv_len, device=q.device)
-    away = torch.arange(kv_len - rows, kv_len, device=q.device).unsqueeze(1) - places
-    scores = tail @ keys.transpose(1, 2) * q.shape[3] ** -0.5
-    weights = scores.masked_fill(away < 0, -torch.inf).softmax(-1).nan_to_num(0.0)  # queries before all keys
-    by_distance = torch.zeros_like(weights[:, 0])
-    by_distance.scatter_add_(1, away.clamp(min=0).expand_as(weights).flatten(1), weights.flatten(1))
-    return _largest(weights.sum(1), vertical), _largest(by_distance, slash)
+    kv_len, tail = k.shape[2], q[:, :, -last:]
+    rows, places = tail.shape[2], steps(0, kv_len, 1, q.device)
+    with torch.no_grad():
+        scores = products_of(tail, k, q.shape[3] ** -0.5)[0]
+        seen = places <= steps(kv_len - rows, rows, 1, q.device).unsqueeze(1)
+        weights = where_seen(scores, seen).softmax(-1)
+        if rows > kv_len:  # queries before all keys
+            weights = weights.nan_to_num(0.0)
+        return _largest(weights.sum(1), vertical), _largest(_by_distance(weights), slash)
+
+
+def _by_distance(weights: Tensor) -> Tensor:
+    """Sums [H, S] of weights [H, R, S] by the distance of keys to queries, of which the last one is aligned
+    with the last key. Seen from the last key, a row has one key of its future more than the next one."""
+    heads, rows, keys = weights.shape
+    wide = keys + rows - 1
+    skewed = weights.new_zeros(heads, rows, wide)
+    skewed[..., :keys] = weights.flip(-1)
+    shape, strides = (heads, rows, keys), (rows * wide, wide - 1, 1)
+    return skewed.as_strided(shape, strides, rows - 1).sum(1)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
     best = x.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return torch.zeros_like(x, dtype=torch.bool).scatter(1, best, True)
+    return torch.zeros_like(x, dtype=torch.bool).scatter_(1, best, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of, show
+from fa4flex.primitives.pooled import EXTREMES, in_blocks, last_tokens, pooled, wide
+from fa4flex.select.launched import PoolByLaunch, by_launch
 
 How = Literal["mean", "sum", "max", "min", "last", "phases", "reversed"]
 
@@ -67,46 +68,29 @@ def check_tokens(name: str, x: Any) -> None:
 
 
 def _pooled(x: Tensor, block: int, how: Any) -> Tensor:
-    length, rows = x.shape[2], -(-x.shape[2] // block)
     if isinstance(how, Tensor):
         return _weighted(x, block, how)
     if how == "last":
-        ends = torch.arange(1, rows + 1, device=x.device) * block - 1
-        return x.index_select(2, ends.clamp(max=length - 1))
+        return x.index_select(2, last_tokens(x.shape[2], block, x.device))
     if how in _SIDE_BY_SIDE:
-        blocks = _blocks(x, block, 0.0)
+        blocks = in_blocks(x, block, 0.0)
         return (blocks.flip(3) if how == "reversed" else blocks).flatten(3)
-    if isinstance(how, str) and how in _EXTREMES:
-        fill, function = _EXTREMES[how]
-        return function(_blocks(x, block, fill), 3)
-    if how not in ("mean", "sum"):
+    if not isinstance(how, str) or how not in _LAUNCHED:
         raise InputError(
             f"how={how!r}",
             "mean, sum, max, min, last, phases, reversed, or a tensor of weights",
             'leave it at "mean", or pass weights of the tokens of a block',
         )
-    total = _blocks(x, block, 0.0).sum(3, dtype=_wide(x))  # a wider copy of x would be written and read
-    if how == "mean":
-        sizes: Any = block
-        if length % block:
-            sizes = (length - torch.arange(rows, device=x.device) * block).clamp(max=block)[:, None]
-        total = total / sizes
-    return total.to(x.dtype)
+    if by_launch(x):
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return torch.ops.fa4flex.pool(x, block, how)
+        if how not in EXTREMES:
+            return PoolByLaunch.apply(x, block, how)
+    return pooled(x, block, how)
 
 
+_LAUNCHED = "mean", "sum", "max", "min"
 _SIDE_BY_SIDE = "phases", "reversed"
-_EXTREMES: dict[str, tuple[float, Callable[[Tensor, int], Tensor]]] = {
-    "max": (-torch.inf, lambda x, dim: x.amax(dim)),
-    "min": (torch.inf, lambda x, dim: x.amin(dim)),
-}
-
-
-def _blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """x [B, H, S, D] as [B, H, blocks, block, D], with `fill` behind the last token."""
-    more = -x.shape[2] % block
-    if more:
-        x = torch.nn.functional.pad(x, (0, 0, 0, more), value=fill)
-    return x.unflatten(2, (-1, block))
 
 
 def _weighted(x: Tensor, block: int, weights: Tensor) -> Tensor:
@@ -124,9 +108,5 @@ def _weighted(x: Tensor, block: int, weights: Tensor) -> Tensor:
         )
     check_device("weights", weights, "x", x.device, "move the weights to x")
     each = weights.repeat(-(-length // block))[:length] if of_block and block != length else weights
-    wide = torch.promote_types(_wide(x), weights.dtype)
-    return _blocks(x.to(wide) * each.to(wide).unsqueeze(-1), block, 0.0).sum(3).to(x.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    kind = torch.promote_types(wide(x), weights.dtype)
+    return in_blocks(x.to(kind) * each.to(kind).unsqueeze(-1), block, 0.0).sum(3).to(x.dtype)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, StateError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of, show
+from fa4flex.primitives.kept import where_seen
+from fa4flex.primitives.pooled import group_sizes
+from fa4flex.primitives.units import SEEN, Rule, Seen
 
 REDUCTIONS = "sum", "mean", "max", "logsumexp"
 Reduction = tuple[str, int]
@@ -62,12 +66,7 @@ class Scores:
         whole  also without units that have a key in the future of some query of the row, as methods with
                pooled keys want: a pooled key knows all of its tokens
         """
-        rows, columns = self._starts()
-        if whole:  # the first query of the row, and the last key of the unit
-            seen = (columns + self.keys).clamp(max=self.kv_len) - 1 <= rows
-        else:
-            seen = columns <= (rows + self.queries).clamp(max=self.kv_len) - 1
-        return replace(self, values=self.values.masked_fill(~seen, -math.inf))
+        return _limited(self, "whole" if whole else "causal")
 
     def reduced(
         self,
@@ -88,15 +87,79 @@ class Scores:
             scores = replace(scores, values=heads_reduced(scores.values, over_heads))
         return scores
 
-    def _starts(self) -> tuple[Tensor, Tensor]:
-        """Position among the keys of each row's first query [R, 1], and first key of each unit [C]."""
-        device, (rows, columns) = self.values.device, self.values.shape[2:]
-        at, queries, keys = self.kv_len - self.q_len, self.queries, self.keys
-        first = torch.arange(at, at + rows * queries, queries, device=device)
-        return first.unsqueeze(1), torch.arange(0, columns * keys, keys, device=device)
+    @property
+    def _unmasked(self) -> tuple[Tensor, Seen]:
+        """Values, and which units of theirs may be selected: masking is left to selections while nobody has
+        read values that are masked."""
+        return self.values, "all"
+
+    def _rule(self, first: int = 0, own: int = 0, last: int = 0) -> Rule:
+        """The rule of selections that force so many units."""
+        sizes = self.queries, self.keys, self.q_len, self.kv_len
+        return Rule(*sizes, first, own, last, SEEN.index(self._unmasked[1]))
 
     def __repr__(self) -> str:
         return f"Scores({show(self.values)}, {self.queries}, {self.keys}, {self.q_len}, {self.kv_len})"
+
+
+class _Limited(Scores):
+    """Scores without units in the future, whose values are made when they are read first, with a gradient if
+    one was wanted when these scores were made. `dataclasses.replace` makes another one of other values, of
+    which nothing is left out."""
+
+    inner: ClassVar[Scores | None] = None
+    seen: ClassVar[Seen] = "all"
+    version: ClassVar[int] = -1
+    differentiable: ClassVar[bool] = False
+
+    @cached_property
+    def values(self) -> Tensor:  # the field, until it is set
+        inner = self._unchanged()
+        with torch.inference_mode(inner.values.is_inference()), torch.set_grad_enabled(self.differentiable):
+            return _masked(inner, self.seen)
+
+    @property
+    def _unmasked(self) -> tuple[Tensor, Seen]:
+        if self.inner is None or "values" in vars(self):
+            return self.values, "all"
+        return self._unchanged().values, self.seen
+
+    def _unchanged(self) -> Scores:
+        """The scores that are masked. Raises StateError where somebody wrote to them since."""
+        assert self.inner is not None
+        if _version(self.inner.values) != self.version:
+            raise StateError(
+                "scores that were written to after causal()",
+                "the values that causal() was called for",
+                "call causal() after the values are written, or write to the values of its result",
+            )
+        return self.inner
+
+
+def _version(x: Tensor) -> int:
+    """How often torch had changed it in place; -1 where torch does not count."""
+    return -1 if x.is_inference() else x._version
+
+
+def _limited(scores: Scores, seen: Seen) -> Scores:
+    """Scores of the units that are `seen`."""
+    if scores._unmasked[1] != "all" or torch.compiler.is_compiling():
+        return replace(scores, values=_masked(scores, seen))
+    made: _Limited = object.__new__(_Limited)
+    for name in ("queries", "keys", "q_len", "kv_len"):
+        object.__setattr__(made, name, getattr(scores, name))
+    object.__setattr__(made, "inner", scores)
+    object.__setattr__(made, "seen", seen)
+    object.__setattr__(made, "version", _version(scores.values))
+    object.__setattr__(made, "differentiable", torch.is_grad_enabled())
+    return made
+
+
+def _masked(scores: Scores, seen: Seen) -> Tensor:
+    values = scores.values
+    mask = scores._rule()._replace(seen=SEEN.index(seen)).mask(values.device)
+    assert mask is not None
+    return where_seen(values, mask)
 
 
 def checked_reduction(name: str, given: Any) -> int:
@@ -114,7 +177,7 @@ def checked_reduction(name: str, given: Any) -> int:
 def neighbours(x: Tensor, reduction: Reduction, dim: int) -> Tensor:
     """Reduction over groups of neighbours along `dim`; the last group is of those that there are."""
     how, size = reduction
-    more = -x.shape[dim] % size
+    length, more = x.shape[dim], -x.shape[dim] % size
     fill = 0.0 if how in ("sum", "mean") else -math.inf
     if more:
         x = torch.cat((x, x.new_full((*x.shape[:dim], more, *x.shape[dim + 1 :]), fill)), dim)
@@ -126,9 +189,8 @@ def neighbours(x: Tensor, reduction: Reduction, dim: int) -> Tensor:
     total = parts.sum(dim + 1)
     if how == "sum":
         return total
-    sizes = torch.full((total.shape[dim],), size, dtype=total.dtype, device=total.device)
-    sizes[-1] -= more
-    return total / sizes.view(-1, *[1] * (total.ndim - dim - 1))
+    sizes = group_sizes(length, size, x.device)
+    return total / (sizes if isinstance(sizes, int) else sizes.view(-1, *[1] * (total.ndim - dim - 1)))
 
 
 def checked_weights(given: Tensor, sizes: tuple[int, int, int]) -> Tensor:

@@ -17,13 +17,18 @@ from fa4flex.codegen.expr import Expr
 from fa4flex.contents import checked_here
 from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
+from fa4flex.kernels.scores.config import WIDEST
+from fa4flex.primitives.kept import steps
+from fa4flex.primitives.pooled import products, wide
 from fa4flex.primitives.score import as_score
+from fa4flex.select.launched import ProductsByLaunch, by_launch
 from fa4flex.select.pooling import Pooled, check_tokens
 from fa4flex.select.scores import Reduction, Scores, checked_reduction, checked_weights
 from fa4flex.variant import Variant, default_scale
 
 MOST_AT_ONCE = 1 << 25
-"""Scores that are held before they are reduced; rows of queries are taken in parts where there are more."""
+"""Scores that are held before they are reduced; rows of queries are taken in parts where there are more, and
+something is made of them."""
 
 
 @on_the_host
@@ -50,9 +55,9 @@ def score(
     scale         multiplies q.k; default 1 / sqrt(D)
 
     Returns Scores in float32, float64 for float64. Differentiable in q, k, weights, and what fn captured. For
-    another order of reductions, reduce twice: `score(..., over_heads=w).reduced(over_keys=("max", 64))`. Rows
-    of queries are taken in parts of at most 2**25 scores. Raises InputError, and TraceError for functions
-    that cannot be traced.
+    another order of reductions, reduce twice: `score(..., over_heads=w).reduced(over_keys=("max", 64))`. For
+    functions and reductions, rows of queries are taken in parts of at most 2**25 scores. Raises InputError,
+    and TraceError for functions that cannot be traced.
     """
     rows, columns = _pooled(q, "q"), _pooled(k, "k")
     _check(rows.values, columns.values)
@@ -62,16 +67,19 @@ def score(
         raise InputError(f"scale={scale!r}", "a finite number", "leave scale out for 1 / sqrt(D)")
     function = _Function.of(fn, rows, columns)
     batch, heads, count, _ = rows.values.shape
-    most = max(MOST_AT_ONCE // max(batch * heads * columns.values.shape[2], 1), 1)
-    part = max(most // step, 1) * step
+    part = count
+    if any(x is not None for x in (fn, over_heads, over_queries, over_keys)):
+        most = max(MOST_AT_ONCE // max(batch * heads * columns.values.shape[2], 1), 1)
+        part = max(most // step, 1) * step
     weights = over_heads if isinstance(over_heads, Tensor) and over_heads.ndim == 3 else None
     if weights is not None:  # parts of it fit parts of the rows, whatever there is behind them
         checked_weights(weights, (batch, heads, -(-count // step)))
+        weights = over_heads = weights.to(wide(rows.values, columns.values))
     results = []
     for first in range(0, count, part):
         last = min(first + part, count)
         q_len = min(last * rows.block, rows.length) - first * rows.block
-        values = function(_products(rows.values[:, :, first:last], columns.values, factor), first)
+        values = function(products_of(rows.values[:, :, first:last], columns.values, factor), first)
         made = Scores(values, rows.block, columns.block, q_len, columns.length)
         how = over_heads
         if weights is not None and weights.shape[2] != 1:
@@ -99,12 +107,13 @@ def _check(q: Tensor, k: Tensor) -> None:
         )
 
 
-def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def products_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """scale * q.k as float32 or float64 [B, Hq, R, C]."""
-    wide = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
-    groups = q.to(wide).unflatten(1, (k.shape[1], -1))
-    made = groups.flatten(2, 3) @ k.to(wide).transpose(-1, -2)
-    return made.unflatten(2, groups.shape[2:4]).flatten(1, 2) * scale
+    if q.shape[3] <= WIDEST and by_launch(q, k):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            return ProductsByLaunch.apply(q, k, scale)
+        return torch.ops.fa4flex.scores(q, k, scale)
+    return products(q, k, scale)
 
 
 class _Function(NamedTuple):
@@ -127,14 +136,15 @@ class _Function(NamedTuple):
         if self.bound is None:
             return products
         (batch, heads, rows, columns), device = products.shape, products.device
-        q = torch.arange(first, first + rows, device=device) * self.rows.block
+        last = -(-self.rows.length // self.rows.block)
+        q = steps(0, last, self.rows.block, device)[first : first + rows]
         shape = Shape(batch, heads, self.rows.length, self.columns.length)
         symbols: dict[str, Any] = {
             "score": products,
-            "b": torch.arange(batch, device=device).view(-1, 1, 1, 1),
-            "h": torch.arange(heads, device=device).view(-1, 1, 1),
+            "b": steps(0, batch, 1, device).view(-1, 1, 1, 1),
+            "h": steps(0, heads, 1, device).view(-1, 1, 1),
             "q": q.view(-1, 1),
-            "kv": torch.arange(columns, device=device) * self.columns.block,
+            "kv": steps(0, columns, self.columns.block, device),
             "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": heads,
         }  # fmt: skip
         captured = Captured(self.bound.trace.tensors(self.bound.bases), self.bound.scalars)

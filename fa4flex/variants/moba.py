@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fa4flex.primitives.lists import Lists
@@ -29,7 +30,8 @@ def moba(q: Tensor, k: Tensor, block: int = 512, top: int = 3) -> Lists:
     Raises InputError.
     """
     block, top = whole("moba", "block", block), whole("moba", "top", top)
-    return topk(score(q, pool(k, block)).causal(whole=True), top, own=1)
+    with torch.no_grad():
+        return topk(score(q, pool(k, block)).causal(whole=True), top, own=1)
 
 
 def definition(q: list[list[float]], k: list[list[float]], block: int, top: int) -> list[set[int]]:

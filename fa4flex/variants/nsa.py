@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
+from fa4flex.primitives.kept import kept, steps, where_seen
 from fa4flex.primitives.lists import Lists
 from fa4flex.select import Scores, score, topk
 from fa4flex.select.pooling import check_tokens
@@ -51,26 +52,29 @@ def nsa(
             f"{count} compressed keys; block and length multiples of stride",
             "compress each `length` keys, `stride` after the last ones began",
         )
-    offset = kv_len - q.shape[2]
-
-    def ended(s: object, b: object, h: object, q_idx: object, kv_idx: object) -> Tensor:
-        return torch.where(kv_idx * stride + length - 1 <= q_idx + offset, s, -math.inf)  # type: ignore
-
-    seen = score(q, compressed, ended).values
-    probabilities = torch.where(seen.isneginf().all(-1, keepdim=True), 0.0, seen.softmax(-1))
-    together = probabilities.unflatten(1, (compressed.shape[1], -1)).sum(2)
-    shares = _shares((count, -(-kv_len // block)), block // stride, length // stride, q.device)
-    blocks = together @ shares.to(together.dtype)
-    scores = Scores(blocks, 1, block, q.shape[2], kv_len).causal()
-    return topk(scores, top, first=1, own=2)
+    offset, rows = kv_len - q.shape[2], q.shape[2]
+    with torch.no_grad():
+        places = steps(offset, rows, 1, q.device).unsqueeze(1)
+        ends = steps(length - 1, count, stride, q.device)
+        weights = where_seen(score(q, compressed).values, ends <= places).softmax(-1)
+        if offset < length - 1:  # the first queries see no whole compressed key
+            weights = where_seen(weights, places >= length - 1, 0.0)
+        together = weights.unflatten(1, (compressed.shape[1], -1)).sum(2)
+        shares = _shares((count, -(-kv_len // block)), block // stride, length // stride, q.device)
+        scores = Scores(together @ shares.to(together.dtype), 1, block, rows, kv_len).causal()
+        return topk(scores, top, first=1, own=2)
 
 
 def _shares(shape: tuple[int, int], of_block: int, of_key: int, device: torch.device) -> Tensor:
-    """[C, blocks]: pairs m, n by which a compressed key adds to a block."""
-    key = torch.arange(shape[0], device=device).unsqueeze(1)
-    block = torch.arange(shape[1], device=device) * of_block
-    pairs = [key == block + m - n for m in range(of_block) for n in range(of_key)]
-    return torch.stack(pairs).sum(0)
+    """float32 [C, blocks]: pairs m, n by which a compressed key adds to a block, those whose m - n is its
+    distance to the first one of the block."""
+
+    def make() -> Tensor:
+        away = steps(0, shape[0], 1, device).unsqueeze(1) - steps(0, shape[1], of_block, device)
+        pairs = (away + of_key).minimum(of_block - away)
+        return pairs.clamp(0, min(of_block, of_key)).float()
+
+    return kept(("shares", shape, of_block, of_key), device, make)
 
 
 def definition(q: list[list[list[float]]], c: list[list[float]], numbers: tuple[int, ...]) -> list[set[int]]:

@@ -31,8 +31,9 @@ def quest(q: Tensor, k: Tensor, page: int = 16, top: int = 128) -> Lists:
     """
     page, top = whole("quest", "page", page), whole("quest", "top", top)
     check_tokens("quest: q", q)
-    signs = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
-    return topk(score(signs, pool(k, page, "max").beside(pool(k, page, "min"))).causal(), top)
+    with torch.no_grad():
+        signs = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
+        return topk(score(signs, pool(k, page, "max").beside(pool(k, page, "min"))).causal(), top)
 
 
 def definition(q: list[list[float]], k: list[list[float]], page: int, top: int) -> list[set[int]]:

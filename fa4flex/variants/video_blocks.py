@@ -8,6 +8,7 @@ section 2.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fa4flex.primitives.lists import Lists
@@ -26,7 +27,8 @@ def video_blocks(q: Tensor, k: Tensor, cube: int = 64, top: int = 32) -> Lists:
     Raises InputError.
     """
     cube, top = whole("video_blocks", "cube", cube), whole("video_blocks", "top", top)
-    return topk(score(pool(q, cube), pool(k, cube)), top)
+    with torch.no_grad():
+        return topk(score(pool(q, cube), pool(k, cube)), top)
 
 
 def definition(q: list[list[float]], k: list[list[float]], cube: int, top: int) -> list[set[int]]:

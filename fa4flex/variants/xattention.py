@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
@@ -41,11 +42,12 @@ def xattention(q: Tensor, k: Tensor, share: float = 0.9, block: int = 128, strid
             "pad queries, or choose another stride",
         )
     scale = 1 / (stride * math.sqrt(q.shape[3]))
-    strided = score(pool(q, stride, "reversed"), pool(k, stride, "phases"), scale=scale).causal()
-    probabilities = replace(strided, values=strided.values.softmax(-1))
-    size = block // stride
-    blocks = probabilities.reduced(None, ("sum", size), ("sum", size))
-    return mass(replace(blocks, values=blocks.values.log()), share, own=1)
+    with torch.no_grad():
+        strided = score(pool(q, stride, "reversed"), pool(k, stride, "phases"), scale=scale).causal()
+        probabilities = replace(strided, values=strided.values.softmax(-1))
+        size = block // stride
+        blocks = probabilities.reduced(None, ("sum", size), ("sum", size))
+        return mass(replace(blocks, values=blocks.values.log()), share, own=1)
 
 
 def definition(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -188,22 +189,37 @@ def exact(variant: Variant, step: Step, statistics: dict[str, Tensor] | None = N
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def check(found: Any, variant: Variant, step: Step) -> None:
-    statistics: dict[str, Tensor] = {}
-    out, lse = exact(variant, step, statistics)
-    aux = step.options.get("return_aux")
-    found, found_lse = found if step.options.get("return_lse") or aux else (found, None)
-    found = found.transpose(1, 2) if variant.layout == "bshd" else found
-    assert found.dtype == variant.precision.output_dtype(step.qkv[0].dtype)
-    close = TOLERANCES[found.dtype]
-    if aux:
-        of_heads, found_lse = found_lse.max_logit, found_lse.lse
-        assert (of_heads is None) == ("max_logit" not in aux)
-        if of_heads is not None:
-            torch.testing.assert_close(of_heads.double(), statistics["max_logit"], atol=close, rtol=close)
-    torch.testing.assert_close(found.double(), out, atol=close, rtol=close)
-    if found_lse is not None:
-        torch.testing.assert_close(found_lse.double(), lse, atol=close, rtol=close)
+@dataclass
+class Case:
+    """A variant and a call of it, and their exact results, which are computed once."""
+
+    variant: Variant
+    step: Step
+
+    @cached_property
+    def exact(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        statistics: dict[str, Tensor] = {}
+        return *exact(self.variant, self.step, statistics), statistics
+
+    def by(self, attn: Any) -> None:
+        """Check what `attn` gives for this call."""
+        self.check(attn(*turned(self.variant, self.step), **self.step.options))
+
+    def check(self, found: Any) -> None:
+        (out, lse, statistics), options = self.exact, self.step.options
+        aux = options.get("return_aux")
+        found, found_lse = found if options.get("return_lse") or aux else (found, None)
+        found = found.transpose(1, 2) if self.variant.layout == "bshd" else found
+        assert found.dtype == self.variant.precision.output_dtype(self.step.qkv[0].dtype)
+        close = TOLERANCES[found.dtype]
+        if aux:
+            of_heads, found_lse = found_lse.max_logit, found_lse.lse
+            assert (of_heads is None) == ("max_logit" not in aux)
+            if of_heads is not None:
+                torch.testing.assert_close(of_heads.double(), statistics["max_logit"], atol=close, rtol=close)
+        torch.testing.assert_close(found.double(), out, atol=close, rtol=close)
+        if found_lse is not None:
+            torch.testing.assert_close(found_lse.double(), lse, atol=close, rtol=close)
 
 
 def plain(backend: str, others: dict[str, Any]) -> Step:
@@ -247,10 +263,10 @@ def test_fields_of_one_attention_change(name: str, backend: Any) -> None:
     for others in other_fields(name) if (name, backend) != ("backend", "flex") else ():
         base = compose(**others, **({} if name == "backend" else {"backend": backend}))
         value = getattr(compose(**{name: FIELDS[name]}), name)
-        pair, caller, step = (base, changed(base, **{name: value})), Caller(), plain(backend, others)
+        caller, step = Caller(), plain(backend, others)
+        pair = [Case(variant, step) for variant in (base, changed(base, **{name: value}))]
         for which in ORDER:
-            variant = pair[which]
-            check(fa4flex.Attention(variant, caller)(*turned(variant, step)), variant, step)
+            pair[which].by(fa4flex.Attention(pair[which].variant, caller))
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -339,10 +355,9 @@ def test_what_a_call_brings_changes(door: str, backend: Any, name: str) -> None:
     for others in other_fields(name):
         variant = compose(**others, backend=backend)
         for step in CALLS[name]():
-            attn = DOORS[door](variant)
+            attn, pair = DOORS[door](variant), (Case(variant, PLAIN), Case(variant, step))
             for which in ORDER:
-                now = (PLAIN, step)[which]
-                check(attn(*turned(variant, now), **now.options), variant, now)
+                pair[which].by(attn)
 
 
 BY_FLEX_ATTENTION: dict[str, Any] = {
@@ -365,7 +380,7 @@ def test_what_flex_attention_is_given_changes(name: str) -> None:
             found = found[0] if isinstance(found, tuple) else found
             mask = given.get("block_mask")
             variant = compose(given.get("score_mod"), mask, scale=given.get("scale"))
-            check(found, variant, PLAIN)
+            Case(variant, PLAIN).check(found)
 
 
 @pytest.mark.parametrize("backend", ("auto", "flex"))

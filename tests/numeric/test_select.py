@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -14,10 +15,9 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Lists, reference, select, variants
-from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.errors import InputError, StateError, UnsupportedError
 from fa4flex.select import Scores, mass, pool, score, threshold, topk
 from fa4flex.select import scoring as scoring_module
-from fa4flex.select.choose import _Forced
 from fa4flex.variants import causal
 
 # --- pooling ------------------------------------------------------------------------------------------------
@@ -169,6 +169,36 @@ def test_causal_scores() -> None:
                 assert bool(whole[r, c]) == all(kv <= p for p in places for kv in tokens)
 
 
+def test_causal_scores_are_masked_when_they_are_read() -> None:
+    """With the gradient that was wanted when they were made; what is written to them counts, and what was
+    written to those that they are made of is told."""
+    values = torch.randn(1, 2, 5, 6, requires_grad=True)
+    scores = Scores(values, 2, 2, 10, 12)
+    late = torch.arange(6) * 2 > (torch.arange(5) * 2 + 3).unsqueeze(1)
+    wanted = torch.where(late, -math.inf, values)
+    causal_scores = scores.causal()
+    with torch.no_grad():
+        assert topk(causal_scores, 2).ids.shape == (1, 2, 5, 2)
+        assert torch.equal(causal_scores.values, wanted)
+    (gradient,) = torch.autograd.grad(causal_scores.values.exp().sum(), values)
+    assert torch.equal(gradient, torch.where(late, 0.0, values.exp()))
+    with torch.inference_mode():
+        read = scores.causal()
+    assert torch.equal(read.values, wanted)
+    plain = Scores(values.detach().clone(), 2, 2, 10, 12)
+    other = dataclasses.replace(plain.causal(), values=plain.values)
+    assert torch.equal(other.values, plain.values) and torch.equal(topk(other, 2).ids, topk(plain, 2).ids)
+    written = plain.causal()
+    written.values[..., 0] = math.inf
+    assert (topk(written, 1).ids == 0).all()
+    twice = plain.causal().causal(whole=True)
+    assert torch.equal(twice.values, plain.causal(whole=True).values)
+    unread = plain.causal()
+    plain.values.add_(1)
+    with pytest.raises(StateError, match="written to after causal"):
+        topk(unread, 2)
+
+
 # --- choices ------------------------------------------------------------------------------------------------
 
 
@@ -247,14 +277,13 @@ def test_as_few_units_as_are_forced_may_be_asked_for(number: int, seed: int) -> 
     queries, keys = rng.choice([1, 2, 3, 4, 6, 8, 16]), rng.choice([1, 2, 4, 5, 8])
     q_len, kv_len = queries * rng.randint(40, 50), rng.randint(400, 900)
     q_len = min(q_len, kv_len // queries * queries)
-    rule = _Forced(rng.randint(0, 1), rng.randint(1, 2), 0)
     values = torch.randn(1, 1, q_len // queries, -(-kv_len // keys))
     scores = Scores(values, queries, keys, q_len, kv_len)
-    forced = rule.of(scores).sum(-1)
-    assert int(forced.max()) == rule.most(scores)
-    k = rule.most(scores)
-    chosen = topk(scores, k, first=rule.first, own=rule.own)
-    assert torch.equal((chosen.classes()[0, 0] != 0) & rule.of(scores), rule.of(scores))
+    rule = scores._rule(rng.randint(0, 1), rng.randint(1, 2), 0)
+    forced = rule.forced(values.device)
+    assert forced is not None and int(forced.sum(-1).max()) == rule.most
+    chosen = topk(scores, rule.most, first=rule.first, own=rule.own)
+    assert torch.equal((chosen.classes()[0, 0] != 0) & forced, forced)
 
 
 def test_a_share_that_is_reached_exactly() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 import ptxsim
 from fa4flex import select
 from fa4flex.kernels.topk import config
-from fa4flex.primitives.largest import in_runs, largest
+from fa4flex.primitives.largest import largest
+from fa4flex.primitives.units import SEEN, Rule
 from fa4flex.runtime.cuda import topk as kernels
 from fa4flex.runtime.cuda.device import kept_kernels
 from fa4flex.runtime.cuda.device.kept_kernels import KeptKernels
@@ -50,23 +51,56 @@ def rows_of(kind: str, units: int) -> Tensor:
 KINDS = ("random", "ties", "mostly zeros", "equal", "ascending", "in a run", "few", "none", "odd")
 
 
-def check(scores: Tensor, k: int, forced: Tensor | None = None, chip: str = "sm_90a") -> None:
+def check(scores: Tensor, k: int, rule: Rule | None = None, chip: str = "sm_90a") -> None:
     timing, seed = random.choice(TIMINGS)
     scores = guarded(scores)
     with ptxsim.device(chip, seed, timing) as gpu:
-        ids, counts = kernels.topk(scores, k, forced)
+        ids, counts = kernels.topk(scores, k, rule)
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
-    units = scores.shape[-1]
-    if forced is None:
-        among = torch.zeros(scores.shape, dtype=torch.bool)
-    else:
-        among = in_runs(forced, units)[torch.arange(len(scores)) % len(forced)]
-    for row, mine, found, count in zip(scores, among, ids, counts, strict=True):
-        order = row.masked_fill(mine | ~(row > -torch.inf), -torch.inf).sort(descending=True, stable=True)
-        some = order.indices[order.values > -torch.inf][: k - int(mine.sum())]
-        wanted = torch.cat((some, mine.nonzero().flatten())).sort().values
+    rows = zip(scores.flatten(0, -2), ids.flatten(0, -2), counts.flatten(), strict=True)
+    for number, (row, found, count) in enumerate(rows):
+        units = range(len(row))
+        mine = set() if rule is None else forced(rule, number % rule.rows)
+        open = set(units if rule is None else seen(rule, number % rule.rows)) - mine
+        keys = [x if i in open and x > -torch.inf else -torch.inf for i, x in enumerate(row.tolist())]
+        best = [i for i in sorted(units, key=lambda i: -keys[i]) if keys[i] > -torch.inf]
+        wanted = sorted([*mine, *best[: k - len(mine)]])
         assert int(count) == len(wanted)
-        assert found.tolist() == wanted.tolist() + [-1] * (k - len(wanted))
+        assert found.tolist() == wanted + [-1] * (k - len(wanted))
+
+
+def places(rule: Rule, row: int) -> list[int]:
+    """Positions of a row's queries among the keys."""
+    queries = range(row * rule.queries, min((row + 1) * rule.queries, rule.q_len))
+    return [q + rule.kv_len - rule.q_len for q in queries]
+
+
+def forced(rule: Rule, row: int) -> set[int]:
+    """Units that the rule selects always."""
+    found = {c for c in range(rule.units) if c < rule.first or c >= rule.units - rule.last}
+    if rule.own:
+        low, high = max(places(rule, row)[0], 0) // rule.keys, places(rule, row)[-1] // rule.keys
+        found |= {c for c in range(low - rule.own + 1, high + 1) if 0 <= c < rule.units}
+    return found
+
+
+def seen(rule: Rule, row: int) -> list[int]:
+    """Units that the rule lets be selected."""
+    some, at = [range(c * rule.keys, min((c + 1) * rule.keys, rule.kv_len)) for c in range(rule.units)], []
+    for c, tokens in enumerate(some):
+        latest, earliest = places(rule, row)[-1], places(rule, row)[0]
+        if {"all": True, "causal": tokens[0] <= latest, "whole": tokens[-1] <= earliest}[SEEN[rule.seen]]:
+            at.append(c)
+    return at
+
+
+def drawn_rule(units: int, rows: int) -> Rule:
+    """A rule of so many rows and units, causal or not, which may force some."""
+    queries, keys = random.choice([1, 2, 3, 8, 64]), random.choice([1, 2, 5, 16])
+    q_len = rows * queries - random.randrange(queries)
+    kv_len = units * keys - random.randrange(keys)
+    some = [random.choice([0, 0, 1, 2]) for _ in range(3)]
+    return Rule(queries, keys, q_len, kv_len, *some, random.randrange(3))
 
 
 @pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
@@ -101,14 +135,16 @@ def test_scores_that_are_mostly_the_same() -> None:
     check(scores, 700)
 
 
-@pytest.mark.parametrize("units", [70, 2000])
-def test_forced_units(units: int) -> None:
-    """Rows take turns, runs overlap, and end outside of a row."""
-    a, d = random.randint(0, 5), units - random.randint(0, 5)
-    runs = [(a, 2, 9, d), (0, -4, 3, units), (3, units - 3, units + 9, d), (0, 9, 4, units)]
-    forced = torch.tensor(runs, dtype=torch.int32)
-    scores = torch.stack([rows_of(random.choice(KINDS), units) for _ in range(5)])
-    check(scores, 25, forced)
+@pytest.mark.parametrize("units", [9, 70, 2000, 9000])
+@pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
+def test_units_in_the_future_and_forced_ones(units: int, chip: str) -> None:
+    """Of rows that take turns; nothing past what may be selected is told apart from what was not read."""
+    rows = 3 if units < 2000 else 2
+    rule = drawn_rule(units, rows)
+    heads = 2 if units < 2000 else 1
+    scores = torch.stack([rows_of(random.choice(KINDS), units) for _ in range(heads * rows)])
+    k = random.randint(rule.most, max(rule.most, min(units, 60)))
+    check(scores.view(heads, rows, units), max(k, 1), rule, chip)
 
 
 def test_rows_of_any_strides() -> None:
@@ -134,8 +170,8 @@ def test_other_rows_are_selected_by_operations() -> None:
     """float64, more units than bits, more of a long row than is held."""
     with ptxsim.device("sm_90a") as gpu:
         for scores, k in ((torch.randn(2, 50).double(), 5), (torch.randn(1, 3000), config.MOST_SELECTED + 1)):
-            ids, counts = torch.ops.fa4flex.topk(scores, k, None)
-            wanted = largest(scores, k, torch.zeros_like(scores, dtype=torch.bool))
+            ids, counts = torch.ops.fa4flex.topk(scores, k, [])
+            wanted = largest(scores, k, None)
             assert torch.equal(ids, wanted[0]) and torch.equal(counts, wanted[1])
     assert not gpu.results
     assert not kernels.takes(torch.empty(1, config.MOST_UNITS + 1), 5)
@@ -149,7 +185,7 @@ def test_a_first_call_in_a_captured_graph_is_selected_by_operations(monkeypatch:
         for captures in (True, False, True):
             monkeypatch.setattr(kept_kernels, "capturing", lambda: captures)  # noqa: B023
             launched = len(gpu.results)
-            ids, counts = torch.ops.fa4flex.topk(scores, 5, None)
+            ids, counts = torch.ops.fa4flex.topk(scores, 5, [])
             wanted = largest(scores, 5, forced)
             assert torch.equal(ids, wanted[0]) and torch.equal(counts, wanted[1])
             assert len(gpu.results) == launched + (launched > 0 or not captures)

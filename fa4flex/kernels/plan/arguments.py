@@ -533,12 +533,63 @@ BLOCK_LISTS = Schema(
 )
 """Arguments of the kernel that makes classes of blocks from lists."""
 
+_OF_HEADS = "batch", "heads"
+POOL = Schema(
+    (
+        Argument("x", Rows((*_OF_HEADS, "tokens", "channels")), "launch"),
+        Argument("out", Rows((*_OF_HEADS, "rows", "channels")), "launch"),
+        Argument("block", Number("int"), "launch"),
+    )
+)
+"""Arguments of the kernel that pools blocks of tokens."""
+
+
+def _even(one: Pass) -> bool:
+    return bool(one.config.even)
+
+
+def _odd(one: Pass) -> bool:
+    return not one.config.even
+
+
+_OF_SCORES = "batch", "q_heads", "rows", "units"
+SCORES = Schema(
+    (
+        Argument("q", Rows(("batch", "q_heads", "rows", "channels")), "launch"),
+        Argument("k", Rows(("batch", "kv_heads", "units", "channels")), "launch"),
+        Argument("out", Array("float32", _OF_SCORES, together=4), "launch", _even),
+        Argument("odd", Array("float32", _OF_SCORES), "launch", _odd),
+        Argument("chunk", Number("int"), "launch"),
+        Argument("scale", Number(), "launch"),
+    )
+)
+"""Arguments of the kernel that multiplies queries and keys."""
+
+LISTED_UNITS = Schema(
+    (
+        Argument("ids", Given("ids", (*_OF_MAP, "entries")), "launch"),
+        Argument("counts", Given("counts", _OF_MAP), "launch", None),
+        Argument("classes", Array("uint8", (*_OF_MAP, "map columns")), "launch"),
+    )
+)
+"""Arguments of the kernel that makes classes of the units of lists."""
+
+RULE = (
+    "rows", "queries", "keys", "offset", "kv_len", "reach", "more", "first", "own", "last",
+)  # fmt: skip
+"""Numbers of the rule of a selection: see Numbers in kernels/topk/rows.py."""
+
+
+def _ruled(one: Pass) -> bool:
+    return bool(one.config.ruled)
+
+
 TOPK = Schema(
     (
         Argument("scores", Rows(("score rows", "units")), "launch"),
         Argument("ids", Array("int32", ("score rows", "entries")), "launch"),
         Argument("counts", Array("int32", ("score rows",)), "launch"),
-        Argument("forced", Array("int32", ("own rows", 4)), "launch", None),
+        *(Argument(name, Number("int"), "launch", _ruled) for name in RULE),
     )
 )
 """Arguments of the kernels that select the k largest scores of rows."""
@@ -571,11 +622,14 @@ SCHEMAS: dict[str, Schema] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "tangents": TANGENTS,
+    "listed_units": LISTED_UNITS,
     "lists": BLOCK_LISTS,
     "mass": MASS,
     "output": OUTPUT,
     "output_backward": OUTPUT_BACKWARD,
+    "pool": POOL,
     "quantize": QUANTIZE,
+    "scores": SCORES,
     "tables": BLOCK_TABLES,
     "sequences": SEQUENCES,
     "topk": TOPK,

@@ -10,6 +10,10 @@ from fa4flex.kernels.sequences.config import THREADS
 SHORT = 1024
 """Units of the rows that a warp has, at most: 32 for each lane."""
 
+FEW = 12
+"""Units that are selected of a short row by one maximum after the other, at most. A maximum takes about twice
+as long as one of the 32 bits of a key."""
+
 MOST_UNITS = 1 << 20
 """Units of a row, at most: those that are selected have a bit each in shared memory."""
 
@@ -20,11 +24,11 @@ MOST_SELECTED = 2048
 @dataclass(frozen=True)
 class ShortConfig:
     """each  units of a lane
-    forced  some units are selected whatever their scores are
+    ruled  some units may not be selected, or are whatever their scores are
     """
 
     each: int
-    forced: bool = False
+    ruled: bool = False
 
     threads: ClassVar[int] = 128
     together: ClassVar[int] = 1
@@ -38,14 +42,14 @@ class LongConfig:
               larger than a sample says
     sample    units of a sample, at most as many, spread evenly over the row
     together  scores that a thread reads at once
-    forced    some units are selected whatever their scores are
+    ruled     some units may not be selected, or are whatever their scores are
     """
 
     units: int
     held: int
     sample: int
     together: int = 4
-    forced: bool = False
+    ruled: bool = False
 
     threads: ClassVar[int] = THREADS
     dtype: ClassVar[str] = "float32"

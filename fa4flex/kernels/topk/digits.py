@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr, select_
 
 from fa4flex.kernels.topk.config import LongConfig
-from fa4flex.kernels.topk.rows import NONE, Forced, key_of
+from fa4flex.kernels.topk.rows import NONE, Rule, key_of
 
 BINS, BITS = 256, 8
 LANES = 32
@@ -54,14 +54,14 @@ class Held(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """All units of a row."""
+    """All units of a row that may be selected."""
 
     scores: cute.Tensor
     size: Int32
-    forced: Forced | None
+    rule: Rule | None
 
     def key(self, i: Int32) -> Int32:
-        return key_of(Float32(self.scores[i]), i, self.forced)
+        return key_of(Float32(self.scores[i]), i, self.rule)
 
     def unit(self, i: Int32) -> Int32:
         return i

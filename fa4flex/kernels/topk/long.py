@@ -28,7 +28,7 @@ from cutlass.memory import SmemAllocator
 from fa4flex.kernels.sequences.scan import scan
 from fa4flex.kernels.topk.config import LongConfig
 from fa4flex.kernels.topk.digits import BINS, LANES, THREADS, Counts, Equal, Held, Nth, Whole, nth_largest
-from fa4flex.kernels.topk.rows import NONE, Forced, TopkArguments, forced_of, key_of
+from fa4flex.kernels.topk.rows import NONE, Rule, TopkArguments, key_of, rule_of
 
 LARGEST = 0x7FFFFFFF
 WORD = 32
@@ -82,11 +82,12 @@ class LongRows:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         units = Int32(arguments.scores.shape[1])
-        whole = Whole(arguments.scores[row, None], units, forced_of(arguments, row, units))
+        rule, seen = rule_of(arguments, row, units), units
         room = Int32(arguments.ids.shape[1])
-        if const_expr(whole.forced is not None):
-            room = room - whole.forced.count
-            self.force(memory, whole.forced, thread)
+        if const_expr(rule is not None):
+            room, seen = room - rule.count, rule.open
+            self.force(memory, rule, thread)
+        whole = Whole(arguments.scores[row, None], seen, rule)
         if room > 0:
             self.select(memory, whole, room, thread)
         cute.arch.sync_threads()
@@ -109,10 +110,10 @@ class LongRows:
         )
 
     @cute.jit
-    def force(self, memory: Memory, forced: Forced, thread: Int32) -> None:
+    def force(self, memory: Memory, rule: Rule, thread: Int32) -> None:
         """Mark the units that are selected whatever their scores are."""
         cute.arch.sync_threads()
-        runs = (Int32(0), forced.first), (forced.begin, forced.end), (forced.last, forced.units)
+        runs = (Int32(0), rule.first), (rule.begin, rule.end), (rule.last, rule.units)
         for begin, end in runs:
             for unit in cutlass.range(begin + thread, end, THREADS, unroll=1):
                 _mark(memory.bits, unit)
@@ -183,7 +184,7 @@ class LongRows:
                     cute.autovec_copy(pieces[None, first // each], scores[None, i])
             for i in range_constexpr(PIECES):
                 first = base + (THREADS * i + thread) * each
-                keys = [key_of(scores[j, i], first + j, whole.forced) for j in range(each)]
+                keys = [key_of(scores[j, i], first + j, whole.rule) for j in range(each)]
                 for key in keys:
                     equal = equal + Int32((key == least) & (key != NONE))
                 self.hold(memory, keys, first, least)

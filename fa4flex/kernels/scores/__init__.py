@@ -1,0 +1,1 @@
+"""Scaled products of queries, or pooled ones, and keys in float32."""
