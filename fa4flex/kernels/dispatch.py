@@ -81,6 +81,7 @@ PIPELINES: tuple[Entry, ...] = (
     Unloaded("forward", "sm100", "mla_decode_sm100", "MLA_DECODE_SM100", _latent),
     Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", few_queries),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
+    Unloaded("forward", "sm100", "fwd_8bit_sm100", "FWD_8BIT_SM100", _codes),
     Unloaded("tangents", "sm90", "jvp_sm90", "JVP_SM90"),
     Unloaded("backward", "sm90", "bwd_lists_sm90", "BWD_LISTS_SM90", _listed),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),

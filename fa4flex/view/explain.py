@@ -173,8 +173,9 @@ def _codes(variant: Variant) -> list[str]:
     values = "as they are given" if given else f"{precision.pv}, minus the mean of each channel"
     sums = "go to float32 after each tile" if precision.promote else "may stay in accumulators"
     by_kernel = [
-        "  on Hopper without gradients a kernel multiplies 8-bit codes"
-        + f"; its sums of values {sums}" * (not given)
+        "  on Hopper and Blackwell without gradients a kernel multiplies 8-bit codes"
+        + " (int8 not beyond compute capability 10.0)" * (precision.qk == "int8")
+        + f"; Hopper's sums of values {sums}" * (not given)
     ] * kernel
     return [
         f"products    q.k of {precision.qk}: keys minus their mean, both rotated;",

@@ -295,7 +295,7 @@ def test_explanation() -> None:
     for part in (
         "q.k of int8",
         "float8_e4m3, minus the mean",
-        "on Hopper without gradients a kernel multiplies 8-bit codes",
+        "on Hopper and Blackwell without gradients a kernel multiplies 8-bit codes (int8 not beyond compute",
         "straight through",
     ):
         assert part in " ".join(words.split())
@@ -307,7 +307,13 @@ def test_explanation() -> None:
 
 @pytest.mark.parametrize(
     ("qk", "arch", "dtype"),
-    [("int8", "sm_90a", "int8"), ("int8", "sm_100a", "bfloat16"), ("mxfp8", "sm_90a", "bfloat16")],
+    [
+        ("int8", "sm_90a", "int8"),
+        ("int8", "sm_100a", "int8"),
+        ("int8", "sm_103a", "bfloat16"),
+        ("float8_e4m3", "sm_103a", "float8_e4m3fn"),
+        ("mxfp8", "sm_90a", "bfloat16"),
+    ],
 )
 def test_the_kernel_that_is_explained_is_the_one_that_runs(qk: Any, arch: str, dtype: str) -> None:
     precision = Precision(qk=qk, pv="float8_e4m3")

@@ -14,7 +14,7 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.fwd_8bit_sm90.plan import CodesPlan
 from fa4flex.kernels.plan.inputs import Inputs
 from fa4flex.kernels.plan.keys import Codes, of_codes
-from fa4flex.kernels.plan.target import SM90A
+from fa4flex.kernels.plan.target import SM90A, Target
 from fa4flex.lower import Given, lower_forward
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
@@ -37,17 +37,17 @@ PRODUCTS = {"int8": "s32.s8.s8", "float8_e4m3fn": "f32.e4m3.e4m3", "bfloat16": "
 
 
 def compiled(
-    pieces: dict[str, Any], widths: tuple[int, int], codes: Codes, dtype: str = "bfloat16"
-) -> tuple[CodesPlan, Inspection]:
+    pieces: dict[str, Any], widths: tuple[int, int], codes: Codes, target: Target = SM90A
+) -> tuple[Any, Inspection]:
     program = fa4flex.compile(**pieces).program
     inputs = Inputs(
-        Shape(1, 8, 4096, 4096), 8, *widths, dtype=codes.qk, out_dtype=dtype, keys=of_codes(codes)
+        Shape(1, 8, 4096, 4096), 8, *widths, dtype=codes.qk, out_dtype="bfloat16", keys=of_codes(codes)
     )
-    given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
+    given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), target)
     lowered = lower_forward(given)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
     signature = Signature(scalars=scalars)
-    return lowered.plan, inspect(lowered.source, lowered.problem, signature, entry="fwd")
+    return lowered.plan, inspect(lowered.source, lowered.problem, signature, target.name, entry="fwd")
 
 
 def check(plan: CodesPlan, found: Inspection) -> None:

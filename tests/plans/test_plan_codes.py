@@ -16,7 +16,7 @@ from fa4flex.kernels.fwd_8bit_sm90.plan import FWD_8BIT_SM90, LOST, CodesPlan
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
 from fa4flex.kernels.plan.keys import CONTIGUOUS, TILE, Codes, of_codes
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.target import SM90A, SM100A
+from fa4flex.kernels.plan.target import SM90A
 from fa4flex.primitives.heads import Shares
 from fa4flex.primitives.schedule import Schedule
 
@@ -43,7 +43,6 @@ def test_no_other_kernel_takes_codes_and_it_takes_nothing_else() -> None:
     numbers = replace(problem_of(INT8), dtype="bfloat16", keys=CONTIGUOUS)
     assert dispatch.choose("forward", numbers, SM90A, sizes_of()) is FWD_SM90
     for problem, target in (
-        (problem_of(INT8), SM100A),
         (problem_of(INT8, skip=0.1), SM90A),
         (problem_of(INT8, dropout=True), SM90A),
         (problem_of(INT8, weights="elementwise"), SM90A),

@@ -11,13 +11,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cutlass import BFloat16, Boolean, Float32, Int32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import TmemAllocator
 
 from fa4flex.kernels.common.gathering_rings import GatheringTensorCoreRing, gathering, lanes_of
+
+KINDS = {
+    "Float16": ("f16", 0, 1),
+    "BFloat16": ("f16", 1, 1),
+    "Float8E4M3FN": ("f8f6f4", 0, 1),
+    "Int8": ("i8", 1, 2),
+}
+"""Of operands of a dtype: kind of tcgen05.mma, and the numbers of that dtype and of the result's, which is
+float32 or int32 (PTX ISA, "instruction descriptor")."""
+
+ROW_BYTES = 32
+"""Bytes of a row of an operand that one instruction multiplies."""
+
+
+def instruction_depth(kind: Any) -> int:
+    """Elements of a row that one instruction multiplies."""
+    return 8 * ROW_BYTES // int(kind.width)
 
 
 class Words(NamedTuple):
@@ -48,9 +65,9 @@ class Product:
 
     @property
     def descriptor(self) -> int:
-        """PTX ISA, "instruction descriptor" of kind::f16; results are float32."""
-        bf16 = int(self.kind is BFloat16)
-        types = 1 << 4 | bf16 << 7 | bf16 << 10
+        """PTX ISA, "instruction descriptor"."""
+        _, operand, result = KINDS[self.kind.__name__]
+        types = result << 4 | operand << 7 | operand << 10
         majors = self.a_along_rows << 15 | self.b_along_columns << 16
         return types | majors | self.columns // 8 << 17 | self.rows // 16 << 24
 
@@ -96,7 +113,8 @@ class Product:
             if isinstance(a, cute.Tensor):
                 offset = self._columns(a, k) if self.a_in_tensor_memory else _step(a, k)
             kept = ".ws" if self.stationary else ""
-            instruction = f"tcgen05.mma{kept}.cta_group::{self.ctas}.kind::f16"
+            form = KINDS[self.kind.__name__][0]
+            instruction = f"tcgen05.mma{kept}.cta_group::{self.ctas}.kind::{form}"
             numbers = (result, *words, *right, Int32(Boolean(add)))
             _mma(numbers, instruction, self.descriptor, [offset, _step(b, k)])
             add = True

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
 from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
+from fa4flex.kernels.common.code_softmax import CodeSoftmax
+from fa4flex.kernels.common.codes import KeyScales, of_query
 from fa4flex.kernels.common.fragment import (
     as_operand,
     compute_before,
@@ -30,11 +31,9 @@ from fa4flex.kernels.common.softmax import Running
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.fwd_8bit_sm90.config import HEADROOM, Config
 from fa4flex.kernels.fwd_8bit_sm90.epilogue import Epilogue
-from fa4flex.kernels.fwd_8bit_sm90.softmax import CodeSoftmax
 from fa4flex.kernels.fwd_sm90 import consumer as forward
 from fa4flex.kernels.fwd_sm90.consumer import Begun, Mine, Tile
 from fa4flex.kernels.fwd_sm90.resources import Shared
-from fa4flex.kernels.plan.keys import TILE
 
 LEAST_SHARE = 4
 """Scores of a row that are exponentiated at once, at least: sums of them have as many chains."""
@@ -43,7 +42,7 @@ LEAST_SHARE = 4
 @dataclass(frozen=True)
 class CodesTile(Tile):
     """q_scale, q_bias   of a thread's rows; None where the bias is 0, or the softmax has it
-    k_scale           of the tiles of keys of a head, of which those of the sequence begin at first_tile
+    k_scales          of the tiles of keys of the head
     lift              by row: what makes scores of the products of the tile at hand, see CodeSoftmax
     sums, before      the output of a tile, apart, and by row what the output of earlier tiles is multiplied
                       by as that is added; None where nothing is apart
@@ -51,8 +50,7 @@ class CodesTile(Tile):
 
     q_scale: tuple[Float32, ...]
     q_bias: tuple[Float32, ...] | None
-    k_scale: cute.Tensor
-    first_tile: Int32
+    k_scales: KeyScales
     lift: cute.Tensor
     sums: cute.Tensor | None
     before: cute.Tensor | None
@@ -102,7 +100,7 @@ class Consumer(forward.Consumer):
 
         def of_rows(given: cute.Tensor, lane: Int32 = mine.lane) -> tuple[Float32, ...]:
             first = work.tile * self.config.tile_m + mine.group * ROWS + lane // 32 * 16 + lane % 32 // 4
-            return tuple([_of_row(given, *self.rows.place(work, first + 8 * r)) for r in range(2)])
+            return tuple([of_query(given, *self.rows.place(work, first + 8 * r)) for r in range(2)])
 
         q_bias = None
         if arguments.q_bias is not None:
@@ -115,8 +113,6 @@ class Consumer(forward.Consumer):
             else:
                 q_bias = of_rows(arguments.q_bias)
         kv_head = at.h // (at.num_heads // kv_heads(arguments))
-        packed = arguments.first_tiles is not None
-        scales = arguments.k_scale[kv_head, None] if packed else arguments.k_scale[work.b, kv_head, None]
         lift = cute.make_rmem_tensor((2,), Float32) if softmax.lift is None else softmax.lift
         sums = before = None
         if self.config.promote:
@@ -130,8 +126,7 @@ class Consumer(forward.Consumer):
             **{name: getattr(tile, name) for name in Tile.__dataclass_fields__},
             q_scale=of_rows(arguments.q_scale),
             q_bias=q_bias,
-            k_scale=scales,
-            first_tile=arguments.first_tiles[work.b] if packed else Int32(0),
+            k_scales=KeyScales.of(arguments, work.b, kv_head),
             lift=lift,
             sums=sums,
             before=before,
@@ -145,9 +140,7 @@ class Consumer(forward.Consumer):
         kv_first = key_tile * self.config.tile_n
         early = tile.fragment.prepare(self.hooks, kv_first, masked) if self.hooks.start is None else None
         allowed = tile.fragment.allowed(self.hooks, kv_first) if masked else None
-        place = tile.first_tile + kv_first // TILE
-        last = Int32(cute.size(tile.k_scale)) - 1
-        scale = tile.k_scale[cutlass.max(cutlass.min(place, last), Int32(0))]
+        scale = tile.k_scales.at(kv_first)
         return CodesBegun(scores, rows_and_columns(found), kv_first, early, allowed, found, scale)
 
     def modify(self, begun: Any, tile: Any, masked: bool) -> None:
@@ -251,14 +244,6 @@ class Consumer(forward.Consumer):
             add_up(tile, part)
         # Nothing that follows has registers beside these.
         compute_before(tile.products.out[cute.size(tile.products.out) - 1])
-
-
-def _of_row(given: cute.Tensor, head: Any, q: Int32) -> Float32:
-    """Number of a query of [B, H, S], or packed [H, T]; past the end, the last one's."""
-    q = cutlass.max(cutlass.min(q, head.q_len - 1), Int32(0))
-    if cute.rank(given) == 3:
-        return given[head.b, head.h, q]
-    return given[head.h, head.q_offset + q]
 
 
 def multiply_part(tile: CodesTile, v: cute.Tensor, part: int = 0) -> None:

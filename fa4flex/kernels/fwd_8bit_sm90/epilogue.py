@@ -9,6 +9,7 @@ from typing import Any
 from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments, kv_heads
+from fa4flex.kernels.common.codes import channel_pair
 from fa4flex.kernels.common.fragment import compute_before, quad_reduce
 from fa4flex.kernels.common.softmax import Finished, Running
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
@@ -43,7 +44,7 @@ class Epilogue(forward.Epilogue):
         ]
         for c in range(0, cute.size(out, mode=[1]), 2):
             channel = 4 * c + lane % 4 * 2
-            scale, offset = (_pair(given, channel) for given in of_head)
+            scale, offset = (channel_pair(given, channel) for given in of_head)
             assert scale is not None
             for r in range(2):
                 for i in range(2):
@@ -61,14 +62,3 @@ def _share(state: Running, finished: list[Finished], r: int, sinks: bool) -> Flo
     scale = finished[r].scale
     assert scale is not None
     return quad_reduce(state.total[r], operator.add) * scale
-
-
-def _pair(given: cute.Tensor | None, channel: Int32) -> list[Float32] | None:
-    """Numbers of this channel and the next; of padding, those of the last ones."""
-    if given is None:
-        return None
-    pairs = cute.logical_divide(given, cute.make_layout(2))
-    two = cute.make_rmem_tensor((2,), Float32)
-    last = Int32(cute.size(given)) // 2 - 1
-    cute.autovec_copy(pairs[None, select_(channel // 2 < last, channel // 2, last)], two)
-    return [two[0], two[1]]

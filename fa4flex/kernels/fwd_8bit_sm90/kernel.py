@@ -9,24 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float8E4M3FN, Float32, Int32, cute
+from cutlass import Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import KeyLayouts
+from fa4flex.kernels.common.codes import HALVES, coded_views
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.products import ROWS, Mmas, tiled_product
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import reordered
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
 from fa4flex.kernels.fwd_8bit_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_8bit_sm90.producer import Producer
 from fa4flex.kernels.fwd_sm90 import kernel as forward
-
-HALVES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 class Forward(forward.Forward):
@@ -39,14 +36,7 @@ class Forward(forward.Forward):
         self.consumer = Consumer(config, hooks, scheduler)
 
     def views(self, arguments: Arguments) -> Arguments:
-        changes: dict[str, Any] = {}
-        if self.config.qk != "int8":
-            changes = {name: _recast(getattr(arguments, name)) for name in ("q", "k")}
-        if self.config.transposed:
-            modes = [0, 3, 1, 2] if cute.rank(arguments.v) == 4 else [2, 0, 1]
-            changes["v"] = reordered(_recast(arguments.v), modes)
-        made: Arguments = arguments._replace(**changes)
-        return made
+        return coded_views(arguments, self.config.qk, self.config.transposed)
 
     def products(self, kind: Any) -> Mmas:
         config, k = self.config, OperandMajorMode.K
@@ -69,8 +59,3 @@ class Forward(forward.Forward):
 
     def value_kind(self, kind: Any) -> Any:
         return Float8E4M3FN if self.config.transposed else HALVES[self.config.pv]
-
-
-def _recast(x: cute.Tensor) -> cute.Tensor:
-    """Bytes as e4m3."""
-    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Float8E4M3FN), x.layout)

@@ -9,12 +9,12 @@ from typing import Any
 from cutlass import Int32
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.codes import at_tiles
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.fwd_8bit_sm90.config import Config
 from fa4flex.kernels.fwd_sm90 import producer as forward
 from fa4flex.kernels.fwd_sm90.producer import Block
-from fa4flex.kernels.plan.keys import TILE
 
 
 class Producer(forward.Producer):
@@ -23,8 +23,7 @@ class Producer(forward.Producer):
     def contiguous(self, work: Work, kv_head: Int32, arguments: Arguments, block: Block) -> KeyValues:
         found: Any = super().contiguous(work, kv_head, arguments, block)
         if arguments.first_tiles is not None and self.config.transposed:
-            place = work._replace(kv_offset=arguments.first_tiles[work.b] * TILE)
-            of_tiles: Any = super().contiguous(place, kv_head, arguments, block)
+            of_tiles: Any = super().contiguous(at_tiles(work, arguments), kv_head, arguments, block)
             found = replace(found, v=of_tiles.v)
         made: KeyValues = found
         return made

@@ -9,16 +9,16 @@ from fa4flex.kernels.plan.tensor_memory import Columns, Range
 
 
 def lay_out_columns(tiles: Tiles, target: Target) -> Columns:
-    """Scores, then outputs. Probabilities, two in a column, lie over the second half of their scores. There
-    is room for the scores of two query tiles, or for those of one in two stages."""
-    n, dv, early = tiles.tile_n, tiles.head_dim_v, tiles.early_keys
+    """Scores, then outputs. Probabilities, two or four in a column, lie over the second half of
+    their scores. There is room for the scores of two query tiles, or for those of one in two stages."""
+    n, dv, early, each = tiles.tile_n, tiles.head_dim_v, tiles.early_keys, 4 // tiles.v_itemsize
     staged = (tiles.score_stages, n) if tiles.score_stages > 1 else ()
     scores, probabilities, outputs = [], [], []
     for i in range(tiles.q_tiles):
         start = i * n + n // 2
         scores.append(Range(f"S {i}", i * n, n, *staged))
-        probabilities.append(Range(f"P {i} early", start, early // 2, *staged))
-        probabilities.append(Range(f"P {i} late", start + early // 2, (n - early) // 2, *staged))
+        probabilities.append(Range(f"P {i} early", start, early // each, *staged))
+        probabilities.append(Range(f"P {i} late", start + early // each, (n - early) // each, *staged))
         outputs.append(Range(f"O {i}", 2 * n + i * dv, dv))
     return Columns((*scores, *probabilities, *outputs), target.tensor_columns)
 

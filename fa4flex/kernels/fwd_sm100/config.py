@@ -90,6 +90,7 @@ class Config:
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     skip                     probability that each row may leave out, by tiles of keys
+    staggered                first scores of the second query tile wait for probabilities of the first one
     score_stages             places for a query tile's scores: with 2, the next ones are multiplied while the
                              softmax of these is taken
     """
@@ -122,6 +123,7 @@ class Config:
     statistics: tuple[str, ...] = ("lse",)
     skip: float = field(default=0.0, metadata={"default": 0.0})
     score_stages: int = field(default=1, metadata={"default": 1})
+    staggered: bool = field(default=False, metadata={"default": False})
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""
@@ -130,6 +132,16 @@ class Config:
     def tile_m(self) -> int:
         """Query rows that are worked on together."""
         return self.q_tiles * self.ctas * ROWS
+
+    @property
+    def clears(self) -> bool:
+        """True if values past the end of a sequence are to be cleared."""
+        return self.lengths != "dense"
+
+    @property
+    def last_numbers(self) -> int:
+        """Numbers of a row that the softmax hands to the correction warps at last."""
+        return 1
 
     @property
     def handed(self) -> Handed:

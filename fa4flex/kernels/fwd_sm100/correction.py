@@ -4,7 +4,7 @@ way, and finishes them (FlashAttention-4)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.utils.blackwell_helpers as sm100
@@ -53,7 +53,7 @@ class Finished:
     output: Output
     tile: int
     row: Int32
-    scale: Float32
+    scale: Any
     at: At
     early: Int32 | int
 
@@ -86,6 +86,7 @@ class Correction:
             scale_phase, out_count = carry
             at = self.scheduler.place(work, grid, arguments)
             count = self.scheduler.keys(at, work, arguments).count
+            self.bring(arguments, work, at, shared)
             for _ in cutlass.range(1, count, unroll=1):
                 for tile in cutlass.range_constexpr(self.config.q_tiles):
                     turn = self.turn(tile, scale_phase, phase)
@@ -148,16 +149,17 @@ class Correction:
         pipes: cutlass.Constexpr[Pipes],
         place: tuple[Int32, Int32, int],
         phase: Int32,
-    ) -> Float32:
+    ) -> Any:
         """Final factor of the output."""
         row, warp, tile = place
         barrier = 4 * tile + warp
         cute.arch.mbarrier_wait(pipes.final_full + barrier, phase)
-        scale = Float32(1.0)
-        if const_expr(not self.hooks.elementwise):
-            scale = shared.finals[row, tile]
+        scale = self.last_number(shared, row, tile)
         arrive_once(pipes.final_empty + barrier)
         return scale
+
+    def last_number(self, shared: Shared, row: Int32, tile: int) -> Any:
+        return Float32(1.0) if self.hooks.elementwise else shared.finals[row, tile]
 
     @cute.jit
     def hand_out(
@@ -181,8 +183,7 @@ class Correction:
             if const_expr(block == blocks - 1):
                 # The next tile's output may be written: its first product waits for this.
                 self.cluster.arrive(pipes.p_early + finished.early)
-            if const_expr(not self.hooks.elementwise):
-                multiply(part, finished.scale)
+            self.scaled(shared, finished, part, block * FRAGMENT)
             if const_expr(self.hooks.output is not None):
                 first = first_row(self.config, work, tile, self.cluster.rank()) + row
                 self.apply(arguments, finished.at.but(q=first), part, block * FRAGMENT)
@@ -202,6 +203,14 @@ class Correction:
                     arrive_once(pipes.out_full + stage)
                     count = count + 1
         return count
+
+    def bring(self, arguments: Arguments, work: Work, at: At, shared: Shared) -> None:
+        """What finished outputs of a tile of queries are going to need."""
+
+    def scaled(self, shared: Shared, finished: Finished, part: cute.Tensor, first: int) -> None:
+        """Columns of a row's output from `first` on become those of the weighted mean."""
+        if not self.hooks.elementwise:
+            multiply(part, finished.scale)
 
     def apply(self, arguments: Arguments, at: At, part: cute.Tensor, first: int) -> None:
         """The output function of a thread's part of a row."""

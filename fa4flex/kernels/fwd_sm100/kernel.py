@@ -67,6 +67,7 @@ class Forward:
         tiles: TileScheduler = TileScheduler(config, hooks, config.ctas, looped=True)
         if config.cancel:
             tiles = Cancelling(config, hooks, cluster)
+        self.tiles = tiles
         self.schedule = Scheduler(tiles)
         self.load = Load(config, tiles, cluster)
         self.mma = (MmaAhead if config.score_stages > 1 else Mma)(config, tiles, cluster)
@@ -77,6 +78,7 @@ class Forward:
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         config = self.config
+        arguments = self.views(arguments)
         transfers = self.transfers(arguments)
         if const_expr(config.lengths == "packed"):
             grid = packed_grid(arguments, config.tile_m)
@@ -93,6 +95,10 @@ class Forward:
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
+
+    def views(self, arguments: Arguments) -> Arguments:
+        """The arguments, q, k and v as products read them."""
+        return arguments
 
     def transfers(self, arguments: Arguments) -> tuple[Any, ...]:
         config, products = self.config, self.products(arguments)
@@ -138,6 +144,10 @@ class Forward:
         return sm100.make_smem_layout_epi(kind, LayoutEnum.ROW_MAJOR, shape, config.out_stages)
 
     def storage(self, products: Products, out_kind: Any) -> Any:
+        return cute.struct(type("Storage", (), {"__annotations__": self.members(products, out_kind)}))
+
+    def members(self, products: Products, out_kind: Any) -> dict[str, Any]:
+        """Shared memory by name, in order."""
         config = self.config
         members: dict[str, Any] = {
             "barriers": room(self.barriers),
@@ -145,15 +155,15 @@ class Forward:
             "freed": Int64,
             "columns": Int32,
         }
-        rows = cute.struct.MemRange[Float32, ROWS * config.q_tiles]
+        finals = cute.struct.MemRange[Float32, ROWS * config.q_tiles * config.last_numbers]
         scales = cute.struct.MemRange[Float32, ROWS * config.q_tiles * config.score_stages]
-        members |= {"scales": scales, "finals": rows}
-        names = ("queries", "keys", "values")
-        for name, layout in zip(names, products.layouts(), strict=True):
-            members[name] = tile_room(products.kind, cute.cosize(layout))
+        members |= {"scales": scales, "finals": finals}
+        names, kinds = ("queries", "keys", "values"), (products.kind, products.kind, products.value_kind)
+        for name, kind, layout in zip(names, kinds, products.layouts(), strict=True):
+            members[name] = tile_room(kind, cute.cosize(layout))
         chunk = self.out_layout(out_kind)
         members["out"] = tile_room(out_kind, 0 if chunk is None else cute.cosize(chunk))
-        return cute.struct(type("Storage", (), {"__annotations__": members}))
+        return members
 
     @cute.kernel
     def device(
@@ -224,7 +234,7 @@ class Forward:
     def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
         q, k, v = products.layouts()
         chunk = self.out_layout(out_kind)
-        rows = cute.make_layout((ROWS, self.config.q_tiles))
+        rows = cute.make_layout((ROWS, self.config.q_tiles * self.config.last_numbers))
         scales = cute.make_layout((ROWS, self.config.q_tiles * self.config.score_stages))
         return Shared(
             storage.queries.get_tensor(q.outer, swizzle=q.inner),

@@ -96,7 +96,7 @@ class Load:
         scores, values = products.scores.get_slice(rank), products.values.get_slice(rank)
         kv_head = kv_head_of(work, grid, arguments)
         q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
-        k, v = tokens_of(work, kv_head, transfers)
+        k, v = self.tokens(work, kv_head, transfers, arguments)
         q_tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
         k_tiles = scores.partition_B(cute.local_tile(k, products.scores_tile[1:], (None, 0)))
         v_tiles = values.partition_B(cute.local_tile(v, products.values_tile[1:], (0, None)))
@@ -104,6 +104,12 @@ class Load:
         k_views = partition(transfers.k, shared.k, k_tiles, modes=3)
         v_views = partition(transfers.v, shared.v, v_tiles, modes=3)
         return q_views, ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
+
+    def tokens(
+        self, work: Work, kv_head: Int32, transfers: Transfers, arguments: Arguments
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Keys and values as `tokens_of` finds them."""
+        return tokens_of(work, kv_head, transfers)
 
     def query_views(self, work: Work, transfers: Transfers, shared: Shared, products: Products) -> Views:
         scores = products.scores.get_slice(self.cluster.rank())

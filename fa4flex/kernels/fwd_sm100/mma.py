@@ -22,7 +22,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.tensor_core import elect, zero_here
+from fa4flex.kernels.common.tensor_core import elect, instruction_depth, zero_here
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
@@ -79,6 +79,8 @@ class Mma:
             pipes.k.consumer_wait(k_state)
             for tile in cutlass.range_constexpr(config.q_tiles):
                 cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
+                if const_expr(config.staggered and tile > 0):
+                    cute.arch.mbarrier_wait(pipes.p_early + (tile - 1), p_phase)
                 self.scores(products, operands, pipes, Staged(k_state.index, Int32(0)), tile, count == 1)
             pipes.k.consumer_release(k_state)
             k_state.advance()
@@ -93,7 +95,7 @@ class Mma:
                 last_scores = j + 1 == count or (ends and coming == 1)
                 zero = zero_here(j, count)
                 pipes.v.consumer_wait(v_state)
-                if const_expr(config.lengths != "dense"):
+                if const_expr(config.clears):
                     keys = self.keys(work, grid, arguments)
                     self.clear_past_end(shared, v_state.index, work, tile_at(keys, j - 1))
                 for tile in cutlass.range_constexpr(config.q_tiles):
@@ -172,7 +174,8 @@ class Mma:
         if const_expr(turn is not None):
             words[1][0] = words[1][0] + stage_column(self.config, turn)
             barrier = turn
-        early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
+        depth = instruction_depth(products.value_kind)
+        early, steps = self.config.early_keys // depth, self.config.tile_n // depth
         # The lane that issues is elected before all wait: nothing is to be done between wait and product.
         elected = elect()
         cute.arch.mbarrier_wait(pipes.p_early + barrier, phase)

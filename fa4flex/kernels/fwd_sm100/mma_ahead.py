@@ -76,7 +76,7 @@ class MmaAhead(Mma):
                 end = count + coming
             for j in cutlass.range(1, count + 1, unroll=1):
                 pipes.v.consumer_wait(v_state)
-                if const_expr(config.lengths != "dense"):
+                if const_expr(config.clears):
                     keys = self.keys(work, grid, arguments)
                     self.clear_past_end(shared, v_state.index, work, tile_at(keys, j - 1))
                 staged = Staged(v_state.index, zero_here(j, count))

@@ -97,7 +97,7 @@ class BlackwellPlan(Checked):
     @cached_property
     def of_one_cta(self) -> Topology:
         """Topology of one CTA."""
-        ragged = self.problem.lengths != "dense"
+        ragged = self.problem.lengths != "dense" and not self.tiles.transposed
         handed: Handed = "answer" if self.cancel else "number" if self.dynamic else ""
         return forward_topology(self.tiles, self.columns, handed, ragged, self.box_rows)
 
@@ -142,16 +142,24 @@ class BlackwellPlan(Checked):
             statistics=self.problem.statistics,
             skip=self.problem.skip,
             score_stages=self.tiles.score_stages,
+            staggered=self.tiles.staggered,
         )
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes, columns, registers and barriers fit."""
         self.memory.check()
         self.columns.check()
-        check_threshold(self.rescale_threshold, self.problem)
+        self.check_threshold()
         check_exponential(self.exponential, self.tiles.tile_n)
         check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
         self.of_one_cta.check_fits(self.memory, self.target, self.of_one_cta.unused)
+
+    def check_threshold(self) -> None:
+        check_threshold(self.rescale_threshold, self.problem)
+
+    def explain_products(self) -> list[str]:
+        """Products in words, where they are not of the dtype of q, k and v."""
+        return []
 
     @property
     def _blocks(self) -> str:
@@ -166,6 +174,7 @@ class BlackwellPlan(Checked):
             f"tile: {t.q_tiles} x {ROWS} queries x {t.tile_n} keys, q and k {t.head_dim} wide,"
             f" v {t.head_dim_v}, K {k_stages} and V {v_stages} deep",
             *(f"  {reason}" for reason in self.reasons),
+            *self.explain_products(),
             f"warpgroups: {t.q_tiles} softmax, 1 correction and 1 of single warps (load, multiply, store,"
             f" schedule), of {r.softmax}, {r.correction} and {r.other} registers"
             + (f", and {r.idle} of an idle one" if r.idle else ""),
@@ -187,7 +196,8 @@ class BlackwellPlan(Checked):
         return "\n".join(lines)
 
 
-def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
+def plan_blackwell(request: ForwardRequest, kind: type[BlackwellPlan] = BlackwellPlan) -> BlackwellPlan:
+    """The plan of this kind."""
     # Masks by tables are asked pair by pair: ends of rows are not read.
     request = replace(request, problem=replace(request.problem, row_ends=0))
     problem = request.problem
@@ -201,7 +211,7 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
     tiles, reasons = choose(
         problem, request.target, request.sizes, request.schedule.tile, following == "counter"
     )
-    return BlackwellPlan(
+    return kind(
         target=request.target,
         problem=problem,
         tiles=tiles,

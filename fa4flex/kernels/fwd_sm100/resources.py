@@ -36,19 +36,30 @@ class Shared:
 class Products:
     """S = q k^T from shared memory, and O += p v with p from tensor memory."""
 
+    sums: Any = Float32
+    """Dtype of scores in tensor memory."""
+    value_major = OperandMajorMode.MN
+
     def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
         self.config, self.kind = config, kind
-        major, group = OperandMajorMode, cluster.group
+        self.value_kind = self.kind_of_values(kind)
+        major, group, values = OperandMajorMode, cluster.group, (self.value_kind, self.value_kind)
         self.scores = sm100.make_trivial_tiled_mma(
-            kind, kind, major.K, major.K, Float32, group, self.scores_tile[:2]
+            kind, kind, major.K, major.K, self.sums, group, self.scores_tile[:2]
         )
+        majors, size = (major.K, self.value_major), self.values_tile[:2]
         self.values = sm100.make_trivial_tiled_mma(
-            kind, kind, major.K, major.MN, Float32, group, self.values_tile[:2], tcgen05.OperandSource.TMEM
+            *values, *majors, Float32, group, size, tcgen05.OperandSource.TMEM
         )
 
         (m, n, _), (_, dv, _) = self.scores_tile, self.values_tile
+        along_columns = self.value_major == major.MN
         self.scores_product = Product(kind, config.ctas, m, n, False, False)
-        self.values_product = Product(kind, config.ctas, m, dv, True, True)
+        self.values_product = Product(self.value_kind, config.ctas, m, dv, True, along_columns)
+
+    def kind_of_values(self, kind: Any) -> Any:
+        """Dtype of values and of probabilities, where queries have this one."""
+        return kind
 
     @property
     def scores_tile(self) -> tuple[int, int, int]:
@@ -64,7 +75,7 @@ class Products:
         return (
             sm100.make_smem_layout_a(self.scores, self.scores_tile, self.kind, self.config.q_tiles),
             sm100.make_smem_layout_b(self.scores, self.scores_tile, self.kind, k_stages),
-            sm100.make_smem_layout_b(self.values, self.values_tile, self.kind, v_stages),
+            sm100.make_smem_layout_b(self.values, self.values_tile, self.value_kind, v_stages),
         )
 
     def tile_layouts(self) -> tuple[Any, Any]:
@@ -88,8 +99,8 @@ class Products:
 
     def probabilities_at(self, base: cute.Pointer, tile: int) -> cute.Tensor:
         """Probabilities of a query tile in tensor memory, as the A operand of the product with values."""
-        start = cute.recast_ptr(base + self.config.memory.probabilities[tile], dtype=self.kind)
-        layout = sm100.make_smem_layout_a(self.values, self.values_tile, self.kind, 1).outer
+        start = cute.recast_ptr(base + self.config.memory.probabilities[tile], dtype=self.value_kind)
+        layout = sm100.make_smem_layout_a(self.values, self.values_tile, self.value_kind, 1).outer
         # The fragment itself starts at column 0, wherever its tensor does.
         fragment = self.values.make_fragment_A(cute.make_tensor(start, layout))[None, None, None, 0]
         return cute.make_tensor(start, fragment.layout)

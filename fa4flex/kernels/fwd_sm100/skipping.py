@@ -68,4 +68,4 @@ class SkippingSoftmax(Softmax):
         nothing.fill(0.0)
         for f in range(self.fragments):
             place.probabilities.put(f, nothing)
-            self.told(pipes, place, f)
+            self.handed_over(pipes, place, f)

@@ -103,7 +103,7 @@ class Softmax:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
-            tile = self.tile(at, q, state, keys)
+            tile = self.told(self.tile(at, q, state, keys), work, keys, arguments)
             state.clear()
             passes = self.passes(keys)
             for p in cutlass.range_constexpr(len(passes)):
@@ -150,10 +150,12 @@ class Softmax:
         scores = cute.flat_divide(rows_and_keys, (ROWS, FRAGMENT))[None, None, 0, None]
         columns = self.config.piece
         pieces = cute.flat_divide(rows_and_keys, (ROWS, columns))[None, None, 0, None]
-        # Two probabilities in a column of 32 bits.
-        packed = cute.composition(rows_and_keys.layout, cute.make_layout((ROWS, self.config.tile_n // 2)))
+        # Two or four probabilities in a column of 32 bits.
+        each = 32 // products.value_kind.width
+        words = cute.make_layout((ROWS, self.config.tile_n // each))
+        packed = cute.composition(rows_and_keys.layout, words)
         start = base + column(self.config.memory.probabilities, tile)
-        probabilities = cute.flat_divide(cute.make_tensor(start, packed), (ROWS, FRAGMENT // 2))
+        probabilities = cute.flat_divide(cute.make_tensor(start, packed), (ROWS, FRAGMENT // each))
         return Place(
             tile,
             tile,
@@ -163,16 +165,29 @@ class Softmax:
             self.cluster.rank(),
             Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
             Blocks.store(
-                tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), probabilities[None, None, 0, None], row
+                tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // each)),
+                probabilities[None, None, 0, None],
+                row,
             ),
             Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), pieces, row),
             Blocks.store(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), pieces, row),
-            products.kind,
+            products.value_kind,
         )
 
     def tile(self, at: At, row: Int32, state: Running, keys: KeyTiles) -> Tile:
-        softmax = weights_of(self.hooks, at, self.config.rescale_threshold, state, lanes=True)
-        return Tile(self.fragment(at, row), softmax, LaneDropout.of(self.hooks.dropout, at, row))
+        dropout = LaneDropout.of(self.hooks.dropout, at, row)
+        return Tile(self.fragment(at, row), self.weights(at, state), dropout)
+
+    def weights(self, at: At, state: Running) -> Any:
+        """The softmax of a thread's row, or what stands in its place."""
+        return weights_of(self.hooks, at, self.config.rescale_threshold, state, lanes=True)
+
+    def told(self, tile: Tile, work: Work, keys: KeyTiles, arguments: Arguments) -> Tile:
+        """The tile, with what else is read for its row."""
+        return tile
+
+    def begin(self, tile: Tile, i: Int32) -> None:
+        """What is done before the i-th key tile of a row."""
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
         rows = prepare_rows(self.hooks, at, row, (0,))
@@ -191,6 +206,7 @@ class Softmax:
         """The key tile of this number, the i-th of its row, whose scores come in this phase."""
         key_tile, i, phase = which
         kv_first = key_tile * self.config.tile_n
+        self.begin(tile, i)
         rows, largest = self.awaited(tile, place, pipes.s_full, (kv_first, phase), masked)
         if const_expr(tile.softmax.online):
             self.raise_maximum(tile.softmax, largest)
@@ -240,7 +256,8 @@ class Softmax:
         if in_place == "none" or (in_place == "masked" and words is None):
             bits = words or [None] * self.fragments
             return self.take(
-                place, lambda taken, f: self.modified(tile.fragment, taken, kv_first + f * FRAGMENT, bits[f])
+                place,
+                lambda taken, f: self.modified(tile, tile.fragment, taken, kv_first + f * FRAGMENT, bits[f]),
             )
         self.modify(tile, place, kv_first, words)
         return self.take(place, lambda taken, f: numbers(taken))
@@ -268,7 +285,7 @@ class Softmax:
             place.pieces.take(p, scores)
             cute.arch.fence_view_async_tmem_load()
             mine = bits[0] if masked else None
-            put(scores, self.modified(fragment, scores, kv_first + p * columns, mine))
+            put(scores, self.modified(tile, fragment, scores, kv_first + p * columns, mine))
             place.changed.put(p, scores)
             for f in cutlass.range_constexpr(self.fragments if masked else 0):
                 after = bits[f + 1] if f + 1 < self.fragments else Int32(0)
@@ -309,15 +326,19 @@ class Softmax:
             place.scores.take(f, taken[None, f])
 
     def modified(
-        self, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
+        self, tile: Tile, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
     ) -> list[Float32]:
         """Numbers that the softmax is taken of, from q.k of a fragment from key `first` on: the variant's
         score, or what hides it."""
-        row = Row(taken)
+        row = self.scores(tile, taken, bits is not None)
         fragment.change(self.hooks, row, first, bits is not None)
         if bits is not None:
             fragment.mask(row, first, ((bits,),))
         return row.numbers
+
+    def scores(self, tile: Tile, taken: cute.Tensor, masked: bool) -> Row:
+        """q.k of what a product left in tensor memory."""
+        return Row(taken)
 
     @cute.jit
     def raise_maximum(self, softmax: cutlass.Constexpr[LaneSoftmax], largest: Float32) -> None:
@@ -350,22 +371,31 @@ class Softmax:
     ) -> list[Pair]:
         """To tensor memory, by fragment; returns what is added to the row's total, which dropout has not
         seen."""
-        pairs, softmax = [], tile.softmax
+        pairs: list[Pair] = []
+        softmax = tile.softmax
         moments = Moments() if softmax.online and softmax.state.moment is not None else None
         for f, row in enumerate(rows):
             found, used = self.weighed(softmax, row, f, moments)
-            put = narrowed(used, place.kind)
+            put = self.narrowed(used, place.kind)
             if tile.dropout is not None:
                 tile.dropout.apply(put, kv_first + f * FRAGMENT)
             place.probabilities.put(f, put)
-            pairs += found
-            self.told(pipes, place, f)
+            pairs = self.gathered(pairs, found)
+            self.handed_over(pipes, place, f)
         if moments is not None:
             moment = softmax.state.moment
             moment[0] = moment[0] + moments.total
         return pairs
 
-    def told(self, pipes: Pipes, place: Place, f: int) -> None:
+    def narrowed(self, row: list[Pair], kind: Any) -> cute.Tensor:
+        """Registers of probabilities of a fragment, rounded, as columns of tensor memory."""
+        return narrowed(row, kind)
+
+    def gathered(self, pairs: list[Pair], found: list[Pair]) -> list[Pair]:
+        """What is added to the total at last, with those of another fragment."""
+        return pairs + found
+
+    def handed_over(self, pipes: Pipes, place: Place, f: int) -> None:
         """Tell that probabilities are there, after those of a fragment with which a part of them ends."""
         there = (f + 1) * FRAGMENT
         if there in (self.config.early_keys, self.config.tile_n):
@@ -386,7 +416,8 @@ class Softmax:
         """Probabilities of fragment f of a row; elementwise weights as they are."""
         if not softmax.online:
             return paired(row)
-        return exponentiate(row, softmax.factor, softmax.state.shift[0], self.config.exponential, f, moments)
+        factor, shift = softmax.exponents(0)
+        return exponentiate(row, factor, shift, self.config.exponential, f, moments)
 
     @cute.jit
     def finish(
@@ -408,7 +439,7 @@ class Softmax:
             scale = finished.scale
             if const_expr(tile.dropout is not None):
                 scale = scale * tile.dropout.stream.remaining
-            shared.finals[place.row, place.tile] = scale
+            self.hand_last(shared, place, scale, softmax)
         arrive_once(pipes.final_full + barrier)
         if const_expr(arguments.max_logit is not None):
             largest = largest_of_warp(largest_seen(softmax, 0, q < work.q_len))
@@ -422,3 +453,7 @@ class Softmax:
             if const_expr(arguments.entropy is not None):
                 (entropy,) = softmax.entropies(logit_of(self.hooks, arguments, work.h))
                 put_statistic(arguments.entropy, work, q, entropy)
+
+    def hand_last(self, shared: Shared, place: Place, scale: Float32, softmax: Any) -> None:
+        """What a row's output is to be multiplied by at last."""
+        shared.finals[place.row, place.tile] = scale

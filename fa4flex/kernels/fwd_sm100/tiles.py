@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, staged_columns
@@ -11,6 +12,7 @@ from fa4flex.kernels.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sizes import Sizes
 from fa4flex.kernels.plan.target import Target
+from fa4flex.kernels.plan.topology import WARPGROUP
 
 Pair = tuple[int, int]
 WIDTHS = (32, 64, 96, 128, 192)
@@ -32,6 +34,9 @@ RINGS = ((4, 4), (3, 3), (2, 2), (2, 1))
 ALONE = 256
 """Queries of a sequence up to which a CTA works alone: a pair has room for twice as many."""
 
+CHANNELS = 2
+"""Numbers of a channel of transposed values: its scale and its offset. Each correction warp has its own."""
+
 STAGED = 2
 """Chunks of the output on their way from tensor to global memory."""
 
@@ -41,7 +46,9 @@ class Tiles:
     """q_tiles of 128 queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory;
     tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
     memory; CTAs that multiply together, each of which holds its own queries and half of K and V; bytes of an
-    element, and of one of the output; places for the scores of a query tile: 1, or 2 with one query tile."""
+    element of q and k, of one of v and of one of the output; places for the scores of a query tile: 1, or 2
+    with one query tile; whether the first scores of the second query tile wait for most probabilities of the
+    first one, so that the softmax of one runs under what the other one waits for."""
 
     q_tiles: int
     tile_n: int
@@ -51,8 +58,10 @@ class Tiles:
     out_stages: int
     ctas: int = 1
     itemsize: int = 2
+    v_itemsize: int = 2
     out_itemsize: int = 2
     score_stages: int = 1
+    staggered: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -63,6 +72,23 @@ class Tiles:
     def early_keys(self) -> int:
         """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
         return 3 * self.tile_n // 4 // FRAGMENT * FRAGMENT
+
+    @property
+    def transposed(self) -> bool:
+        """True if a tile of values has one row of keys per channel."""
+        return self.v_itemsize == 1
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """Rows and columns of a CTA's tile of values."""
+        channels = self.head_dim_v // self.ctas
+        return (channels, self.tile_n) if self.transposed else (self.tile_n, channels)
+
+    @property
+    def last_numbers(self) -> int:
+        """Numbers of a row that are handed over at last: transposed values have an offset, which counts as
+        far as probabilities add up to 1."""
+        return 2 if self.transposed else 1
 
     @property
     def out_columns(self) -> int:
@@ -78,10 +104,11 @@ class Tiles:
             "freed": BARRIER,
             "columns": NUMBER,
             "scales": rows * self.score_stages,
-            "finals": rows,
+            "finals": rows * self.last_numbers,
+            "channels": CHANNELS * NUMBER * self.head_dim_v * WARPGROUP if self.transposed else 0,
             "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
             "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
-            "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) // self.ctas * v_stages,
+            "v": tile_bytes(*self.values, self.v_itemsize) * v_stages,
             "out": tile_bytes(ROWS, self.out_columns, self.out_itemsize) * self.out_stages,
         }
         barriers = barrier_table(self, "")
@@ -112,10 +139,20 @@ def choose(
     reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:
-            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, out_itemsize=problem.out_itemsize)
+            sizes_of, staggered = _sizes(problem), q_tiles > 1 and problem.itemsize == 1
+            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, **sizes_of, staggered=staggered)
             if tiles.memory(target).total <= target.shared_memory:
                 return tiles, tuple(reasons)
     raise AssertionError(f"no rings fit heads of {widths}")
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    """Bytes of elements."""
+    return {
+        "itemsize": problem.itemsize,
+        "v_itemsize": problem.v_itemsize,
+        "out_itemsize": problem.out_itemsize,
+    }
 
 
 _PAIR = "pairs of CTAs: each reads half of K and V from shared memory, which one alone would keep busy"
@@ -147,7 +184,7 @@ def _wide(
         )
     tile, ctas = _wide_tile(problem, target, sizes, wanted, counted)
     widths = pad(problem.head_dim), WIDEST
-    more = {"out_itemsize": problem.out_itemsize, "score_stages": 2}
+    more = {**_sizes(problem), "score_stages": 2}
     for out_stages in (STAGED if problem.lengths == "dense" else 0, 0):
         for rings in RINGS:
             tiles = Tiles(1, tile[1], *widths, rings, out_stages, ctas, **more)

@@ -67,7 +67,7 @@ def forward_topology(
     """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
     follow their ends is cleared. Tiles of K and V are brought `box_rows` keys at a time, if given."""
     n, staged, table = tiles.q_tiles, tiles.out_stages > 0, barrier_table(tiles, handed)
-    multiply = _multiply(n, ragged) if tiles.score_stages == 1 else _multiply_ahead(ragged)
+    multiply = _multiply(n, ragged, tiles.staggered) if tiles.score_stages == 1 else _multiply_ahead(ragged)
     workers = [_load(n), multiply, *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
         workers.append(_store(tiles))
@@ -105,21 +105,20 @@ def _rings(table: BarrierTable, tiles: Tiles, handed: Handed, box_rows: int) -> 
     """Rings with the bytes of their stages. A TMA box holds a block of columns of all rows, or of
     `box_rows`."""
 
-    def ring(name: str, rows: int, width: int, together: int = 0, unit: int | None = None) -> Ring:
-        together = together or rows
-        box = tile_bytes(together, column_block(width), tiles.itemsize)
-        boxes = (box,) * (width // column_block(width) * (rows // together))
+    def ring(name: str, rows: int, width: int, size: int, together: int = 0, unit: int | None = None) -> Ring:
+        together, columns = together or rows, column_block(width, size)
+        boxes = (tile_bytes(together, columns, size),) * (width // columns * (rows // together))
         return table.ring(name, sum(boxes), boxes, unit)
 
     for i in range(tiles.q_tiles):
-        yield ring("q", ROWS, tiles.head_dim, unit=i)
+        yield ring("q", ROWS, tiles.head_dim, tiles.itemsize, unit=i)
     # Of a pair of CTAs, each holds half of the keys of a tile of K, and half of the columns of V.
-    yield ring("k", tiles.tile_n // tiles.ctas, tiles.head_dim, box_rows)
-    yield ring("v", tiles.tile_n, tiles.head_dim_v // tiles.ctas, box_rows)
+    yield ring("k", tiles.tile_n // tiles.ctas, tiles.head_dim, tiles.itemsize, box_rows)
+    yield ring("v", *tiles.values, tiles.v_itemsize, box_rows)
     if tiles.out_stages:
         yield table.ring("out", tile_bytes(ROWS, tiles.out_columns, tiles.out_itemsize))
     for i in range(tiles.q_tiles):
-        yield table.ring("finals", NUMBER * ROWS, unit=i)
+        yield table.ring("finals", NUMBER * ROWS * tiles.last_numbers, unit=i)
     if handed == "number":
         yield table.ring("next", NUMBER)
     if handed == "answer":
@@ -170,9 +169,10 @@ def _load(n: int) -> Role:
 # --- products ------------------------------------------------------------------------------------------
 
 
-def _multiply(n: int, ragged: bool) -> Role:
+def _multiply(n: int, ragged: bool, staggered: bool) -> Role:
     """The first scores of the next tile of queries come between the last outputs of the one at hand: they are
-    left out where there is none."""
+    left out where there is none. staggered: those of a block's first one wait for probabilities of the query
+    tile before."""
 
     def step(at: int, ahead: bool) -> Events:
         """O(at - 1), S(at) of each query tile, where `at` counts from the key tile at hand."""
@@ -192,9 +192,11 @@ def _multiply(n: int, ragged: bool) -> Role:
             events += _scores(i, at, int(ahead), ahead)
         return *events, Event("commit", "k", at, ahead=ahead)
 
-    first = [
-        event for i in range(n) for event in (_work("wait", f"q {i}", ahead=True), *_scores(i, 0, 0, True))
-    ]
+    def begun(i: int) -> Events:
+        apart = (Event("await", f"p_early {i - 1}", ahead=True),) if staggered and i else ()
+        return _work("wait", f"q {i}", ahead=True), *apart, *_scores(i, 0, 0, True)
+
+    first = [event for i in range(n) for event in begun(i)]
     wait, free = Event("wait", "k", ahead=True), Event("commit", "k", ahead=True)
     return Role(
         "multiply",

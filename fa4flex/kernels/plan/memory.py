@@ -33,7 +33,7 @@ ALIGNMENTS = {
     **dict.fromkeys(("columns", "scales", "finals", "kept", "asked"), NUMBER),
     **dict.fromkeys(("ids", "bits", "united", "behind"), NUMBER),
     **dict.fromkeys(("lse2", "delta"), 128),
-    "statistics": 16,
+    **dict.fromkeys(("statistics", "channels"), 16),
 }
 """Bytes that regions without tiles are aligned to, by name."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cutlass import Float32, cute, select_
 
-from fa4flex.kernels.common.softmax import Finished, OnlineSoftmax
+from fa4flex.kernels.common.softmax import Finished, LaneSoftmax, OnlineSoftmax
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,7 @@ class CodeSoftmax(OnlineSoftmax):
             if state.seen is not None:
                 state.seen[r] = state.seen[r] + more
         return super().finish(sink)
+
+
+class LaneCodeSoftmax(CodeSoftmax, LaneSoftmax):
+    """The same of one row that a lane has to itself."""

@@ -1,0 +1,1 @@
+"""Blackwell forward kernel of quantised queries, keys and values: products of 8 bits."""
