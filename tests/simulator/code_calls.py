@@ -25,14 +25,16 @@ EIGHT_BIT = "8bit"
 
 @dataclass(frozen=True)
 class Chip:
-    """arch; what a tile's sums of P v lose for sure; the largest probability before it is rounded."""
+    """arch; what a tile's sums of P v lose for sure; what a row's largest probability may be before it is
+    rounded: a power of 2 is exact."""
 
     arch: str
     lost: float
-    largest: float
+    largest: tuple[float, ...]
 
 
-HOPPER, BLACKWELL = Chip("sm_90a", 4 * LOST, 256.0), Chip("sm_100a", 0.0, 16.0)
+HOPPER = Chip("sm_90a", 4 * LOST, (256.0,))
+BLACKWELL = Chip("sm_100a", 0.0, (16.0, 19.0, 23.0, 27.0))  # the maximum in use may lag behind
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ class Exact:
         if codes.v_offset is not None:
             v = v - codes.v_offset[:, :, None].double()
         v = v.repeat_interleave(group, 1)
-        rounded, lost = _rounded(p, codes, chip), chip.lost if codes.v_scale is not None else 0.0
-        error = (rounded - p) @ v
+        lost = chip.lost if codes.v_scale is not None else 0.0
+        errors = torch.stack([(_rounded(p, codes, largest) - p) @ v for largest in chip.largest])
         ulp = torch.finfo(codes.dtype).eps * out.abs()
-        most = 2 * error.abs().amax((2, 3), True) + lost * (p @ v.abs()) + ulp + 1e-6
-        usual = 2 * float((error.square() + ulp.square() / 4).mean().sqrt()) + 1e-6
+        most = 2 * errors.abs().amax(0).amax((2, 3), True) + lost * (p @ v.abs()) + ulp + 1e-6
+        usual = 2 * float((errors.square() + ulp.square() / 4).flatten(1).mean(1).max().sqrt()) + 1e-6
         of_lse = 1e-4 if codes.qk == "int8" or not chip.lost else 1e-2
         return cls(out, lse, most, usual, of_lse)
 
@@ -111,12 +113,12 @@ class Exact:
         torch.testing.assert_close(lse.double()[~empty], self.lse[~empty], atol=self.of_lse, rtol=1e-5)
 
 
-def _rounded(p: Tensor, codes: Quantized, chip: Chip) -> Tensor:
-    """Probabilities as they are multiplied: of e4m3, a row's largest is the chip's."""
+def _rounded(p: Tensor, codes: Quantized, largest: float) -> Tensor:
+    """Probabilities as they are multiplied: of e4m3, where a row's largest one is this."""
     if codes.v_scale is None:
         return p.to(codes.dtype).double()
-    largest = p.amax(-1, True).clamp(min=1e-300)
-    return (p / largest * chip.largest).to(E4M3).double() / chip.largest * largest
+    own = p.amax(-1, True).clamp(min=1e-300)
+    return (p / own * largest).to(E4M3).double() / largest * own
 
 
 def attend(
