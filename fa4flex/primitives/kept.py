@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def kept(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """What `make` makes on the device, which follows from the key; the oldest ones are forgotten."""
+    """The tensor that `make` makes on the device, which follows from the key; the oldest are forgotten."""
     place = None if observed() else _place(device)
     if place is None:
         return make()

@@ -16,7 +16,7 @@ SEEN: tuple[Seen, ...] = "all", "causal", "whole"
 
 
 class Rule(NamedTuple):
-    """What selections of rows know besides scores.
+    """Numbers that selections of rows know besides scores.
 
     queries, keys   tokens of a row, and of a unit; q_len, kv_len: tokens in all
     first, own      units that are selected always: the first ones, those up to each query's own

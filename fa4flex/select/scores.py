@@ -137,7 +137,7 @@ class _Limited(Scores):
 
 
 def _version(x: Tensor) -> int:
-    """How often torch had changed it in place; -1 where torch does not count."""
+    """Number of times that torch has changed it in place; -1 where torch does not count."""
     return -1 if x.is_inference() else x._version
 
 

@@ -25,7 +25,7 @@ KINDS = {
     "Float8E4M3FN": ("f8f6f4", 0, 1),
     "Int8": ("i8", 1, 2),
 }
-"""Of operands of a dtype: kind of tcgen05.mma, and the numbers of that dtype and of the result's, which is
+"""Kind of tcgen05.mma for operands of a dtype, and the numbers of that dtype and of the result's, which is
 float32 or int32 (PTX ISA, "instruction descriptor")."""
 
 ROW_BYTES = 32

@@ -122,8 +122,8 @@ class Softmax(forward.Softmax):
         return super().exponentials(softmax, in_float32(row), f, moments)
 
     def gathered(self, pairs: list[Pair], found: list[Pair]) -> list[Pair]:
-        """Of one CTA, they are added up beside exponentials: its softmax warpgroups wait for products at
-        different times, and what the one does then keeps the other from its exponentials."""
+        """The same; in one CTA they are added up beside exponentials: its softmax warpgroups wait for
+        products at different times, and what the one does then keeps the other from its exponentials."""
         if self.config.ctas > 1:
             return super().gathered(pairs, found)
         chains, rest = (pairs, found) if pairs else (found[:CHAINS], found[CHAINS:])

@@ -205,7 +205,7 @@ class Correction:
         return count
 
     def bring(self, arguments: Arguments, work: Work, at: At, shared: Shared) -> None:
-        """What finished outputs of a tile of queries are going to need."""
+        """Bring numbers that finished outputs of a tile of queries are going to need."""
 
     def scaled(self, shared: Shared, finished: Finished, part: cute.Tensor, first: int) -> None:
         """Columns of a row's output from `first` on become those of the weighted mean."""

@@ -187,7 +187,7 @@ class Softmax:
         return tile
 
     def begin(self, tile: Tile, i: Int32) -> None:
-        """What is done before the i-th key tile of a row."""
+        """Prepare for the i-th key tile of a row."""
 
     def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
         rows = prepare_rows(self.hooks, at, row, (0,))
@@ -392,7 +392,7 @@ class Softmax:
         return narrowed(row, kind)
 
     def gathered(self, pairs: list[Pair], found: list[Pair]) -> list[Pair]:
-        """What is added to the total at last, with those of another fragment."""
+        """Pairs of numbers that are added to the total at last, with those of another fragment."""
         return pairs + found
 
     def handed_over(self, pipes: Pipes, place: Place, f: int) -> None:
@@ -455,5 +455,5 @@ class Softmax:
                 put_statistic(arguments.entropy, work, q, entropy)
 
     def hand_last(self, shared: Shared, place: Place, scale: Float32, softmax: Any) -> None:
-        """What a row's output is to be multiplied by at last."""
+        """Hand over the number that a row's output is multiplied by at last."""
         shared.finals[place.row, place.tile] = scale

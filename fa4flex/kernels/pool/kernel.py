@@ -72,8 +72,8 @@ class Pool:
 
     @cute.jit
     def pooled(self, x: cute.Tensor, share: Share, block: Int32) -> cute.Tensor:
-        """What a thread makes of its tokens [S, D], float32 [PIECE]. Of the least numbers, all signs are
-        turned."""
+        """Sums or largest numbers of a thread's tokens [S, D], float32 [PIECE]; where the least are asked
+        for, all signs are turned."""
         config, length = self.config, Int32(x.shape[0])
         held = cute.make_rmem_tensor((PIECE,), Float32)
         held.fill(0.0 if config.how in ("mean", "sum") else -Float32.inf)
