@@ -153,7 +153,7 @@ def test_calls_take_the_kernel() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("why", ["blocks", "wide heads"])
 def test_others_are_dequantised(why: str) -> None:
-    """By the kernels of 16 bits, with the same meaning."""
+    """Kernels of 16 bits compute them, with the same meaning."""
     given: dict[str, Any] = {"blocks": {"qk": "mxfp8"}}.get(why, {})
     d = 160 if why == "wide heads" else 64
     codes = drawn(Size(heads=1, q_len=70, kv_len=70, d=d, dv=d), **given)

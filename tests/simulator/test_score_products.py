@@ -50,7 +50,7 @@ def test_products(rows: int, count: int, width: int, chip: str) -> None:
 
 
 def test_many_keys_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are many blocks anyway."""
+    """Blocks of many keys, where there are many blocks anyway."""
     monkeypatch.setattr(kernels, "BLOCKS", 1)
     check(torch.randn(1, 1, 40, 32).half(), torch.randn(1, 1, 300, 32).half())
 
@@ -61,7 +61,7 @@ def test_rows_of_any_strides() -> None:
 
 
 def test_scores_are_one_launch_with_gradients() -> None:
-    """Of q and of k; what a function makes of them, and of which groups of heads, is as before."""
+    """Gradients of q and of k; what a function makes of them, and of which groups of heads, is as before."""
     q = torch.randn(1, 4, 9, 16).bfloat16().requires_grad_()
     k = torch.randn(1, 2, 11, 16).bfloat16().requires_grad_()
 
@@ -114,7 +114,7 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_methods_select_the_same(name: str) -> None:
-    """By kernels as by operations of torch."""
+    """Selections by kernels are those by operations of torch."""
     q, k = whole(2, 4, 44), whole(2, 2, 72)
     wanted = VARIANTS[name](q, k)
     with ptxsim.device("sm_90a") as gpu:
