@@ -52,7 +52,8 @@ def test_what_was_made_in_inference_mode_takes_part_in_gradients() -> None:
 
 
 def test_a_stream_and_a_capture_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that a stream made may not be there on another, and a captured graph fills its own at each replay."""
+    """Tensors that a stream made may not be there on another, and a captured graph fills its own at each
+    replay."""
     made: list[Tensor] = []
 
     def make() -> Tensor:

@@ -138,7 +138,8 @@ def test_scores_that_are_mostly_the_same() -> None:
 @pytest.mark.parametrize("units", [9, 70, 2000, 9000])
 @pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
 def test_units_in_the_future_and_forced_ones(units: int, chip: str) -> None:
-    """Rules of rows that take turns; nothing past what may be selected is told apart from what was not read."""
+    """Rules of rows that take turns; nothing past what may be selected is told apart from what was not
+    read."""
     rows = 3 if units < 2000 else 2
     rule = drawn_rule(units, rows)
     heads = 2 if units < 2000 else 1
