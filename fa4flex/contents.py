@@ -53,10 +53,14 @@ def guards_of(
     return tuple([_guard_of(x, weakref.ref(x, gone)) for x in tensors])
 
 
+def version_of(x: Tensor) -> int:
+    """Number of times that torch has changed x in place; -1 where torch does not count."""
+    return -1 if x.is_inference() or not COUNTS_CHANGES else x._version
+
+
 def _guard_of(x: Tensor, to_it: weakref.ref[Tensor]) -> Guard:
-    version = -1 if x.is_inference() or not COUNTS_CHANGES else x._version
     place = x.data_ptr() if COUNTS_CHANGES else -1  # no tensor's: nothing holds
-    return Guard(to_it, place, version, tuple(x.shape), x.stride())
+    return Guard(to_it, place, version_of(x), tuple(x.shape), x.stride())
 
 
 def hold(guards: Guards, tensors: Sequence[Tensor]) -> bool:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from fa4flex import later
-from fa4flex.contents import checked_here
+from fa4flex.contents import checked_here, version_of
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.kernels.planes.config import EVERY, LARGEST
 from fa4flex.primitives.base import check_device, check_integers, kind_of
 from fa4flex.primitives.latent import refuse_latent
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.quantization.rotation import Rotation
-from fa4flex.torch_internals import COUNTS_CHANGES
 
 BLOCKS = (64, 128)
 """Keys of a tile: those of the tiles of kernels."""
@@ -235,8 +234,8 @@ def planes(
 
 
 def _version(x: Tensor) -> list[int]:
-    uncounted = not COUNTS_CHANGES or torch.compiler.is_compiling() or x.is_inference()
-    return [] if uncounted else [x._version]
+    version = -1 if torch.compiler.is_compiling() else version_of(x)
+    return [] if version < 0 else [version]
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fa4flex.contents import version_of
 from fa4flex.errors import InputError, StateError
 from fa4flex.exact import is_count
 from fa4flex.primitives.base import check_device, kind_of, show
@@ -115,7 +116,7 @@ class _Limited(Scores):
     @cached_property
     def values(self) -> Tensor:  # the field, until it is set
         inner = self._unchanged()
-        with torch.inference_mode(inner.values.is_inference()), torch.set_grad_enabled(self.differentiable):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.differentiable):
             return _masked(inner, self.seen)
 
     @property
@@ -127,7 +128,7 @@ class _Limited(Scores):
     def _unchanged(self) -> Scores:
         """The scores that are masked. Raises StateError where somebody wrote to them since."""
         assert self.inner is not None
-        if _version(self.inner.values) != self.version:
+        if version_of(self.inner.values) != self.version:
             raise StateError(
                 "scores that were written to after causal()",
                 "the values that causal() was called for",
@@ -136,21 +137,18 @@ class _Limited(Scores):
         return self.inner
 
 
-def _version(x: Tensor) -> int:
-    """Number of times that torch has changed it in place; -1 where torch does not count."""
-    return -1 if x.is_inference() else x._version
-
-
 def _limited(scores: Scores, seen: Seen) -> Scores:
-    """Scores of the units that are `seen`."""
-    if scores._unmasked[1] != "all" or torch.compiler.is_compiling():
+    """Scores of the units that are `seen`. Where torch does not count changes of values, nothing could tell
+    of one, and they are masked now."""
+    values, before = scores._unmasked
+    if before != "all" or torch.compiler.is_compiling() or version_of(values) < 0:
         return replace(scores, values=_masked(scores, seen))
     made: _Limited = object.__new__(_Limited)
     for name in ("queries", "keys", "q_len", "kv_len"):
         object.__setattr__(made, name, getattr(scores, name))
     object.__setattr__(made, "inner", scores)
     object.__setattr__(made, "seen", seen)
-    object.__setattr__(made, "version", _version(scores.values))
+    object.__setattr__(made, "version", version_of(values))
     object.__setattr__(made, "differentiable", torch.is_grad_enabled())
     return made
 

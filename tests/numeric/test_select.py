@@ -199,6 +199,17 @@ def test_causal_scores_are_masked_when_they_are_read() -> None:
         topk(unread, 2)
 
 
+def test_causal_scores_stay_where_torch_does_not_count_what_is_written() -> None:
+    with torch.inference_mode():
+        scores = Scores(torch.randn(1, 2, 5, 6), 2, 2, 10, 12)
+        before, wanted = scores.causal(), topk(scores.causal(), 2)
+        values = before.values.clone()
+        unread = scores.causal()
+        scores.values.neg_()
+        assert torch.equal(unread.values, values) and torch.equal(before.values, values)
+        assert torch.equal(topk(unread, 2).ids, wanted.ids)
+
+
 # --- choices ------------------------------------------------------------------------------------------------
 
 

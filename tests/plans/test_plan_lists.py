@@ -1,4 +1,4 @@
-"""Plans of the Hopper kernel for listed keys: what it accepts, what fits, and its pipeline in any order of
+"""Plans of kernels for listed keys: what they accept; of Hopper what fits, and its pipeline in any order of
 events."""
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.lists.config import TABLE
 from fa4flex.kernels.lists_sm90.plan import LISTS_SM90, ListsPlan
 from fa4flex.kernels.lists_sm90.topology import lists_topology
+from fa4flex.kernels.lists_sm100.plan import LISTS_SM100
 from fa4flex.kernels.plan.counts import check_counts
 from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
 from fa4flex.kernels.plan.problem import Problem
-from fa4flex.kernels.plan.target import SM90A
+from fa4flex.kernels.plan.target import SM90A, SM100A, SM103A, Target
 from fa4flex.kernels.plan.topology import Topology
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
@@ -39,17 +40,23 @@ def planned(problem: Problem, schedule: Schedule = Schedule()) -> ListsPlan:
     return plan
 
 
+PIPELINES = {SM90A: LISTS_SM90, SM100A: LISTS_SM100, SM103A: LISTS_SM100}
+TARGETS = pytest.mark.parametrize("target", PIPELINES, ids=lambda target: target.name)
+
+
+@TARGETS
 @pytest.mark.parametrize("lengths", ("dense", "used", "packed"))
-def test_it_takes_listed_keys_and_no_others(lengths: Any) -> None:
+def test_they_take_listed_keys_and_no_others(lengths: Any, target: Target) -> None:
     for rows in (1, 4096):
         problem = replace(LISTED, lengths=lengths)
-        assert dispatch.choose("forward", problem, SM90A, sizes_of(rows)) is LISTS_SM90
+        assert dispatch.choose("forward", problem, target, sizes_of(rows)) is PIPELINES[target]
         pages = replace(problem, keys=of_lists(in_pages(16), counted=False, beside=False))
-        assert dispatch.choose("forward", pages, SM90A, sizes_of(rows)) is LISTS_SM90
+        assert dispatch.choose("forward", pages, target, sizes_of(rows)) is PIPELINES[target]
         others = replace(problem, keys=CONTIGUOUS)
-        assert dispatch.choose("forward", others, SM90A, sizes_of(rows)) is not LISTS_SM90
+        assert dispatch.choose("forward", others, target, sizes_of(rows)) is not PIPELINES[target]
 
 
+@TARGETS
 @pytest.mark.parametrize(
     "changes",
     [
@@ -61,9 +68,9 @@ def test_it_takes_listed_keys_and_no_others(lengths: Any) -> None:
     ],
     ids=str,
 )
-def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
+def test_others_have_no_kernel(changes: dict[str, Any], target: Target) -> None:
     with pytest.raises(fa4flex.UnsupportedError, match="listed keys"):
-        dispatch.choose("forward", replace(LISTED, **changes), SM90A, sizes_of(64))
+        dispatch.choose("forward", replace(LISTED, **changes), target, sizes_of(64))
 
 
 @pytest.mark.parametrize(

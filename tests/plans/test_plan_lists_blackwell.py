@@ -1,4 +1,4 @@
-"""Plans of the Blackwell kernel for listed keys: what it accepts, what fits, copies of rows, and its
+"""Plans of the Blackwell kernel for listed keys: what fits, copies of rows, and its
 pipeline, proved and broken."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,18 +15,17 @@ from blackwell_plans import broken, dropped, refuses_columns, wrong_counts
 from checked_plans import plan_forward, sizes_of
 
 import fa4flex
-from fa4flex.kernels import dispatch
 from fa4flex.kernels.fwd_sm90.registers import Split
 from fa4flex.kernels.lists.config import TABLE
 from fa4flex.kernels.lists_sm100 import plan as plans
-from fa4flex.kernels.lists_sm100.plan import LISTS_SM100, BlackwellListsPlan
+from fa4flex.kernels.lists_sm100.plan import BlackwellListsPlan
 from fa4flex.kernels.lists_sm100.roles import barrier_table
 from fa4flex.kernels.plan.errors import PlanError
-from fa4flex.kernels.plan.keys import CONTIGUOUS, in_pages, of_lists
+from fa4flex.kernels.plan.keys import CONTIGUOUS, of_lists
 from fa4flex.kernels.plan.problem import Problem
 from fa4flex.kernels.plan.sharing import lifetimes
 from fa4flex.kernels.plan.signals import arrivals_of
-from fa4flex.kernels.plan.target import SM100A, SM103A
+from fa4flex.kernels.plan.target import SM100A
 from fa4flex.kernels.plan.topology import Event
 from fa4flex.kernels.plan.verify import at_random, round_robin, simulate
 from fa4flex.primitives.schedule import Schedule
@@ -46,36 +44,6 @@ def planned(problem: Problem = LISTED, schedule: Schedule = Schedule()) -> Black
     plan = plan_forward(FACTS, problem, SM100A, schedule, sizes=sizes_of(4096))
     assert isinstance(plan, BlackwellListsPlan)
     return plan
-
-
-# --- which problems -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lengths", ("dense", "used", "packed"))
-def test_it_takes_listed_keys_and_no_others(lengths: Any) -> None:
-    for rows, target in itertools.product((1, 4096), (SM100A, SM103A)):
-        problem = replace(LISTED, lengths=lengths)
-        assert dispatch.choose("forward", problem, target, sizes_of(rows)) is LISTS_SM100
-        pages = replace(problem, keys=of_lists(in_pages(16), counted=False, beside=False))
-        assert dispatch.choose("forward", pages, target, sizes_of(rows)) is LISTS_SM100
-        others = replace(problem, keys=CONTIGUOUS)
-        assert dispatch.choose("forward", others, target, sizes_of(rows)) is not LISTS_SM100
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"mask_form": "tables"},
-        {"statistics": ("lse", "max_scores")},
-        {"statistics": ("lse", "entropy"), "lengths": "packed"},
-        {"dropout": True},
-        {"weights": "softpick"},
-    ],
-    ids=str,
-)
-def test_others_have_no_kernel(changes: dict[str, Any]) -> None:
-    with pytest.raises(fa4flex.UnsupportedError, match="listed keys"):
-        dispatch.choose("forward", replace(LISTED, **changes), SM100A, sizes_of(64))
 
 
 # --- what fits ----------------------------------------------------------------------------------------

@@ -49,14 +49,16 @@ class Listed(NamedTuple):
     indices: cute.Tensor
 
 
-class BlockLists:
-    direction = "lists"
+class OfRows:
+    """A kernel that makes classes [B, H, R, C], a warp for each row."""
+
+    direction: str
     """Schema of its arguments."""
 
     config = None
 
     @cute.jit
-    def __call__(self, arguments: BlockListArguments, stream: cuda.CUstream) -> None:
+    def __call__(self, arguments: Any, stream: cuda.CUstream) -> None:
         self.device(arguments).launch(
             grid=[cute.ceil_div(self.rows(arguments), WARPS), 1, 1],
             block=[THREADS, 1, 1],
@@ -64,19 +66,27 @@ class BlockLists:
             use_pdl=True,
         )
 
-    def rows(self, arguments: BlockListArguments) -> Int32:
-        """Rows of blocks of all batch entries and heads."""
+    def rows(self, arguments: Any) -> Int32:
+        """Rows of all batch entries and heads."""
         batch, heads, rows, _ = arguments.classes.shape
         return Int32(batch) * Int32(heads) * Int32(rows)
 
     @cute.kernel
-    def device(self, arguments: BlockListArguments) -> None:
+    def device(self, arguments: Any) -> None:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         number = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         _, heads, rows, _ = arguments.classes.shape
         if number < self.rows(arguments):
             self.classify(arguments, Row(number // rows // heads, number // rows % heads, number % rows))
+
+    def classify(self, arguments: Any, row: Row) -> None:
+        """A warp's: the classes of a row."""
+        raise NotImplementedError
+
+
+class BlockLists(OfRows):
+    direction = "lists"
 
     @cute.jit
     def classify(self, arguments: BlockListArguments, row: Row) -> None:

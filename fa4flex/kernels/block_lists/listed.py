@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cuda.bindings import driver as cuda
 from cutlass import Int32, Int64, Uint8, const_expr, cute
 
-from fa4flex.kernels.block_lists.kernel import EMPTY, PARTIAL, THREADS, WARPS, Row
+from fa4flex.kernels.block_lists.kernel import EMPTY, PARTIAL, OfRows, Row
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.math import where
 from fa4flex.kernels.plan.arguments import LISTED_UNITS
@@ -24,34 +23,8 @@ class ListedUnitArguments(_Arguments):
     [B, H, R, C] is written."""
 
 
-class ListedUnits:
+class ListedUnits(OfRows):
     direction = "listed_units"
-    """Schema of its arguments."""
-
-    config = None
-
-    @cute.jit
-    def __call__(self, arguments: ListedUnitArguments, stream: cuda.CUstream) -> None:
-        self.device(arguments).launch(
-            grid=[cute.ceil_div(self.rows(arguments), WARPS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
-    def rows(self, arguments: ListedUnitArguments) -> Int32:
-        """Rows of all batch entries and heads."""
-        batch, heads, rows, _ = arguments.classes.shape
-        return Int32(batch) * Int32(heads) * Int32(rows)
-
-    @cute.kernel
-    def device(self, arguments: ListedUnitArguments) -> None:
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        number = cute.arch.block_idx()[0] * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        _, heads, rows, _ = arguments.classes.shape
-        if number < self.rows(arguments):
-            self.classify(arguments, Row(number // rows // heads, number // rows % heads, number % rows))
 
     @cute.jit
     def classify(self, arguments: ListedUnitArguments, row: Row) -> None:

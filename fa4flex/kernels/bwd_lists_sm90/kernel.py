@@ -113,10 +113,7 @@ class Backward(Gathering):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            entries.look(shared, thread)
-            sync(self.listed)
-            tile, walk = self.keys(arguments, part, tile, entries, shared)
-            self.producer.run(arguments, tile, walk, entries, shared, pipes)
+            self.gather(arguments, part, tile, entries, handed, thread)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.bring_rows(arguments, tile, shared, thread - 128)

@@ -18,7 +18,6 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import initialise, sync
 from fa4flex.kernels.common.boxes import KeyLayouts, stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.tensor_core import tensor_memory
 from fa4flex.kernels.decode_sm100 import kernel as base
 from fa4flex.kernels.decode_sm100.mma import Mma
@@ -43,6 +42,7 @@ class Producer(gathering.Producer):
 class Forward(Gathering, ListsForward, base.Forward):
     config: Config
     softmax: Softmax
+    listed = LISTED
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
@@ -103,11 +103,12 @@ class Forward(Gathering, ListsForward, base.Forward):
         if warp >= MULTIPLY:
             memory.wait_for_alloc()
             first = memory.retrieve_ptr(Float32)
-            sync(LISTED)
+            sync(self.listed)
             self.multiply(arguments, part, tile, entries, handed, first)
         elif warp >= GATHER:
             cute.arch.setmaxregister_decrease(self.config.gather_registers)
-            self.gather(arguments, part, tile, entries, handed)
+            thread = cute.arch.thread_idx()[0] - 32 * GATHER
+            self.gather(arguments, part, tile, entries, handed[:2], thread)
         else:
             cute.arch.setmaxregister_increase(self.config.softmax_registers)
             memory.allocate(self.config.memory.allocated)
@@ -117,15 +118,6 @@ class Forward(Gathering, ListsForward, base.Forward):
             first = memory.retrieve_ptr(Float32)
             self.take_softmax(arguments, part, tile, entries, handed, first)
             memory.free(first)
-
-    def gather(self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed) -> None:
-        """Four warps: which entries count, and the keys that they list."""
-        if self.config.paged:
-            check_length(arguments, tile.b)
-        entries.look(handed.shared, cute.arch.thread_idx()[0] - 32 * GATHER)
-        sync(LISTED)
-        tile, walk = self.keys(arguments, part, tile, entries, handed.shared)
-        self.producer.run(arguments, tile, walk, entries, handed.shared, handed.pipes)
 
     def multiply(
         self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed, first: Any
@@ -138,6 +130,6 @@ class Forward(Gathering, ListsForward, base.Forward):
         self, arguments: Arguments, part: Part, tile: ListTile, entries: Any, handed: Handed, first: Any
     ) -> None:
         """Queries, probabilities and the output."""
-        sync(LISTED)
+        sync(self.listed)
         tile, walk = self.keys(arguments, part, tile, entries, handed.shared)
         self.softmax.visit(arguments, tile, walk, handed, first)

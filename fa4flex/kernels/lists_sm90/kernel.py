@@ -20,7 +20,6 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.barriers import Pipes, initialise, room, sync
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.key_lengths import check_length
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.lists.entries import entries_of
 from fa4flex.kernels.lists.forward import ListsForward
@@ -98,17 +97,11 @@ class Forward(Gathering, ListsForward):
         mma: Any,
     ) -> None:
         """A part of the keys of a tile, by its roles."""
-        shared, pipes = handed
         entries = entries_of(part, arguments, self.config)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if const_expr(self.config.paged):
-                check_length(arguments, tile.b)
-            entries.look(shared, cute.arch.thread_idx()[0])
-            sync(self.listed)
-            tile, walk = self.keys(arguments, part, tile, entries, shared)
-            self.producer.run(arguments, tile, walk, entries, shared, pipes)
+            self.gather(arguments, part, tile, entries, handed, cute.arch.thread_idx()[0])
         else:
             self.consume(arguments, part, tile, entries, handed, mma)
 
